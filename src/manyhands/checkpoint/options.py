@@ -1,0 +1,20 @@
+"""The [checkpoint] section of a job."""
+
+from pydantic import Field
+
+from manyhands.core.options import Options
+
+
+class CheckpointOptions(Options):
+    """When to save and what to keep."""
+
+    every: str = Field(
+        default="60s",
+        pattern=r"^(\d+(\.\d+)?(s|min|h)|\d+(steps?|epochs?)|never)$",
+        description='a time ("60s", "10min"), "100steps", "1epoch" or "never"; the end and the best are always saved',
+    )
+    keep: int = Field(default=2, ge=1, description="the newest so many are kept, and the best")
+    resume: str = Field(
+        default="auto",
+        description="auto: go on where --out holds an unfinished run; never; or a run, checkpoint or file",
+    )

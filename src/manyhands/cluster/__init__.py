@@ -1,0 +1,1 @@
+"""From machines to started and supervised processes. Only `agent` may import torch."""

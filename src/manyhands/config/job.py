@@ -1,0 +1,100 @@
+"""The whole job as one typed tree. Each part's own section lies beside the code that reads it."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.core.options import Options
+from manyhands.data.options import DataOptions
+from manyhands.models.options import ModelOptions
+from manyhands.parallel.options import ParallelOptions
+from manyhands.sync.options import SyncOptions
+
+
+class TrainOptions(Options):
+    """How the network learns. Nothing here depends on the number of processes."""
+
+    epochs: int = Field(default=10, ge=0, le=1_000_000)
+    batch: int = Field(default=128, ge=1, description="samples per update over all processes")
+    micro_batch: int = Field(
+        default=0, ge=0, description="most samples a process takes in one pass; 0: its whole share"
+    )
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: float = Field(default=0.05, gt=0.0, description="the peak learning rate")
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="for sgd")
+    nesterov: bool = Field(default=True, description="for sgd with momentum")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="for adamw")
+    weight_decay: float = Field(default=5e-4, ge=0.0)
+    decay_norm_and_bias: bool = Field(default=False, description="let weight decay act on biases and norms too")
+    schedule: Literal["constant", "step", "cosine", "one-cycle"] = "cosine"
+    warmup_epochs: float = Field(default=0.0, ge=0.0, description="linear rise at the start")
+    step_epochs: int = Field(default=30, ge=1, description="for step: the rate falls after so many epochs")
+    step_factor: float = Field(default=0.1, gt=0.0, le=1.0, description="for step: what it falls by")
+    loss: str = Field(default="cross-entropy", description="cross-entropy, nll, or file.py:function")
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    clip: float = Field(default=0.0, ge=0.0, description="largest norm of all gradients together; 0: no limit")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    channels_last: bool = False
+    compile: bool = Field(default=False, description="torch.compile the network")
+    norm_group: int | Literal["global", "local"] = Field(
+        default=32,
+        description="samples of the global batch that BatchNorm takes its statistics over; global: all of them; "
+        "local: whatever a process has, so that the result depends on the number of processes",
+    )
+    drop_last: bool = Field(default=False, description="leave out an epoch's last, smaller batch")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    deterministic: bool = Field(default=False, description="only torch's deterministic algorithms")
+    evaluate_every: float = Field(default=1.0, ge=0.0, description="epochs between evaluations; 0: only at the end")
+    evaluate_batch: int = Field(default=256, ge=1, description="samples in one pass of an evaluation")
+    audit_every: int = Field(default=500, ge=0, description="steps between proofs that replicas are equal; 0: never")
+    max_steps: int = Field(default=0, ge=0, description="stop after so many updates; 0: no limit")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainOptions":
+        if isinstance(self.norm_group, int) and self.norm_group < 2:
+            raise ValueError("norm_group must be at least 2 samples: BatchNorm needs a variance")
+        if self.schedule == "one-cycle" and self.warmup_epochs:
+            raise ValueError("one-cycle brings its own warm-up; leave warmup_epochs out")
+        return self
+
+
+class ClusterOptions(Options):
+    """Which processes take part."""
+
+    processes: int = Field(default=0, ge=0, le=1024, description="on this machine; 0: one per accelerator, else one")
+    init: str = Field(
+        default="", pattern=r"^($|tcp://.+|file://.+|env://.*)", description="meet by hand: tcp://, file://"
+    )
+    world_size: int = Field(default=0, ge=0, description="processes over all machines, with init")
+    rank: int = Field(default=-1, ge=-1, description="this process's place, with init")
+    backend: str = Field(default="auto", description="gloo, nccl, hccl, xccl …; auto: the device's own")
+    device: str = Field(default="auto", description="cpu, cuda, npu, xpu, mps; auto: the accelerator if there is one")
+    threads: int = Field(default=0, ge=0, description="CPU threads for each process; 0: cores divided by processes")
+    join_warn_s: float = Field(default=30.0, gt=0.0, description="name the missing processes after so long")
+    join_timeout_s: float = Field(default=600.0, gt=0.0, description="give up waiting for them after so long")
+    collective_timeout_s: float = Field(default=600.0, gt=0.0, description="give up on a silent peer after so long")
+
+
+class RunOptions(Options):
+    """Where the run is kept and how it speaks."""
+
+    out: str = Field(default="", description="the run folder; empty: runs/<date>-<data>-<model>")
+    log_every_s: float = Field(default=1.0, gt=0.0, description="about how often progress is recorded")
+    report: bool = Field(default=True, description="write report.html at the end")
+
+
+class Job(Options):
+    """Everything that decides what a run does.
+
+    Flags win over the environment, the environment over job.toml, job.toml over a recipe, a recipe over defaults.
+    """
+
+    data: DataOptions = Field(default_factory=DataOptions)
+    model: ModelOptions = Field(default_factory=ModelOptions)
+    train: TrainOptions = Field(default_factory=TrainOptions)
+    parallel: ParallelOptions = Field(default_factory=ParallelOptions)
+    sync: SyncOptions = Field(default_factory=SyncOptions)
+    cluster: ClusterOptions = Field(default_factory=ClusterOptions)
+    checkpoint: CheckpointOptions = Field(default_factory=CheckpointOptions)
+    run: RunOptions = Field(default_factory=RunOptions)

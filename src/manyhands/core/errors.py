@@ -1,0 +1,55 @@
+"""What can go wrong, as a user should read it: what, where, what to do."""
+
+from dataclasses import dataclass, field
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_DOCTOR = 3
+EXIT_SAVED = 75
+EXIT_INTERRUPTED = 130
+
+
+@dataclass
+class ManyhandsError(Exception):
+    """An error with a mend.
+
+    Attributes:
+        what: one sentence that says what is wrong.
+        where: the file, flag, host or rank it was found at; empty if there is none.
+        mend: what the user can do, one line each.
+    """
+
+    what: str
+    where: str = ""
+    mend: tuple[str, ...] = field(default=())
+
+    exit_code = EXIT_FAILED
+
+    def __post_init__(self) -> None:
+        """Keeps the exception's own arguments in step, so that it can be pickled and printed."""
+        if isinstance(self.mend, str):
+            self.mend = (self.mend,)
+        super().__init__(self.what, self.where, self.mend)
+
+    def __str__(self) -> str:
+        """The error as text of a few lines."""
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        lines += [f"  {'do:   ' if number == 0 else '      '} {line}" for number, line in enumerate(self.mend)]
+        return "\n".join(lines)
+
+
+class UserError(ManyhandsError):
+    """The user's own input is wrong; nothing was started or changed."""
+
+    exit_code = EXIT_USAGE
+
+
+class RunFailed(ManyhandsError):
+    """A run began and could not go on."""
+
+
+class Peerless(RunFailed):
+    """Processes that should take part did not arrive, or an earlier process holds their place."""

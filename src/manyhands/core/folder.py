@@ -1,0 +1,117 @@
+"""The run folder: where everything about one run is kept, and the only meeting place of its programs."""
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from manyhands.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names the files of a run; making one touches nothing.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        """The whole configuration, every default filled in."""
+        return self.path / "job.toml"
+
+    @property
+    def plan(self) -> Path:
+        """How the work is split."""
+        return self.path / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, devices, hosts and the revision of the user's code."""
+        return self.path / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per logged step and per evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """Joins, losses, saves and decisions, one line each."""
+        return self.path / "events.jsonl"
+
+    @property
+    def ranks(self) -> Path:
+        """Each process's own output: 0.log, 1.log …"""
+        return self.path / "ranks"
+
+    @property
+    def failures(self) -> Path:
+        """One record per process that failed: 0.json …; empty while all is well."""
+        return self.path / "ranks" / "failures"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Committed states, one folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations(self) -> Path:
+        """best.json and last.json: counts per class and the confusion matrix."""
+        return self.path / "evaluations"
+
+    @property
+    def report(self) -> Path:
+        """The page for the user."""
+        return self.path / "report.html"
+
+    @property
+    def pictures(self) -> Path:
+        """Every picture of the report as PNG."""
+        return self.path / "pictures"
+
+    def exists(self) -> bool:
+        """True when the folder holds a run (its job file is written first)."""
+        return self.job.is_file()
+
+
+def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
+    """Creates runs/<date>-<data>-<model>, with a number behind it where that exists already."""
+    words = [re.sub(r"[^\w.-]+", "-", Path(word.split(":")[0]).stem).strip("-") or "run" for word in (data, model)]
+    stem = f"{now:%Y-%m-%d}-{words[0]}-{words[1]}"
+    for number in range(1, 10_000):
+        path = base / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return RunFolder(path)
+    raise UserError(f"{base} holds ten thousand runs of this name today", str(base), ("give --out DIR",))
+
+
+def use_run_folder(path: Path) -> RunFolder:
+    """Opens the folder that the user named, making it where it is missing.
+
+    Raises:
+        UserError: it can't be written, or holds something that is not a run.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    folder = RunFolder(path)
+    if not folder.exists() and any(entry.name not in {"ranks"} for entry in path.iterdir()):
+        raise UserError(f"{path} is not empty and holds no run", "--out", ("name a new folder, or an earlier run's",))
+    if not os.access(path, os.W_OK):
+        raise _unwritable(path, PermissionError("no permission to write"))
+    return folder
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"the run folder {path} can't be made: {error.strerror or error}", "--out", ("give --out DIR",))

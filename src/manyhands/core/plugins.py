@@ -1,0 +1,81 @@
+"""Finds a choice by name: a file in a folder of choices, or an object in the user's own file."""
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from manyhands.core.errors import UserError
+
+
+def module_names(package: str) -> list[str]:
+    """Names of the choice files in a package, without importing them."""
+    return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__))
+
+
+def load_choice(package: str, name: str) -> ModuleType:
+    """Imports the choice file `name` of `package`."""
+    return importlib.import_module(f"{package}.{name}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question with the nearest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f'did you mean "{near[0]}"?' if near else ""
+
+
+def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
+    """The error for a word that names no choice, with a suggestion and the list."""
+    words = sorted(known)
+    shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")
+    hint = did_you_mean(word, words)
+    return UserError(f'no {kind} is called "{word}"', where, tuple(filter(None, (hint, f"known: {shown}"))))
+
+
+def is_object_reference(word: str) -> bool:
+    """True for "file.py:object"."""
+    path, colon, name = word.rpartition(":")
+    return bool(colon) and path.endswith(".py") and name.isidentifier()
+
+
+def load_object(reference: str, where: str) -> Any:
+    """Loads `object` from the user's `file.py:object`; the file's folder becomes importable.
+
+    Raises:
+        UserError: the file is missing, can't be run, or has no such object.
+    """
+    path_text, _, name = reference.rpartition(":")
+    path = Path(path_text).expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"there is no file {path_text}", where, ("write it as path/to/file.py:object",))
+    module = _run_file(path, where)
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        hint = did_you_mean(name, public) or f"it has: {', '.join(public[:20]) or 'nothing'}"
+        raise UserError(f"{path_text} has no object {name}", where, (hint,))
+    return getattr(module, name)
+
+
+def _run_file(path: Path, where: str) -> ModuleType:
+    module_name = path.stem
+    loaded = sys.modules.get(module_name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file", where)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise UserError(f"{path} fails when it is loaded: {type(error).__name__}: {error}", where) from error
+    return module

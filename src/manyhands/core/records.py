@@ -1,0 +1,132 @@
+"""The lines of metrics.jsonl and events.jsonl, and other small versioned files of the run folder.
+
+Every record is one JSON object. A reader ignores keys that it doesn't know and refuses a higher version.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+VERSION = 1
+
+
+class Record(BaseModel):
+    """The base of all records."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    v: int = Field(default=VERSION, le=VERSION)
+    time: float = Field(description="seconds since 1970, by rank 0's clock")
+
+
+class StepMetrics(Record):
+    """What was measured since the step record before this one, over all processes."""
+
+    kind: Literal["step"] = "step"
+    epoch: int = Field(ge=0, description="epochs that are complete")
+    step: int = Field(ge=0, description="updates made so far, this one included")
+    step_in_epoch: int = Field(ge=0)
+    steps_per_epoch: int = Field(ge=1)
+    total_steps: int = Field(ge=0)
+    loss: float = Field(description="mean over the samples since the last record")
+    top1: float = Field(description="training accuracy over the same samples, 0 to 1")
+    learning_rate: float
+    images_per_s: float = Field(description="over all processes")
+    samples: int = Field(description="samples that the record covers")
+    data_share: float = Field(default=0.0, description="part of rank 0's time spent waiting for data, 0 to 1")
+    saved_step: int = Field(default=0, description="the newest step that is saved")
+
+
+class EvaluationMetrics(Record):
+    """One evaluation; each sample of the test split was counted exactly once."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    epoch: int
+    step: int
+    count: int = Field(description="samples evaluated: the length of the split")
+    loss: float
+    top1: float = Field(description="0 to 1")
+    top5: float = Field(description="0 to 1; equals 1 where there are at most five classes")
+    best: bool = Field(description="the best top-1 so far")
+    seconds: float = 0.0
+
+
+class Event(Record):
+    """Something that happened: a start, a save, a decision, a failure"""
+
+    kind: str
+    rank: int = 0
+    step: int | None = None
+    message: str = ""
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class EvaluationDetail(Record):
+    """evaluations/best.json and last.json.
+
+    `confusion` is sparse: [true class, predicted class, count], counts above zero only.
+    """
+
+    epoch: int
+    step: int
+    count: int
+    top1: float
+    top5: float
+    loss: float
+    classes: list[str]
+    confusion: list[tuple[int, int, int]]
+
+
+class Failure(Record):
+    """ranks/failures/<rank>.json: why a process ended, written by itself before it leaves."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int | None = None
+    phase: str = Field(default="", description="build, train, evaluate, save …")
+    exit_code: int = 1
+    error: str = Field(description="type of the exception")
+    what: str
+    where: str = ""
+    mend: list[str] = Field(default_factory=list)
+    traceback: str = ""
+    consequence: bool = Field(default=False, description="True when another process's end caused it")
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds one line; whole lines only, so that a reader never sees half a record for long."""
+    line = record.model_dump_json() + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file by way of a temporary one, so that no reader ever sees half of it."""
+    text = content.model_dump_json(indent=1) if isinstance(content, BaseModel) else json.dumps(content, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a .jsonl file as plain objects; a torn last line is left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(content, dict):
+                yield content

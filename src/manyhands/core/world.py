@@ -1,0 +1,67 @@
+"""Who takes part: the size of the group of processes and this process's place in it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all processes of a run.
+
+    Attributes:
+        rank: 0 … size - 1; rank 0 speaks for all.
+        size: number of processes over all machines.
+        local_rank: 0 … local_size - 1, on this machine.
+        local_size: processes on this machine.
+        device: torch's name of the device of this process, such as "cpu" or "cuda:1".
+        backend: torch.distributed's backend, or "" when the process is alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: str = "cpu"
+    backend: str = ""
+
+    @property
+    def alone(self) -> bool:
+        """True when there is nobody to talk to."""
+        return self.size == 1
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one process that writes records and checkpoints."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How a process is to join its group; decided before torch is imported.
+
+    Attributes:
+        rank: this process's rank.
+        size: number of processes.
+        local_rank: rank on this machine.
+        local_size: processes on this machine.
+        init: "tcp://host:port", "file:///path", "env://", or "" for a process on its own.
+        backend: torch.distributed's backend, or "auto" for the device's own.
+        device: "auto" or torch's name of a device type.
+        agent_store: True when a launcher already serves the store (its workers are all clients).
+        started_by: words for the user: "manyhands", "torchrun", "--init", "environment".
+        join_warn_s: seconds after which missing ranks are named.
+        join_timeout_s: seconds after which the process gives up.
+        attempt: how many times the launcher has restarted its workers.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    init: str = ""
+    backend: str = "auto"
+    device: str = "auto"
+    agent_store: bool = False
+    started_by: str = "manyhands"
+    join_warn_s: float = 30.0
+    join_timeout_s: float = 600.0
+    attempt: int = 0

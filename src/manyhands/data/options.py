@@ -1,0 +1,33 @@
+"""The [data] section of a job."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from manyhands.core.options import Options
+
+
+class DataOptions(Options):
+    """Which samples, and how they become pixels."""
+
+    name: str = Field(default="digits", description="a data set's name, a folder, or file.py:function")
+    dir: str = Field(default="", description="where named data sets lie; the user's cache folder if empty")
+    download: bool = Field(default=True, description="fetch a named data set that isn't there")
+    image_size: int = Field(default=0, ge=0, le=4096, description="pixels; 0: the data set's own, or the model's")
+    channels: Literal[0, 1, 3] = Field(default=0, description="0: the data set's own, or what the model needs")
+    mean: tuple[float, ...] = Field(default=(), description="per channel, of pixels in 0 to 1; empty: the data set's")
+    std: tuple[float, ...] = Field(default=(), description="per channel, of pixels in 0 to 1; empty: the data set's")
+    augment: Literal["auto", "none", "crop", "crop-flip", "resized-crop-flip"] = Field(
+        default="auto",
+        description="crop: shift by padding; crop-flip: with mirror; resized-crop-flip: ImageNet's; auto: the recipe",
+    )
+    validation: float = Field(
+        default=0.1, gt=0.0, lt=1.0, description="share kept for evaluation where a folder has no val/ or test/"
+    )
+    skip_corrupt: bool = Field(default=False, description="leave out pictures that can't be read, and count them")
+    workers: int = Field(default=-1, ge=-1, le=256, description="decoding processes for each rank; -1: by the cores")
+    memory_limit_mib: int = Field(
+        default=2048, ge=0, description="a set of equally sized pictures up to this size stays in memory, decoded"
+    )
+    train_samples: int = Field(default=0, ge=0, description="use the first so many training samples; 0: all")
+    test_samples: int = Field(default=0, ge=0, description="use the first so many test samples; 0: all")

@@ -1,0 +1,1 @@
+"""Networks for one device. Nothing here knows of ranks."""

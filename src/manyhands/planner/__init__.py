@@ -1,0 +1,1 @@
+"""Decides how the work is split, before it starts, and says why."""

@@ -1,0 +1,1 @@
+"""Shows a run: reads run folders only, and never imports torch."""
