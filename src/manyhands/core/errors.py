@@ -47,9 +47,9 @@ class UserError(ManyhandsError):
     exit_code = EXIT_USAGE
 
 
-class RunFailed(ManyhandsError):
+class RunError(ManyhandsError):
     """A run began and could not go on."""
 
 
-class Peerless(RunFailed):
+class PeerError(RunError):
     """Processes that should take part did not arrive, or an earlier process holds their place."""

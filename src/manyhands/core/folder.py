@@ -46,7 +46,7 @@ class RunFolder:
 
     @property
     def ranks(self) -> Path:
-        """Each process's own output: 0.log, 1.log …"""
+        """Each process's own output: 0.log, 1.log and so on."""
         return self.path / "ranks"
 
     @property

@@ -55,7 +55,7 @@ class EvaluationMetrics(Record):
 
 
 class Event(Record):
-    """Something that happened: a start, a save, a decision, a failure"""
+    """Something that happened: a start, a save, a decision, a failure."""
 
     kind: str
     rank: int = 0
