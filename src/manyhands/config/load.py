@@ -1,0 +1,210 @@
+"""Builds a Job from its five sources and remembers where each value came from.
+
+Flags win over the environment, the environment over job.toml, job.toml over the recipe of the data set and network,
+the recipe over the defaults. All mistakes are reported at once, each with its place.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from manyhands.config.job import Job
+from manyhands.config.recipes import recipe_for
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import did_you_mean
+
+ENVIRONMENT_PREFIX = "MANYHANDS_"
+# Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on.
+ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR", "MANYHANDS_LANG"}
+# Sections that may be written as one word: data = "mnist" is data.name = "mnist".
+ONE_WORD = {"data": "name", "model": "name", "parallel": "mode", "sync": "method"}
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job and where each value came from.
+
+    Attributes:
+        job: the checked values.
+        origins: dotted key to its source, for values that are not plain defaults.
+    """
+
+    job: Job
+    origins: dict[str, str]
+
+
+def load_job(
+    flags: Mapping[str, Any],
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LoadedJob:
+    """Builds the job.
+
+    Args:
+        flags: dotted key to value, as given on the command line or in Python; None values are left out.
+        file: a job.toml.
+        environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
+
+    Raises:
+        UserError: one or more values are wrong; all of them are named.
+    """
+    layers = [
+        (flatten(read_toml(file)) if file else {}, f"{file}" if file else ""),
+        (_from_environment(os.environ if environment is None else environment), "environment"),
+        ({key: value for key, value in flags.items() if value is not None}, "flag"),
+    ]
+    values: Values = {}
+    origins: dict[str, str] = {}
+    for layer, name in layers:
+        _overlay(values, origins, layer, name)
+    chosen = recipe_for(values.get("data.name", "digits"), values.get("model.name", ""))
+    merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
+    _overlay(merged, merged_origins, values, "")
+    merged_origins.update(origins)
+    return LoadedJob(_check(merged, merged_origins), merged_origins)
+
+
+def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) -> None:
+    """Lays a layer over the values; a section given as one word means its main key."""
+    for given, value in layer.items():
+        key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
+        values[key] = value
+        origins[key] = f"{name} {_variable(key)}" if name == "environment" else name
+
+
+def read_toml(path: Path) -> Values:
+    """Reads a TOML file.
+
+    Raises:
+        UserError: it is missing or isn't TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no job file {path}", mend=("name an existing job.toml",)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is not TOML: {error}", str(path), ('write values as key = "text" or key = 3',)
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}", str(path)) from None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
+    """Nested sections to dotted keys; only sections of the job are entered, so that a table value stays whole."""
+    flat: Values = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and not prefix:
+            flat.update(flatten(cast(Values, value), f"{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _variable(key: str) -> str:
+    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+
+
+def _from_environment(environment: Mapping[str, str]) -> Values:
+    found: Values = {}
+    for name, text in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name and name not in ENVIRONMENT_RESERVED:
+            found[name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)] = parse_value(text)
+    return found
+
+
+def parse_value(text: str) -> Any:
+    """A value from a flag or variable: TOML's own syntax where it parses, else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[str]:
+    """All dotted keys of the job."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from known_keys(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _check(values: Values, origins: dict[str, str]) -> Job:
+    keys = list(known_keys())
+    problems = [_unknown(key, keys, origins) for key in values if key not in keys]
+    tree: dict[str, dict[str, Any]] = {}
+    for key in keys:
+        if key in values:
+            section, _, name = key.partition(".")
+            tree.setdefault(section, {})[name] = _as_declared(key, values[key])
+    try:
+        job = Job.model_validate(tree)
+    except ValidationError as error:
+        problems += [_explain(dict(item), origins) for item in error.errors()]
+    else:
+        if not problems:
+            return job
+    if len(problems) == 1:
+        what, where, mend = problems[0]
+        raise UserError(what, where, tuple(filter(None, (mend,))))
+    lines = tuple(f"{what}   [{where}]" + (f"   {mend}" if mend else "") for what, where, mend in problems)
+    raise UserError(f"{len(problems)} values of the job are wrong", mend=lines)
+
+
+def _as_declared(key: str, value: Any) -> Any:
+    """A word stays a word: an option declared as text accepts what a flag parsed as a number."""
+    section, _, name = key.partition(".")
+    inner = Job.model_fields[section].annotation
+    if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        return value
+    declared = inner.model_fields[name].annotation
+    if declared is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, list) and tuple in {declared, getattr(declared, "__origin__", None)}:
+        return tuple(cast(list[Any], value))
+    return cast(Any, value)
+
+
+def _unknown(key: str, keys: list[str], origins: dict[str, str]) -> tuple[str, str, str]:
+    hint = did_you_mean(key, keys)
+    if not hint:
+        name = key.rpartition(".")[2]
+        near = [known for known in keys if known.endswith(f".{name}")]
+        hint = f'did you mean "{near[0]}"?' if near else "--show-config lists all keys"
+    return f"there is no option {key}", origins.get(key, ""), hint
+
+
+def _explain(item: Mapping[str, Any], origins: dict[str, str]) -> tuple[str, str, str]:
+    key = ".".join(
+        str(part) for part in item["loc"] if not isinstance(part, int) and not str(part).startswith("literal")
+    )
+    if key.count(".") > 1:
+        key = ".".join(key.split(".")[:2])
+    given = item.get("input")
+    message = str(item["msg"]).removeprefix("Value error, ")
+    found = "" if isinstance(given, dict) else f", found {json.dumps(given, default=str)}"
+    expected = expected_values(key)
+    what = f"{key}: {message[0].lower()}{message[1:]}{found}"
+    hint = did_you_mean(given, expected) if isinstance(given, str) else ""
+    return what, origins.get(key, "job"), hint
+
+
+def expected_values(key: str) -> list[str]:
+    """The words an option accepts, where it is a choice among words."""
+    section, _, name = key.partition(".")
+    inner = Job.model_fields[section].annotation if section in Job.model_fields else None
+    if not (isinstance(inner, type) and issubclass(inner, BaseModel)) or name not in inner.model_fields:
+        return []
+    declared = inner.model_fields[name].annotation
+    return [word for word in get_args(declared) if isinstance(word, str)]

@@ -1,0 +1,36 @@
+"""Recipes: settings known to reach good accuracy, one TOML file per data set, by its name.
+
+A section [model."NAME"] of a recipe holds what differs for that network.
+"""
+
+import fnmatch
+import tomllib
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings by dotted key, under the name of the file they come from."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def recipe_for(data: str, model: str) -> Recipe:
+    """The recipe of a named data set, and "folder" for anything else; empty `model` takes the recipe's own."""
+    base = data.partition(":")[0]
+    folder = files("manyhands.config.recipes")
+    known = folder / f"{base}.toml"
+    name = base if base.isidentifier() or base.replace("-", "").isalnum() else "folder"
+    if not known.is_file():
+        name, known = "folder", folder / "folder.toml"
+    tree = tomllib.loads(known.read_text(encoding="utf-8"))
+    per_model: dict[str, dict[str, Any]] = tree.pop("for", {})
+    values = {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
+    chosen = model or str(values.get("model.name", ""))
+    for pattern, table in per_model.items():
+        if fnmatch.fnmatch(chosen, pattern):
+            values.update({f"{section}.{key}": value for section, t in table.items() for key, value in t.items()})
+    return Recipe(name, values)

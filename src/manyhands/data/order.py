@@ -1,0 +1,192 @@
+"""Which samples make up each update: a pure function of seed, epoch and step, and how processes share them.
+
+An epoch is one permutation of the training samples, cut into global batches. A global batch is cut into passes
+(one, unless a process's share would exceed the micro-batch), and a pass into one contiguous share per process.
+Nothing but the last cut knows how many processes there are, so 1, 2, 3 or 8 processes make the same updates.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.core.seeds import derive
+
+# A process may get this much more than the fair share if that spares BatchNorm all communication.
+ALIGNED_SHARE_LIMIT = 1.15
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of training samples.
+
+    Attributes:
+        length: samples in the training split.
+        batch: samples in a global batch.
+        seed: the job's seed.
+        drop_last: leave out the last batch of an epoch where it is smaller.
+    """
+
+    length: int
+    batch: int
+    seed: int
+    drop_last: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates in one epoch, at least one."""
+        whole = self.length // self.batch
+        return max(1, whole if self.drop_last else math.ceil(self.length / self.batch))
+
+    def permutation(self, epoch: int) -> Tensor:
+        """All samples of an epoch in their order, int64 [length]."""
+        generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
+        return torch.randperm(self.length, generator=generator)
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Tensor]:
+        """The epoch's global batches from `first_step` on, each int64 [up to batch]."""
+        samples = self.permutation(epoch)
+        for step in range(first_step, self.steps_per_epoch):
+            yield samples[step * self.batch : (step + 1) * self.batch]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one normalisation group that a process holds.
+
+    Attributes:
+        group: number of the group within the pass.
+        start: first row in the process's own batch.
+        stop: row after the last one.
+        size: samples in the whole group, over all processes.
+        shared: place in the list of groups that several processes hold, or -1 for a group of this process alone.
+        first: True on the process that holds the group's first sample.
+    """
+
+    group: int
+    start: int
+    stop: int
+    size: int
+    shared: int
+    first: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process takes of one pass.
+
+    Attributes:
+        start: first sample, counted within the global batch.
+        stop: sample after the last one; equal to start for a process that goes empty-handed.
+        spans: the normalisation groups it holds, in order.
+        shared_groups: sizes of the groups of this pass that several processes hold; equal on all processes.
+    """
+
+    start: int
+    stop: int
+    spans: tuple[Span, ...]
+    shared_groups: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Samples in this share."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How global batches are cut into passes and shares.
+
+    Attributes:
+        processes: how many share the work.
+        micro_batch: most samples a process takes in one pass; 0 for no limit.
+        group: samples in a normalisation group; 0 where there are none.
+    """
+
+    processes: int
+    micro_batch: int = 0
+    group: int = 0
+
+    def passes(self, count: int) -> tuple[tuple[Share, ...], ...]:
+        """For a global batch of `count` samples: for each pass, each process's share.
+
+        Raises:
+            UserError: a normalisation group doesn't fit into one pass.
+        """
+        return _passes(self, count)
+
+
+@functools.lru_cache(maxsize=64)
+def _passes(cut: Cut, count: int) -> tuple[tuple[Share, ...], ...]:
+    edges = group_edges(count, cut.group)
+    limit = cut.micro_batch * cut.processes or count
+    return tuple(_shares(cut.processes, edges, start, stop) for start, stop in _pass_bounds(edges, limit, cut))
+
+
+def group_edges(count: int, group: int) -> list[int]:
+    """Where normalisation groups of a global batch begin and end; knows nothing of processes.
+
+    A rest of less than half a group joins the last group, since statistics over a few samples only add noise.
+    Without groups every sample stands alone.
+    """
+    if not group:
+        return list(range(count + 1))
+    groups = max(1, (count + group // 2) // group)
+    return [number * group for number in range(groups)] + [count]
+
+
+def _pass_bounds(edges: list[int], limit: int, cut: Cut) -> list[tuple[int, int]]:
+    """Passes of whole groups, each of at most `limit` samples."""
+    bounds = [edges[0]]
+    for first, last in itertools.pairwise(edges):
+        if last - first > limit:
+            raise UserError(
+                f"BatchNorm needs {last - first} samples in one pass, and {cut.processes} process(es) "
+                f"with train.micro_batch = {cut.micro_batch} take {limit}",
+                "train.micro_batch",
+                ("a larger train.micro_batch", f"or --set train.norm_group={max(2, limit // 2)}"),
+            )
+        if last - bounds[-1] > limit:
+            bounds.append(first)
+    return list(itertools.pairwise([*bounds, edges[-1]]))
+
+
+def _shares(processes: int, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:
+    inner = [edge for edge in edges if start <= edge <= stop]
+    bounds = _boundaries(inner, processes)
+    cuts = {first for first, last in bounds if last > first} - set(inner)
+    shared = sorted({bisect.bisect_right(inner, cut) - 1 for cut in cuts})
+    sizes = tuple(inner[number + 1] - inner[number] for number in shared)
+    return tuple(Share(first, last, _spans(first, last, inner, shared), sizes) for first, last in bounds)
+
+
+def _boundaries(edges: list[int], processes: int) -> list[tuple[int, int]]:
+    """Contiguous shares of equal size, or of whole groups where that costs little."""
+    first, count, groups = edges[0], edges[-1] - edges[0], len(edges) - 1
+    fair = [first + count * rank // processes for rank in range(processes + 1)]
+    aligned = [edges[groups * rank // processes] for rank in range(processes + 1)]
+    largest_fair, largest_aligned = (max(b - a for a, b in itertools.pairwise(cuts)) for cuts in (fair, aligned))
+    return list(itertools.pairwise(aligned if largest_aligned <= ALIGNED_SHARE_LIMIT * largest_fair else fair))
+
+
+def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    row = first
+    while row < last:
+        number = bisect.bisect_right(edges, row) - 1
+        start, stop = edges[number], edges[number + 1]
+        place = shared.index(number) if number in shared else -1
+        spans.append(Span(number, row - first, min(last, stop) - first, stop - start, place, first=row == start))
+        row = min(last, stop)
+    return tuple(spans)
+
+
+def evaluation_blocks(length: int, block: int) -> list[range]:
+    """The evaluation split as blocks of fixed size, the last one smaller; the same for any number of processes."""
+    return [range(start, min(start + block, length)) for start in range(0, length, block)]
