@@ -126,7 +126,7 @@ class Cut:
 def _passes(cut: Cut, count: int) -> tuple[tuple[Share, ...], ...]:
     edges = group_edges(count, cut.group)
     limit = cut.micro_batch * cut.processes or count
-    return tuple(_shares(cut.processes, edges, start, stop) for start, stop in _pass_bounds(edges, limit, cut))
+    return tuple(_shares(cut, edges, start, stop) for start, stop in _pass_bounds(edges, limit, cut))
 
 
 def group_edges(count: int, group: int) -> list[int]:
@@ -157,22 +157,25 @@ def _pass_bounds(edges: list[int], limit: int, cut: Cut) -> list[tuple[int, int]
     return list(itertools.pairwise([*bounds, edges[-1]]))
 
 
-def _shares(processes: int, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:
+def _shares(cut: Cut, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:
     inner = [edge for edge in edges if start <= edge <= stop]
-    bounds = _boundaries(inner, processes)
+    bounds = _boundaries(inner, cut)
+    if not cut.group:
+        return tuple(Share(first, last, (), ()) for first, last in bounds)
     cuts = {first for first, last in bounds if last > first} - set(inner)
     shared = sorted({bisect.bisect_right(inner, cut) - 1 for cut in cuts})
     sizes = tuple(inner[number + 1] - inner[number] for number in shared)
     return tuple(Share(first, last, _spans(first, last, inner, shared), sizes) for first, last in bounds)
 
 
-def _boundaries(edges: list[int], processes: int) -> list[tuple[int, int]]:
+def _boundaries(edges: list[int], cut: Cut) -> list[tuple[int, int]]:
     """Contiguous shares of equal size, or of whole groups where that costs little."""
-    first, count, groups = edges[0], edges[-1] - edges[0], len(edges) - 1
+    first, count, groups, processes = edges[0], edges[-1] - edges[0], len(edges) - 1, cut.processes
     fair = [first + count * rank // processes for rank in range(processes + 1)]
     aligned = [edges[groups * rank // processes] for rank in range(processes + 1)]
     largest_fair, largest_aligned = (max(b - a for a, b in itertools.pairwise(cuts)) for cuts in (fair, aligned))
-    return list(itertools.pairwise(aligned if largest_aligned <= ALIGNED_SHARE_LIMIT * largest_fair else fair))
+    most = min(ALIGNED_SHARE_LIMIT * largest_fair, cut.micro_batch or count)
+    return list(itertools.pairwise(aligned if largest_aligned <= most else fair))
 
 
 def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[Span, ...]:

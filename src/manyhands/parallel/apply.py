@@ -1,0 +1,99 @@
+"""Finds a parallel mode by its name, and proves that replicas are equal."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.core.errors import RunError
+from manyhands.core.plugins import load_choice, module_names, unknown_choice
+from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
+
+MODES = "manyhands.parallel.modes"
+
+
+def resolve_mode(mode: str, world: World) -> str:
+    """The mode to run: "auto" is `data` with peers and `single` without.
+
+    Raises:
+        UserError: there is no such mode.
+    """
+    if mode == "auto" or (mode == "single" and not world.alone):
+        return "single" if world.alone else "data"
+    if mode not in module_names(MODES):
+        raise unknown_choice("parallel mode", mode, [*module_names(MODES), "auto"], "parallel.mode")
+    return mode
+
+
+def normalises_in_groups(mode: str) -> bool:
+    """True when BatchNorm's groups can be kept the same at any number of processes under this mode."""
+    return bool(load_choice(MODES, mode).NORM_GROUPS)
+
+
+def apply_mode(mode: str, model: nn.Module, world: World, *, unused: bool = False) -> ParallelNetwork:
+    """Has the network run under a mode over the world."""
+    return load_choice(MODES, mode).apply(model, world, unused=unused)
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Two position-dependent sums of the bits of each tensor, int64 [len(tensors), 2]; equal bits give equal sums."""
+    rows = [_checksum(tensor) for tensor in tensors]
+    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64).to(torch.int64)
+    # Odd weights that differ from place to place catch exchanged values as well as changed ones.
+    weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device, dtype=torch.int64) * 0x9E3779B1
+    return torch.stack([bits.sum(), (bits * weights).sum()]).cpu()
+
+
+def compare_replicas(named: dict[str, Tensor], world: World) -> tuple[str, list[int]] | None:
+    """Compares tensors over all processes, which must hold the same names.
+
+    Args:
+        named: this process's tensors, in an order that is equal everywhere.
+        world: who takes part.
+
+    Returns:
+        The first tensor that differs and the ranks that differ from rank 0, or None when all are equal.
+    """
+    if world.alone or not named:
+        return None
+    mine = checksums(list(named.values())).to(world.device)
+    everybody = [torch.zeros_like(mine) for _ in range(world.size)]
+    dist.all_gather(everybody, mine)
+    for number, name in enumerate(named):
+        different = [rank for rank, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[0][number])]
+        if different:
+            return name, different
+    return None
+
+
+def check_replicas(named: dict[str, Tensor], world: World, step: int) -> None:
+    """Raises RunError when a process's tensor differs from rank 0's."""
+    drift = compare_replicas(named, world)
+    if drift:
+        name, ranks = drift
+        shown = ", ".join(str(rank) for rank in ranks)
+        raise RunError(
+            f"replicas have drifted apart: {name} on rank {shown} differs from rank 0's at step {step}",
+            f"rank {shown}, {name}",
+            (
+                "does the network change a buffer or parameter by itself, from its own samples?",
+                "is a machine's memory or processor faulty? try the run without it",
+            ),
+        )
+
+
+def make_equal(named: dict[str, Tensor], world: World) -> bool:
+    """Gives every process rank 0's tensors where they differ; True when that was needed."""
+    if compare_replicas(named, world) is None:
+        return False
+    for tensor in named.values():
+        dist.broadcast(tensor, src=0)
+    return True

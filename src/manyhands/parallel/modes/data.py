@@ -1,0 +1,34 @@
+"""Data parallel: every process holds the whole network and a share of each batch (PyTorch's own DDP)."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
+
+DESCRIPTION = "every process holds the whole network and a share of each batch"
+NORM_GROUPS = True
+
+
+def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
+    """Wraps the network in DDP, or leaves it as it is where there is nobody to share with.
+
+    DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
+    before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/norm.py`.
+
+    Args:
+        model: on its device, equal on all processes.
+        world: who takes part.
+        unused: True when some parameters may get no gradient, which DDP must then look for in every step.
+    """
+    if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
+        return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if world.device == "cpu" else [world.device],
+        broadcast_buffers=False,
+        init_sync=False,
+        find_unused_parameters=unused,
+        gradient_as_bucket_view=True,
+    )
+    return ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), hold_back=wrapped.no_sync)

@@ -1,0 +1,54 @@
+"""Fully sharded data parallel: each process keeps a piece of every parameter (PyTorch's own `fully_shard`)."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
+
+DESCRIPTION = "each process keeps a piece of every parameter, and gathers them as it needs them"
+NORM_GROUPS = True
+
+
+def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+    """Shards every block of the network, then what is left of it."""
+    if world.alone:
+        return ParallelNetwork(call=model, inner=model)
+    mesh = init_device_mesh(world.device.partition(":")[0], (world.size,), mesh_dim_names=("dp",))
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh)
+    sharded = fully_shard(model, mesh=mesh)
+
+    @contextlib.contextmanager
+    def hold_back() -> Iterator[None]:
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+    assert isinstance(sharded, FSDPModule)
+    return ParallelNetwork(
+        call=sharded,
+        inner=model,
+        gradient_scale=float(world.size),
+        hold_back=hold_back,
+        collective_forward=True,
+        replicated=False,
+        sharded=True,
+    )
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a network: members of its Sequentials and ModuleLists that hold parameters."""
+    blocks: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            blocks += [
+                child for child in module if any(True for _ in child.parameters()) and len(list(child.children()))
+            ]
+    return [block for block in blocks if not any(block is not other and block in other.modules() for other in blocks)]

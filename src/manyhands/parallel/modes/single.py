@@ -1,0 +1,14 @@
+"""One process, one device."""
+
+from torch import nn
+
+from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
+
+DESCRIPTION = "one process, one device"
+NORM_GROUPS = True
+
+
+def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+    """The network as it is."""
+    return ParallelNetwork(call=model, inner=model)

@@ -1,0 +1,273 @@
+"""BatchNorm over groups of a fixed number of samples of the global batch, whoever computes them.
+
+torch's BatchNorm takes its statistics over whatever a process happens to hold, so a network trains differently on
+2 processes than on 1. Here the global batch is cut into groups that don't depend on the number of processes
+(data/order.py). A group that one process holds goes through torch's own kernel; the parts of a group that several
+processes hold are synchronised, on any device. Running statistics move once per update, by the mean over the groups.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SpanLike(Protocol):
+    """A part of one group that this process holds, as data/order.py describes it."""
+
+    @property
+    def start(self) -> int:
+        """First row in this process's batch."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """Row after the last one."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Samples in the whole group, over all processes."""
+        ...
+
+    @property
+    def shared(self) -> int:
+        """Place among the groups that several processes hold, or -1."""
+        ...
+
+    @property
+    def first(self) -> bool:
+        """True where the group begins."""
+        ...
+
+
+@dataclass
+class NormGroups:
+    """What the BatchNorm layers of one network need to know about the current pass.
+
+    Attributes:
+        spans: groups of this pass that this process holds parts of; empty: its whole pass is one group.
+        shared_sizes: samples in each group that several processes hold.
+        weight: of this pass's statistics where spans is empty (the process's part of the global batch).
+        batch: samples in the global batch.
+    """
+
+    spans: Sequence[SpanLike] = ()
+    shared_sizes: Sequence[int] = ()
+    weight: float = 1.0
+    batch: int = 0
+    layers: list["GroupedNorm"] = field(default_factory=list)
+
+    def begin_pass(self, spans: Sequence[SpanLike], shared_sizes: Sequence[int], count: int, batch: int) -> None:
+        """Describes the pass that comes next: `count` samples here, `batch` in the whole update."""
+        self.spans, self.shared_sizes, self.batch = spans, shared_sizes, batch
+        self.weight = count / batch
+
+    def finish_update(self, world_size: int) -> None:
+        """Moves the running statistics once, by what all processes saw; one collective for all layers."""
+        layers = [layer for layer in self.layers if layer.seen is not None]
+        if not layers:
+            return
+        flat = torch.cat([cast(Tensor, layer.seen).flatten() for layer in layers])
+        if world_size > 1:
+            dist.all_reduce(flat)
+        position = 0
+        for layer in layers:
+            length = 2 * layer.num_features
+            layer.move_running_statistics(flat[position : position + length].view(2, -1))
+            position += length
+
+
+class GroupedNorm(_BatchNorm):
+    """The training pass of a BatchNorm layer that knows its groups; evaluation is torch's own.
+
+    `seen` gathers, over the passes of one update, the weighted mean and unbiased variance [2, num_features].
+    """
+
+    groups: NormGroups
+    seen: Tensor | None
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"BatchNorm expects at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalises [N, C, ...] with the statistics of each sample's group; same shape and dtype."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        spans = self.groups.spans
+        if not spans:
+            outputs = [self._alone(input, self.groups.weight)]
+        else:
+            parts = input.split([span.stop - span.start for span in spans]) if len(spans) > 1 else (input,)
+            pairs = list(zip(parts, spans, strict=True))
+            outputs = [self._alone(part, span.size / self.groups.batch) for part, span in pairs if span.shared < 0]
+        if self.groups.shared_sizes:
+            return self._with_shared(input, spans, outputs)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _with_shared(self, input: Tensor, spans: Sequence[SpanLike], alone: list[Tensor]) -> Tensor:  # noqa: A002
+        """Puts groups of this process alone and parts of shared groups back into their order."""
+        parts = input.split([span.stop - span.start for span in spans]) if spans else ()
+        shared = [(part, span) for part, span in zip(parts, spans, strict=True) if span.shared >= 0]
+        together, own = iter(self._together(shared, input)), iter(alone)
+        outputs = [next(own if span.shared < 0 else together) for span in spans] if spans else list(own)
+        # A process without a part still joins the backward pass's collective, by way of an empty tensor.
+        return torch.cat([*outputs, *together])
+
+    def _alone(self, part: Tensor, weight: float) -> Tensor:
+        """A group that this process holds whole: [n, C, ...] through torch's kernel."""
+        if part.shape[0] * part[0, 0].numel() < 2 or weight == 0:
+            # A variance needs two values, so the last sample of an odd batch uses what is known so far.
+            return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        statistics = torch.zeros(2, self.num_features, dtype=_statistics_dtype(part), device=part.device)
+        output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
+        self._add(statistics, weight)
+        return output
+
+    def _together(self, parts: list[tuple[Tensor, SpanLike]], like: Tensor) -> list[Tensor]:
+        """Groups that several processes hold; every process of the pass calls this, also with no part."""
+        sizes = self.groups.shared_sizes
+        moments = _moments([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
+        dist.all_reduce(moments)
+        per_sample = like[0, 0].numel() if like.shape[0] else _values_per_sample(like)
+        counts = torch.tensor(sizes, dtype=moments.dtype, device=like.device)[:, None] * per_sample
+        mean = moments[:, 0] / counts
+        variance = (moments[:, 1] / counts - mean * mean).clamp_min(0)
+        for _, span in parts:
+            if span.first:
+                unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
+                self._add(torch.stack([mean[span.shared], unbiased]), span.size / self.groups.batch)
+        inverse = torch.rsqrt(variance + self.eps)
+        weight = self.weight if self.weight is not None else torch.ones_like(mean[0], dtype=like.dtype)
+        bias = self.bias if self.bias is not None else torch.zeros_like(mean[0], dtype=like.dtype)
+        places = tuple(span.shared for _, span in parts)
+        inputs = [part for part, _ in parts] or [like[:0]]
+        return list(_SharedNorm.apply(mean, inverse, counts, places, weight, bias, *inputs))
+
+    def _add(self, statistics: Tensor, weight: float) -> None:
+        if not self.track_running_stats:
+            return
+        weighted = statistics.detach() * weight
+        self.seen = weighted if self.seen is None else self.seen + weighted
+
+    def move_running_statistics(self, total: Tensor) -> None:
+        """Moves running mean and variance towards total [2, C], the mean over all groups of the update."""
+        self.seen = None
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(total[0].to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(total[1].to(self.running_var.dtype), factor)
+
+
+def _statistics_dtype(part: Tensor) -> torch.dtype:
+    return part.dtype if part.dtype == torch.float64 else torch.float32
+
+
+def _values_per_sample(like: Tensor) -> int:
+    count = 1
+    for length in like.shape[2:]:
+        count *= length
+    return count
+
+
+def _reduced(values: Tensor) -> Tensor:
+    """The sum of [n, C, ...] over all but channels, [C], float64 so that a large mean costs no precision."""
+    return values.sum(dim=[axis for axis in range(values.dim()) if axis != 1], dtype=torch.float64)
+
+
+def _accumulator_dtype(like: Tensor) -> torch.dtype:
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+def _moments(parts: list[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
+    """Sums and sums of squares of this process's parts, [groups, 2, C]."""
+    dtype = _accumulator_dtype(like)
+    moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
+    for part, place in parts:
+        values = part.detach().to(dtype)
+        moments[place, 0] += _reduced(values)
+        moments[place, 1] += _reduced(values * values)
+    return moments
+
+
+class _SharedNorm(torch.autograd.Function):
+    """Normalises parts of groups whose statistics are known; its backward sums over the processes once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor, places: tuple[int, ...], weight: Tensor, bias: Tensor,
+        *parts: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(mean, inverse, counts, weight, *parts)
+        ctx.places = places
+        outputs: list[Tensor] = []
+        for part, place in zip(parts, places or (0,), strict=True):
+            scale = (weight * inverse[place]).to(part.dtype)
+            shift = (bias - weight * inverse[place] * mean[place]).to(part.dtype)
+            outputs.append(part * _per_channel(scale, part) + _per_channel(shift, part))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        mean, inverse, counts, weight, *parts = ctx.saved_tensors
+        sums = torch.zeros(mean.shape[0], 2, mean.shape[1], dtype=mean.dtype, device=mean.device)
+        places = ctx.places or (0,)
+        normalised: list[Tensor] = []
+        for part, place, gradient in zip(parts, places, gradients, strict=True):
+            centred = (part - _per_channel(mean[place], part)) * _per_channel(inverse[place], part)
+            normalised.append(centred)
+            sums[place, 0] += _reduced(gradient)
+            sums[place, 1] += _reduced(gradient * centred)
+        weight_gradient, bias_gradient = sums[:, 1].sum(0).to(weight.dtype), sums[:, 0].sum(0).to(weight.dtype)
+        dist.all_reduce(sums)
+        means = sums / counts[:, None]
+        inputs: list[Tensor] = []
+        for part, place, gradient, centred in zip(parts, places, gradients, normalised, strict=True):
+            rest = gradient - _per_channel(means[place, 0], part) - centred * _per_channel(means[place, 1], part)
+            inputs.append((_per_channel(weight * inverse[place], part) * rest).to(part.dtype))
+        return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *([1] * (like.dim() - 2)))
+
+
+def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a BatchNorm class with our training pass, so that isinstance and state_dict stay as they were."""
+    base = nn.BatchNorm2d if issubclass(kind, nn.SyncBatchNorm) else kind
+    return type(f"Grouped{base.__name__}", (GroupedNorm, base), {"__module__": __name__})
+
+
+def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
+    """Has every BatchNorm layer of a network take its statistics over groups.
+
+    Returns:
+        The groups' description, to be set before each pass, and a function that makes the layers torch's own again.
+    """
+    groups = NormGroups()
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    changed: list[tuple[nn.Module, type[nn.Module]]] = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, GroupedNorm):
+            kind = type(module)
+            changed.append((module, kind))
+            module.__class__ = cast(Any, classes.setdefault(kind, _grouped_class(kind)))
+            layer = cast(GroupedNorm, module)
+            layer.groups, layer.seen = groups, None
+            groups.layers.append(layer)
+
+    def restore() -> None:
+        for module, kind in changed:
+            module.__class__ = kind
+            del module.groups, module.seen
+
+    return groups, restore

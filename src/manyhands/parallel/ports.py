@@ -1,0 +1,111 @@
+"""Listening on exactly the address asked for, and saying who holds it otherwise."""
+
+import errno
+import socket
+
+import psutil
+
+from manyhands.core.errors import UserError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on `host` alone (torch's own store would listen on every interface).
+
+    Raises:
+        UserError: the address is not this machine's, or the port is taken (by whom, where that can be seen).
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise UserError(
+            f"the name {host} has no address: {error.strerror}", "--init", ("give an IP address",)
+        ) from None
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from None
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
+    if error.errno == errno.EADDRINUSE:
+        holder = holder_of(port)
+        return UserError(
+            f"port {port} is in use{holder and f' by {holder}'}",
+            "--init",
+            (f"choose another port on every process, such as {port + 1}", "or end that process"),
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        ours = ", ".join(own_addresses())
+        return UserError(
+            f"{host} is not an address of this machine (it has {ours})",
+            "--init",
+            ("rank 0 runs on the machine that the address belongs to", "give this process its right --rank"),
+        )
+    return UserError(f"can't listen on {host}:{port}: {error.strerror}", "--init", ("choose a port above 1024",))
+
+
+def holder_of(port: int) -> str:
+    """The process that listens on a port, as far as this user may see it, or an empty string."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return ""
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+            try:
+                process = psutil.Process(connection.pid)
+                return f"process {process.pid} ({process.name()}, user {process.username()})"
+            except psutil.Error:
+                return f"process {connection.pid}"
+    return ""
+
+
+def own_addresses() -> list[str]:
+    """The IPv4 and IPv6 addresses of this machine, loopback last."""
+    found = [
+        address.address.partition("%")[0]
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in {socket.AF_INET, socket.AF_INET6}
+    ]
+    return sorted(found, key=lambda text: (text.startswith(("127.", "::1")), ":" in text, text))
+
+
+def loopback_interface() -> str:
+    """The name of the interface that has 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return "lo"
+
+
+def interface_of(host: str) -> str:
+    """The interface that this machine would use to talk to `host`, or an empty string."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            mine = probe.getsockname()[0]
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == mine for entry in addresses):
+            return name
+    return ""
+
+
+def describe_exposure(host: str, port: int) -> str:
+    """One line: what listens, and who can reach it."""
+    if host in {"0.0.0.0", "::"}:
+        return (
+            f"port {port} is open on every interface ({', '.join(own_addresses())}): anybody who reaches one can join "
+            "or disturb this run; name the address of one interface to narrow it"
+        )
+    if host.startswith("127.") or host in {"localhost", "::1"}:
+        return f"port {port} is open on loopback only: to all users of this machine"
+    return f"port {port} is open on {host}: to everybody who reaches that address, without a password or encryption"
