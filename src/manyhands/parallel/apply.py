@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.core.errors import RunError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.plugins import load_choice, module_names, unknown_choice
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
@@ -20,8 +20,10 @@ def resolve_mode(mode: str, world: World) -> str:
     Raises:
         UserError: there is no such mode.
     """
-    if mode == "auto" or (mode == "single" and not world.alone):
+    if mode == "auto":
         return "single" if world.alone else "data"
+    if mode == "single" and not world.alone:
+        raise UserError(f"single is one process, and there are {world.size}", "parallel.mode", ("--parallel data",))
     if mode not in module_names(MODES):
         raise unknown_choice("parallel mode", mode, [*module_names(MODES), "auto"], "parallel.mode")
     return mode

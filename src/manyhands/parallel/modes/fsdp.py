@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,8 @@ def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:  
     mesh = init_device_mesh(world.device.partition(":")[0], (world.size,), mesh_dim_names=("dp",))
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
-    sharded = fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sharded = cast(FSDPModule, model)
 
     @contextlib.contextmanager
     def hold_back() -> Iterator[None]:
@@ -31,9 +33,8 @@ def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:  
         finally:
             sharded.set_requires_gradient_sync(True)
 
-    assert isinstance(sharded, FSDPModule)
     return ParallelNetwork(
-        call=sharded,
+        call=model,
         inner=model,
         gradient_scale=float(world.size),
         hold_back=hold_back,

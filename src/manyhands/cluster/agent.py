@@ -1,0 +1,259 @@
+"""A process of its own on each machine: hands the workers over to PyTorch's elastic agent and watches its head.
+
+Started as `python -m manyhands.cluster.agent`. Its first line on standard input says what to start; later lines are
+commands ("stop", "kill"); the end of standard input means that the head is gone, and stops the workers. What happens
+goes to standard output, one JSON object a line. Nothing here unpickles what comes from outside or listens beyond
+loopback. The only file of `cluster` that imports torch.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+POLL_S = 0.05
+# After the first failure the others get this long to leave by themselves before they are killed.
+LEAVE_S = 5
+# A stop that was asked for may take this long: the longest save that is waited for.
+STOP_S = 25.0
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What the head asks for.
+
+    Attributes:
+        entry: "module:function", called in each worker with `argument`.
+        argument: plain data for it.
+        sizes: processes on each machine.
+        machine: this machine's place in `sizes`.
+        logs: folder for each worker's own output, <rank>.log.
+        preload: modules to import before the workers are forked, so that they start at once.
+        start_method: "fork" for CPU workers; "spawn" where an accelerator's driver must start afresh.
+        variables: environment of the workers.
+    """
+
+    entry: str
+    argument: dict[str, Any]
+    sizes: list[int]
+    machine: int
+    logs: str
+    preload: list[str]
+    start_method: str
+    variables: dict[str, str]
+
+
+class _Rendezvous(RendezvousHandler):
+    """A meeting that the head has already decided; polled by the agent, it passes on what the head says."""
+
+    use_agent_store = True  # pyright: ignore[reportAssignmentType] - a property in the base class
+
+    def __init__(self, orders: Orders, port: int, obey: Callable[[], None]) -> None:
+        self._orders, self._port, self._obey = orders, port, obey
+
+    def get_backend(self) -> str:
+        return "manyhands"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        place = RendezvousStoreInfo("127.0.0.1", self._port)
+        return RendezvousInfo(HashStore(), self._orders.machine, len(self._orders.sizes), place)
+
+    def num_nodes_waiting(self) -> int:
+        self._obey()
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing is open."""
+
+    def get_run_id(self) -> str:
+        return "manyhands"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Agent(LocalElasticAgent):
+    """PyTorch's agent with ranks from a list of sizes, a loopback store, and commands from the head."""
+
+    def __init__(self, orders: Orders, listener: socket.socket, scratch: str) -> None:
+        self._orders, self._listener = orders, listener
+        self._served: TCPStore | None = None
+        self._stopping_since = 0.0
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=orders.sizes[orders.machine],
+            entrypoint=_worker,
+            args=(orders.entry, orders.argument, orders.logs, os.getpid()),
+            rdzv_handler=_Rendezvous(orders, listener.getsockname()[1], self._obey),
+            max_restarts=0,
+            monitor_interval=POLL_S,
+        )
+        super().__init__(
+            spec, DefaultLogsSpecs(log_dir=scratch), start_method=orders.start_method, shutdown_timeout=LEAVE_S
+        )
+
+    def _assign_worker_ranks(
+        self,
+        store: Store,  # noqa: ARG002 - the base class's signature
+        group_rank: int,
+        group_world_size: int,  # noqa: ARG002
+        spec: WorkerSpec,
+    ) -> list[Worker]:
+        first, size = sum(self._orders.sizes[:group_rank]), sum(self._orders.sizes)
+        return [
+            Worker(local_rank=n, global_rank=first + n, role_rank=first + n, world_size=size, role_world_size=size)
+            for n in range(spec.local_world_size)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started = super()._start_workers(worker_group)
+        context = self._pcontext
+        if context is not None:
+            # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
+            context.close = functools.partial(context.close, timeout=LEAVE_S)
+        # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
+        self._served = TCPStore(
+            "127.0.0.1",
+            self._listener.getsockname()[1],
+            None,
+            True,
+            timedelta(seconds=600),
+            False,
+            master_listen_fd=self._listener.detach(),
+        )
+        _tell("started", pids=list(self._pids()))
+        return started
+
+    def _exit_barrier(self) -> None:
+        """Machines end when their own workers do; the head waits for all."""
+
+    def _pids(self) -> list[int]:
+        return list(self._pcontext.pids().values()) if self._pcontext else []
+
+    def _obey(self) -> None:
+        """Does what the head says; called on the main thread at every poll."""
+        while select.select([sys.stdin], [], [], 0)[0]:
+            line = sys.stdin.readline()
+            if line.strip() == "kill":
+                raise RendezvousGracefulExitError("killed")
+            if line.strip() == "stop" or not line:
+                self.ask_to_stop()
+            if not line:
+                break
+        if self._stopping_since and time.monotonic() - self._stopping_since > STOP_S:
+            raise RendezvousGracefulExitError("the workers did not stop in time")
+
+    def ask_to_stop(self, *_signal: Any) -> None:
+        """Has the workers save and leave; the second time changes nothing."""
+        if self._stopping_since:
+            return
+        self._stopping_since = time.monotonic()
+        for pid in self._pids():
+            os.kill(pid, signal.SIGTERM)
+
+
+def _tell(kind: str, **content: Any) -> None:
+    sys.stdout.write(json.dumps({"kind": kind, **content}) + "\n")
+    sys.stdout.flush()
+
+
+def _worker(entry: str, argument: dict[str, Any], logs: str, agent: int) -> Any:
+    """First thing in each worker: dies with its agent, writes to its own file, and runs the entry."""
+    _die_with_parent(agent)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    _write_to(Path(logs) / f"{os.environ['RANK']}.log")
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)(argument)
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _write_to(path: Path) -> None:
+    """Both output streams of this process go to the end of one file; standard input is empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    sys.stdout.flush()
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.close(nothing)
+
+
+def _result(result: RunResult | None) -> dict[str, Any]:
+    if result is None:
+        return {"returned": {}, "failed": {}}
+    failed = {
+        rank: {"exit_code": failure.exitcode, "pid": failure.pid, "signal": failure.signal_name()}
+        for rank, failure in result.failures.items()
+    }
+    return {"returned": result.return_values, "failed": failed}
+
+
+def main() -> None:
+    """Reads the orders, runs the workers to their end, and tells the head."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    line = sys.stdin.readline()
+    if not line:
+        return
+    orders = Orders(**json.loads(line))
+    os.environ.update(orders.variables)
+    scratch = tempfile.mkdtemp(prefix="manyhands-agent-")
+    try:
+        for module in orders.preload:
+            importlib.import_module(module)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        agent = Agent(orders, listener, scratch)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, agent.ask_to_stop)
+        _tell("ended", **_result(agent.run()))
+    except SignalException as error:
+        _tell("ended", returned={}, failed={}, signal=str(error.sigval))
+    except Exception:  # noqa: BLE001 - whatever went wrong, the head must hear of it
+        _tell("broken", traceback=traceback.format_exc())
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
