@@ -105,8 +105,8 @@ class _Rendezvous(RendezvousHandler):
 class Agent(LocalElasticAgent):
     """PyTorch's agent with ranks from a list of sizes, a loopback store, and commands from the head."""
 
-    def __init__(self, orders: Orders, listener: socket.socket, scratch: str) -> None:
-        self._orders, self._listener = orders, listener
+    def __init__(self, orders: Orders, listener: socket.socket, scratch: str, commands: "_Commands") -> None:
+        self._orders, self._listener, self._commands = orders, listener, commands
         self._served: TCPStore | None = None
         self._stopping_since = 0.0
         spec = WorkerSpec(
@@ -140,7 +140,7 @@ class Agent(LocalElasticAgent):
         context = self._pcontext
         if context is not None:
             # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
-            context.close = functools.partial(context.close, timeout=LEAVE_S)
+            context.close = functools.partial(context.close, timeout=LEAVE_S)  # pyright: ignore[reportAttributeAccessIssue]
         # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
         self._served = TCPStore(
             "127.0.0.1",
@@ -162,14 +162,10 @@ class Agent(LocalElasticAgent):
 
     def _obey(self) -> None:
         """Does what the head says; called on the main thread at every poll."""
-        while select.select([sys.stdin], [], [], 0)[0]:
-            line = sys.stdin.readline()
-            if line.strip() == "kill":
+        for word in self._commands.new_lines():
+            if word == "kill":
                 raise RendezvousGracefulExitError("killed")
-            if line.strip() == "stop" or not line:
-                self.ask_to_stop()
-            if not line:
-                break
+            self.ask_to_stop()
         if self._stopping_since and time.monotonic() - self._stopping_since > STOP_S:
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
@@ -180,6 +176,34 @@ class Agent(LocalElasticAgent):
         self._stopping_since = time.monotonic()
         for pid in self._pids():
             os.kill(pid, signal.SIGTERM)
+
+
+class _Commands:
+    """Lines from the head, read without waiting and without a thread; its end counts as "stop"."""
+
+    def __init__(self) -> None:
+        self._rest, self._open = b"", True
+
+    def wait_for_line(self) -> str:
+        """The next line, or an empty string when the head is gone."""
+        while b"\n" not in self._rest and self._open:
+            self._read()
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def new_lines(self) -> list[str]:
+        """The lines that have come since the last call."""
+        while self._open and select.select([0], [], [], 0)[0]:
+            self._read()
+            if not self._open:
+                self._rest += b"stop\n"
+        *lines, self._rest = self._rest.split(b"\n")
+        return [line.decode().strip() for line in lines]
+
+    def _read(self) -> None:
+        received = os.read(0, 65536)
+        self._open = bool(received)
+        self._rest += received
 
 
 def _tell(kind: str, **content: Any) -> None:
@@ -233,7 +257,8 @@ def main() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    line = sys.stdin.readline()
+    commands = _Commands()
+    line = commands.wait_for_line()
     if not line:
         return
     orders = Orders(**json.loads(line))
@@ -243,7 +268,7 @@ def main() -> None:
         for module in orders.preload:
             importlib.import_module(module)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        agent = Agent(orders, listener, scratch)
+        agent = Agent(orders, listener, scratch, commands)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, agent.ask_to_stop)
         _tell("ended", **_result(agent.run()))

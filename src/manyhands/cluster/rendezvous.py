@@ -87,7 +87,7 @@ def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> 
     )
 
 
-def _membership(
+def _membership(  # noqa: PLR0913 - one argument for each variable a launcher sets
     options: ClusterOptions,
     rank: int,
     size: int,

@@ -1,0 +1,79 @@
+"""Finds out where the first value that is not finite came from, after it was seen."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.core.errors import RunError
+from manyhands.core.world import World
+from manyhands.train.feed import Pass, Update
+
+if TYPE_CHECKING:
+    from manyhands.train.step import Updater
+
+MEND = (
+    "a smaller train.lr, some train.warmup_epochs, or train.clip = 1.0 often helps",
+    "with fp16, try bf16 or fp32",
+)
+
+
+def explain_loss(model: nn.Module, part: Pass, world: World, step: int) -> RunError:
+    """The error for a loss that is NaN or infinite on this process: names the first tensor that was not finite."""
+    samples = part.batch.samples[:8].tolist()
+    where = f"rank {world.rank}, step {step}, samples {', '.join(map(str, samples))} …"
+    return RunError(f"the loss is not finite: {_first_bad(model, part.batch.images)}", where, MEND)
+
+
+def _first_bad(model: nn.Module, images: Tensor) -> str:
+    if not _finite(images):
+        return "the input pictures already hold NaN or infinity"
+    for name, parameter in model.named_parameters():
+        if not _finite(parameter):
+            return f"parameter {name} is {_kind(parameter)}"
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not found and not _finite(output):
+                found.append(f"the output of {name or 'the network'} is {_kind(output)}")
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            model.eval()(images)
+    finally:
+        model.train()
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else "the loss itself, from finite outputs"
+
+
+def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
+    """The error for a gradient that is not finite after agreement; every process sees it and looks at its own part."""
+    updater.optimizer.zero_grad(set_to_none=True)
+    updater.gradients(update, step, agree=False)
+    mine = ""
+    for name, parameter in updater.network.inner.named_parameters():
+        if parameter.grad is not None and not _finite(parameter.grad):
+            mine = f"the gradient of {name} is {_kind(parameter.grad)}"
+            break
+    everybody: list[str] = [""] * updater.world.size
+    if updater.world.alone:
+        everybody = [mine]
+    else:
+        dist.all_gather_object(everybody, mine)
+    rank = next((rank for rank, text in enumerate(everybody) if text), 0)
+    what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
+    return RunError(what, f"rank {rank}, step {step}", MEND)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
+
+
+def _kind(tensor: Tensor) -> str:
+    return "NaN" if bool(torch.isnan(tensor).any()) else "infinite"

@@ -1,0 +1,142 @@
+"""Evaluation: each sample exactly once on any number of processes.
+
+The split is cut into blocks of fixed size, and whole blocks are dealt out, so that each block is computed the same way
+wherever it lands. Counts are integers, and each block's loss is added in the order of the blocks: the result is the
+same to the last bit for any number of processes.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+
+from manyhands.core.errors import RunError
+from manyhands.core.world import World
+from manyhands.data.loader import Loader
+from manyhands.data.order import evaluation_blocks
+from manyhands.models.outputs import main_and_auxiliary
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        count: samples evaluated, the length of the split.
+        loss: mean cross-entropy (or mean negative log-likelihood).
+        top1: share of samples whose first guess is right.
+        top5: share of samples whose label is among the first five guesses.
+        confusion: int64 [classes, classes], rows are true classes.
+        seconds: how long it took.
+    """
+
+    count: int
+    loss: float
+    top1: float
+    top5: float
+    confusion: Tensor
+    seconds: float
+
+
+class Evaluator:
+    """Evaluates a network on the test split.
+
+    Args:
+        loader: of the test split.
+        length: samples in the split.
+        classes: outputs that count.
+        block: samples in a block.
+        world: who takes part.
+        log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
+        collective_forward: True when all processes must call the network equally often.
+    """
+
+    def __init__(  # noqa: PLR0913 - what an evaluation depends on
+        self,
+        loader: Loader,
+        length: int,
+        classes: int,
+        block: int,
+        world: World,
+        *,
+        log_probabilities: bool = False,
+        collective_forward: bool = False,
+    ) -> None:
+        self.loader, self.length, self.classes, self.world = loader, length, classes, world
+        self.blocks = evaluation_blocks(length, block)
+        self._log_probabilities, self._collective = log_probabilities, collective_forward
+
+    def __call__(self, model: nn.Module, autocast: contextlib.AbstractContextManager[object]) -> Evaluation:
+        """Evaluates; the network is left in the mode it was in.
+
+        Raises:
+            RunError: the samples counted are not exactly those of the split.
+        """
+        started = time.perf_counter()
+        training = model.training
+        model.eval()
+        try:
+            with torch.inference_mode(), autocast:
+                counts = self._count(model)
+        finally:
+            model.train(training)
+        return self._sum_up(*counts, started)
+
+    def _count(self, model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        """This process's confusion matrix, top-5 hits and losses by block."""
+        device = self.world.device
+        confusion = torch.zeros(self.classes * self.classes, dtype=torch.int64, device=device)
+        hits = torch.zeros(1, dtype=torch.int64, device=device)
+        losses = torch.zeros(len(self.blocks), dtype=torch.float64, device=device)
+        for number, counted, batch in self._batches():
+            logits = main_and_auxiliary(model(batch.images))[0].float()
+            if not counted:
+                continue
+            guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
+            confusion += torch.bincount(
+                batch.labels * self.classes + guesses[:, 0].clamp_max(self.classes - 1), minlength=self.classes**2
+            )
+            hits += (guesses == batch.labels[:, None]).any(1).sum()
+            losses[number] = self._loss(logits, batch.labels)
+        return confusion, hits, losses
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        function = F.nll_loss if self._log_probabilities else F.cross_entropy
+        return function(logits.double(), labels, reduction="sum")
+
+    def _batches(self) -> Iterator[tuple[int, bool, Any]]:
+        """This process's blocks; with repeated ones that don't count where all must call the network equally often."""
+        mine = [(number, True) for number in range(self.world.rank, len(self.blocks), self.world.size)]
+        if self._collective:
+            rounds = -(-len(self.blocks) // self.world.size)
+            mine += [(0, False)] * (rounds - len(mine))
+        requests = (torch.arange(self.blocks[number].start, self.blocks[number].stop) for number, _ in mine)
+        for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
+            yield number, counted, batch
+
+    def _sum_up(self, confusion: Tensor, hits: Tensor, losses: Tensor, started: float) -> Evaluation:
+        if not self.world.alone:
+            for tensor in (confusion, hits, losses):
+                dist.all_reduce(tensor)
+        confusion = confusion.view(self.classes, self.classes).cpu()
+        count = int(confusion.sum())
+        if count != self.length:
+            raise RunError(
+                f"the evaluation counted {count} samples, and the split has {self.length}",
+                "evaluation",
+                ("do all processes see the same data? compare the folders on each machine",),
+            )
+        return Evaluation(
+            count=count,
+            loss=float(losses.cpu().sum()) / count,
+            top1=int(confusion.diagonal().sum()) / count,
+            top5=int(hits) / count,
+            confusion=confusion,
+            seconds=time.perf_counter() - started,
+        )

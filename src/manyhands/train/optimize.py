@@ -1,0 +1,65 @@
+"""The optimizer and the learning rate, which is a pure function of the step."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from manyhands.config.job import TrainOptions
+
+
+def make_optimizer(model: nn.Module, options: TrainOptions, *, sharded: bool) -> torch.optim.Optimizer:
+    """SGD or AdamW; biases and norms are kept out of weight decay unless asked for."""
+    groups = _groups(model, options)
+    # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
+    fused = None if sharded else True
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
+    nesterov = options.nesterov and options.momentum > 0
+    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
+
+
+def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [p for p in trainable if p.ndim > 1 or options.decay_norm_and_bias]
+    others = [p for p in trainable if p.ndim <= 1 and not options.decay_norm_and_bias]
+    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": options.weight_decay}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
+
+
+def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> float:
+    """The rate for update number `step`, counted from 0.
+
+    Source for one-cycle: Smith and Topin 2017, arXiv:1708.07120, without the momentum cycle; for cosine: Loshchilov
+    and Hutter 2016, arXiv:1608.03983, without restarts.
+    """
+    total = max(1, options.epochs * steps_per_epoch)
+    if options.schedule == "one-cycle":
+        return options.lr * _one_cycle(step / total)
+    warmup = options.warmup_epochs * steps_per_epoch
+    if step < warmup:
+        return options.lr * (step + 1) / (math.floor(warmup) + 1)
+    if options.schedule == "cosine":
+        return options.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1.0, total - warmup))))
+    if options.schedule == "step":
+        return options.lr * options.step_factor ** (step // steps_per_epoch // options.step_epochs)
+    return options.lr
+
+
+def _one_cycle(progress: float) -> float:
+    """Rises from 1/10 over the first quarter, then falls to 1/1000, along cosines."""
+    rise = 0.25
+    if progress < rise:
+        return 0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * progress / rise))
+    falling = min(1.0, (progress - rise) / (1 - rise))
+    return 0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * falling))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the rate of every group."""
+    groups: Iterable[dict[str, object]] = optimizer.param_groups
+    for group in groups:
+        group["lr"] = rate

@@ -1,0 +1,145 @@
+"""One update: forward, backward, agree, update. No input or output."""
+
+import contextlib
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.utils as nn_utils
+from torch import Tensor
+
+from manyhands.config.job import TrainOptions
+from manyhands.core.seeds import derive, mix
+from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.norm import NormGroups
+from manyhands.train.criterion import Criterion
+from manyhands.train.diagnose import explain_gradient, explain_loss
+from manyhands.train.feed import Pass, Update
+from manyhands.train.optimize import learning_rate, set_learning_rate
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Measured:
+    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it."""
+
+    loss: Tensor | float = 0.0
+    correct: Tensor | int = 0
+    samples: int = 0
+
+    def take(self) -> tuple[float, int, int]:
+        """Loss sum, correct and counted samples; starts again from zero."""
+        values = float(self.loss), int(self.correct), self.samples
+        self.loss, self.correct, self.samples = 0.0, 0, 0
+        return values
+
+
+class Updater:
+    """Makes updates.
+
+    Args:
+        network: under its parallel mode.
+        norm: what its BatchNorm layers must know of each pass.
+        optimizer: of the network's parameters.
+        criterion: the loss as a sum.
+        options: the train section.
+        world: who takes part.
+        steps_per_epoch: for the learning rate.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that meet in an update
+        self,
+        network: ParallelNetwork,
+        norm: NormGroups,
+        optimizer: torch.optim.Optimizer,
+        criterion: Criterion,
+        options: TrainOptions,
+        world: World,
+        steps_per_epoch: int,
+    ) -> None:
+        self.network, self.norm, self.optimizer, self.criterion = network, norm, optimizer, criterion
+        self.options, self.world, self.steps_per_epoch = options, world, steps_per_epoch
+        self.device = world.device.partition(":")[0]
+        self.scaler = torch.amp.GradScaler(self.device) if options.precision == "fp16" else None
+        self.measured = Measured()
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._seed = derive(options.seed, "step", world.rank)
+
+    def __call__(self, update: Update, step: int) -> None:
+        """Makes update number `step`, counted from 0.
+
+        Raises:
+            RunError: a loss or gradient is not finite; the parameters are left as they were before this update.
+        """
+        seed_generators(mix(self._seed ^ step))
+        set_learning_rate(self.optimizer, learning_rate(self.options, step, self.steps_per_epoch))
+        self.optimizer.zero_grad(set_to_none=True)
+        self.gradients(update, step)
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        self._check_and_clip(update, step)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.norm.finish_update(self.world.size)
+
+    def gradients(self, update: Update, step: int, *, agree: bool = True) -> None:
+        """Adds up the gradients of all passes; processes agree on them in the last one."""
+        last = len(update.passes) - 1
+        for number, part in enumerate(update.passes):
+            held_back = number < last or not agree
+            with self.network.hold_back() if held_back else contextlib.nullcontext():
+                self._pass(part, update.count, step)
+
+    def _pass(self, part: Pass, count: int, step: int) -> None:
+        share, batch = part.share, part.batch
+        self.norm.begin_pass(share.spans, share.shared_groups, share.count, count)
+        with self.autocast():
+            output = self.network.call(batch.images)
+            loss, logits = self.criterion(output, batch.labels)
+        if share.count:
+            self._measure(loss.detach(), logits.detach(), part, step)
+        else:
+            loss = loss * 0.0
+        loss = loss * (self.network.gradient_scale / count)
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """The forward pass's precision."""
+        kind = AUTOCAST.get(self.options.precision)
+        return torch.autocast(self.device, dtype=kind) if kind else contextlib.nullcontext()
+
+    def _measure(self, loss: Tensor, logits: Tensor, part: Pass, step: int) -> None:
+        measured = self.measured
+        correct = (logits.argmax(1) == part.batch.labels).sum()
+        if self.device == "cpu":
+            value = loss.item()
+            if not math.isfinite(value):
+                raise explain_loss(self.network.inner, part, self.world, step)
+            measured.loss, measured.correct = measured.loss + value, measured.correct + int(correct)
+        else:
+            measured.loss, measured.correct = measured.loss + loss.double(), measured.correct + correct
+        measured.samples += part.share.count
+
+    def _check_and_clip(self, update: Update, step: int) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = nn_utils.get_total_norm(gradients)
+        if isinstance(norm, torch.distributed.tensor.DTensor):
+            norm = norm.full_tensor()
+        if self.device == "cpu" and not self.scaler and not math.isfinite(norm.item()):
+            raise explain_gradient(self, update, step)
+        if self.options.clip:
+            nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds what a network's forward pass may draw from, so that a resumed run draws the same."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - users' code draws from the global generator
