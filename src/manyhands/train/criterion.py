@@ -24,7 +24,7 @@ def make_criterion(options: TrainOptions, own: Callable[[Tensor, Tensor], Tensor
         options: the train section.
         own: the user's loss from Python; it wins over the name in the options.
     """
-    per_output = own and _summing(own) or _named(options)
+    per_output = (own and _summing(own)) or _named(options)
 
     def criterion(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits, auxiliary = main_and_auxiliary(output)

@@ -57,7 +57,7 @@ class Evaluator:
         collective_forward: True when all processes must call the network equally often.
     """
 
-    def __init__(  # noqa: PLR0913 - what an evaluation depends on
+    def __init__(
         self,
         loader: Loader,
         length: int,

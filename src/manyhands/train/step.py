@@ -51,7 +51,7 @@ class Updater:
         steps_per_epoch: for the learning rate.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that meet in an update
+    def __init__(
         self,
         network: ParallelNetwork,
         norm: NormGroups,
@@ -142,4 +142,4 @@ def seed_generators(seed: int) -> None:
     """Seeds what a network's forward pass may draw from, so that a resumed run draws the same."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - users' code draws from the global generator
+    np.random.seed(seed & 0xFFFFFFFF)

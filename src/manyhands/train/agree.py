@@ -1,0 +1,92 @@
+"""Every so often all processes agree: what was measured, whether to save, whether to stop.
+
+One small collective every quarter of a second or so carries it all, so that a wish to stop on one process (a signal)
+stops all of them at the same step, and the records speak for everybody.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from manyhands.core.world import World
+from manyhands.train.step import Measured
+
+TARGET_S = 0.25
+MOST_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all processes together found.
+
+    Attributes:
+        stop: somebody was asked to stop.
+        save: it is time for a checkpoint.
+        loss: mean over the samples since the last verdict.
+        top1: share of them guessed right.
+        samples: how many they were, over all processes.
+        seconds: since the last verdict, by rank 0's clock.
+        data_share: part of that time that rank 0 waited for data.
+    """
+
+    stop: bool
+    save: bool
+    loss: float
+    top1: float
+    samples: int
+    seconds: float
+    data_share: float
+
+
+class Agreement:
+    """Decides when to agree (equally on every process) and does so.
+
+    Args:
+        world: who takes part.
+        save_every_s: seconds between checkpoints by rank 0's clock; infinite for none by time.
+    """
+
+    def __init__(self, world: World, save_every_s: float) -> None:
+        self._world, self._save_every_s = world, save_every_s
+        self._last = self._saved = time.perf_counter()
+        self._next_step, self._last_step = 0, 0
+        self.waiting_s = 0.0
+
+    def due(self, step: int, *, force: bool) -> bool:
+        """True at steps that are equal on all processes."""
+        return force or step >= self._next_step
+
+    def reset(self, step: int) -> None:
+        """Starts the clock anew, after an evaluation or at the start."""
+        self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
+
+    def agree(self, measured: Measured, step: int, *, stop: bool) -> Verdict:
+        """Adds up what all processes measured; a collective."""
+        now = time.perf_counter()
+        loss, correct, samples = measured.take()
+        save = self._world.rank == 0 and now - self._saved > self._save_every_s
+        mine = [loss, correct, samples, float(stop), float(save), now - self._last]
+        total = torch.tensor(mine, dtype=torch.float64, device="cpu" if self._world.device == "cpu" else None)
+        if not self._world.alone:
+            total = total.to(self._world.device)
+            dist.all_reduce(total)
+        loss, correct, count, stops, saves, seconds_sum = total.tolist()
+        mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
+        self._next_step = step + min(MOST_STEPS, max(1, round(TARGET_S / max(mean_s, 1e-6))))
+        verdict = Verdict(
+            stop=stops > 0,
+            save=saves > 0,
+            loss=loss / max(1, count),
+            top1=correct / max(1, count),
+            samples=int(count),
+            seconds=max(now - self._last, 1e-9),
+            data_share=min(1.0, self.waiting_s / max(now - self._last, 1e-9)),
+        )
+        self.reset(step)
+        return verdict
+
+    def saved(self) -> None:
+        """A checkpoint was committed."""
+        self._saved = time.perf_counter()

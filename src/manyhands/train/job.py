@@ -1,0 +1,355 @@
+"""Builds every part of a run from its job, one small function each; runs nothing."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.checkpoint.foreign import read_foreign
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.seeds import derive
+from manyhands.core.world import World
+from manyhands.data.loader import Loader
+from manyhands.data.open import from_objects, open_data, resolve_pixels
+from manyhands.data.order import Cut, Order
+from manyhands.data.splits import Splits, UserSamples
+from manyhands.data.transforms import Pixels
+from manyhands.models.build import build_model, describe
+from manyhands.parallel.apply import apply_mode, check_replicas, compare_replicas, make_equal, normalises_in_groups
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.train.agree import Agreement
+from manyhands.train.criterion import make_criterion
+from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.feed import Feed
+from manyhands.train.optimize import make_optimizer
+from manyhands.train.recover import check_position, find_state, training_digest
+from manyhands.train.rehearse import rehearse, warm_up
+from manyhands.train.state import Progress, check_fits, restore
+from manyhands.train.step import Updater
+
+DTYPES = {"fp64": torch.float64}
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass
+class Objects:
+    """What a user of the Python interface brings instead of names."""
+
+    model: nn.Module | None = None
+    train_set: Any = None
+    test_set: Any = None
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@dataclass
+class Parts:
+    """Everything that meets in a run.
+
+    Attributes:
+        job: what the user asked for.
+        folder: where the run is kept.
+        world: who takes part.
+        journal: writes records.
+        mode: the parallel mode in force.
+        classes: names of the classes.
+        feed: what this process computes for each update.
+        network: the model under its mode.
+        update: makes an update.
+        evaluate: evaluates on all processes.
+        agreement: what all processes agree on every so often.
+        progress: how far the run has come.
+        total_steps: updates of the whole job.
+        digest: of what decides the order of samples.
+        release: gives back what was taken (worker processes, changed classes).
+        phase: what is going on, for a failure's record.
+        saves: checkpoints tried in this run.
+    """
+
+    job: Job
+    folder: RunFolder
+    world: World
+    journal: Journal
+    mode: str
+    classes: tuple[str, ...]
+    feed: Feed
+    network: ParallelNetwork
+    update: Updater
+    evaluate: Callable[[], Evaluation]
+    agreement: Agreement
+    progress: Progress
+    total_steps: int
+    digest: str
+    release: Callable[[], None]
+    phase: str = "train"
+    saves: int = field(default=0)
+
+    def done(self) -> bool:
+        """True when no update is left."""
+        return self.progress.step >= self.total_steps
+
+    def evaluation_due(self) -> bool:
+        """True at the steps where an evaluation belongs."""
+        every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
+        return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
+
+    def save_due_by_step(self) -> bool:
+        """True at steps that checkpoint.every names as a number of steps or epochs."""
+        every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
+        return bool(every) and self.progress.step % every == 0
+
+    def prove_replicas(self) -> None:
+        """Raises RunError when a process's network has drifted from rank 0's."""
+        if self.network.replicated and not self.world.alone:
+            check_replicas(dict(self.network.inner.state_dict()), self.world, self.progress.step)
+
+
+def seconds_between_saves(text: str) -> float:
+    """Seconds that "60s", "10min" or "2h" name; infinite for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    return float(match[1]) * SECONDS[match[2]] if match else float("inf")
+
+
+def steps_between_saves(text: str, steps_per_epoch: int) -> int:
+    """Updates that "100steps" or "2epochs" name; 0 for anything else."""
+    match = re.fullmatch(r"(\d+)(step|epoch)s?", text)
+    return int(match[1]) * (steps_per_epoch if match[2] == "epoch" else 1) if match else 0
+
+
+def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects | None = None) -> Parts:
+    """Builds all parts; a collective where there are several processes.
+
+    Raises:
+        UserError: data, model and job don't fit together.
+    """
+    objects = objects or Objects()
+    journal = Journal(folder, world.rank)
+    torch.use_deterministic_algorithms(job.train.deterministic)
+    splits = open_splits(job, world, objects)
+    pixels = pixels_for(job, splits, objects)
+    criterion = make_criterion(job.train, objects.loss)
+    classes = class_names(job, splits)
+    check_labels(splits, len(classes))
+    order, cut = order_and_cut(job, splits, world, mode)
+    train_loader = make_loader(job, splits.train, pixels, world, train=True)
+    test_loader = make_loader(job, splits.test, pixels, world, train=False)
+    model = make_model(job, pixels, len(classes), world, objects, journal)
+    groups, restore_norms = group_batch_norms(model)
+    unused = rehearse(model, groups, train_loader, criterion, len(classes), min(2, order.length), job)
+    if unused:
+        journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
+    start_equal(model, world, journal)
+    network = apply_mode(mode, model, world, unused=bool(unused))
+    if job.train.compile:
+        model.compile()
+    optimizer = make_optimizer(model, job.train, sharded=network.sharded)
+    update = Updater(network, groups, optimizer, criterion, job.train, world, order.steps_per_epoch)
+    warm_up(update, train_loader, min(2, order.length))
+    evaluator = Evaluator(
+        test_loader,
+        len(splits.test),
+        len(classes),
+        job.train.evaluate_batch,
+        world,
+        log_probabilities=job.train.loss == "nll",
+        collective_forward=network.collective_forward,
+    )
+    parts = Parts(
+        job=job,
+        folder=folder,
+        world=world,
+        journal=journal,
+        mode=mode,
+        classes=classes,
+        feed=Feed(order, cut, train_loader, world.rank),
+        network=network,
+        update=update,
+        evaluate=lambda: evaluator(network.call if network.sharded else network.inner, update.autocast()),
+        agreement=Agreement(world, seconds_between_saves(job.checkpoint.every)),
+        progress=Progress(),
+        total_steps=total_steps(job, order),
+        digest=training_digest(job, order.length),
+        release=lambda: _release(train_loader, test_loader, restore_norms),
+    )
+    resume(parts)
+    return parts
+
+
+def _release(train_loader: Loader, test_loader: Loader, restore_norms: Callable[[], None]) -> None:
+    train_loader.close()
+    test_loader.close()
+    restore_norms()
+
+
+def open_splits(job: Job, world: World, objects: Objects) -> Splits:
+    """The data; all processes must see the same."""
+    if objects.train_set is not None:
+        splits = from_objects(objects.train_set, objects.test_set, job.data)
+    else:
+        splits = open_data(job.data)
+    for split, word in ((splits.train, "training"), (splits.test, "test")):
+        if not len(split):
+            raise UserError(f"the {word} split holds no samples", "data.name")
+    drift = compare_replicas({name: t.to(world.device) for name, t in _fingerprints(splits).items()}, world)
+    if drift:
+        name, ranks = drift
+        raise UserError(
+            f"rank {', '.join(map(str, ranks))} sees other {name} than rank 0",
+            "data.name",
+            ("copy the same data to every machine, then compare the number of files",),
+        )
+    return splits
+
+
+def _fingerprints(splits: Splits) -> dict[str, Tensor]:
+    """Numbers that differ when two processes see different data."""
+    words = hashlib.sha256("\0".join(splits.classes).encode()).digest()[:8]
+    prints = {"classes": torch.frombuffer(bytearray(words), dtype=torch.int64)}
+    for word, source in (("training data", splits.train), ("test data", splits.test)):
+        labels = source.labels
+        text = labels.numpy().tobytes() if labels is not None else b""
+        digest = hashlib.sha256(text + str(len(source)).encode()).digest()[:8]
+        prints[word] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    return prints
+
+
+def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
+    """What pictures become: the user's word first, then what the network needs, then the data's own."""
+    if objects.model is not None:
+        return resolve_pixels(job.data, splits.pixels, model_channels=None, model_size=None)
+    needs = describe(job.model, job.data.image_size or splits.pixels.size)
+    return resolve_pixels(job.data, splits.pixels, model_channels=needs.channels, model_size=needs.size)
+
+
+def class_names(job: Job, splits: Splits) -> tuple[str, ...]:
+    """A name for each output of the network."""
+    names = splits.classes
+    if not names:
+        found = [source.labels for source in (splits.train, splits.test) if source.labels is not None]
+        names = tuple(str(n) for n in range(1 + max((int(labels.max()) for labels in found), default=-1)))
+    wanted = job.model.num_classes
+    if not names and not wanted:
+        raise UserError(
+            "the data does not say how many classes it has",
+            "model.num_classes",
+            ("--set model.num_classes=10", "or give the data set an attribute `classes`"),
+        )
+    return names + tuple(str(number) for number in range(len(names), wanted)) if wanted > len(names) else names
+
+
+def check_labels(splits: Splits, classes: int) -> None:
+    """Raises UserError for a label outside the network's outputs, before anything is computed."""
+    for word, source in (("training", splits.train), ("test", splits.test)):
+        if source.labels is None:
+            continue
+        bad = ((source.labels < 0) | (source.labels >= classes)).nonzero()
+        if len(bad):
+            sample = int(bad[0])
+            raise UserError(
+                f"{word} sample {sample} has label {int(source.labels[sample])}; the network has outputs 0 to {classes - 1}"
+                + (f" ({len(bad)} such samples)" if len(bad) > 1 else ""),
+                f"{word} data",
+                (f"--set model.num_classes={int(source.labels.max()) + 1}", "or mend the labels"),
+            )
+
+
+def order_and_cut(job: Job, splits: Splits, world: World, mode: str) -> tuple[Order, Cut]:
+    """Which samples make up an update, and how processes share them."""
+    options = job.train
+    if options.batch < world.size:
+        raise UserError(
+            f"train.batch is {options.batch}, and there are {world.size} processes to share it",
+            "train.batch",
+            (f"--batch {world.size} or more", "or fewer processes"),
+        )
+    batch = min(options.batch, len(splits.train))
+    group = 0
+    if isinstance(options.norm_group, int) and normalises_in_groups(mode):
+        group = options.norm_group
+    elif options.norm_group == "global" and normalises_in_groups(mode):
+        group = batch
+    return Order(len(splits.train), batch, options.seed, options.drop_last), Cut(world.size, options.micro_batch, group)
+
+
+def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool) -> Loader:
+    """Samples to pixels on this process's device."""
+    return Loader(
+        source,
+        pixels,
+        train=train,
+        seed=derive(job.train.seed, "augment"),
+        device=world.device,
+        workers=loader_workers(job, source, world),
+        skip_corrupt=job.data.skip_corrupt,
+        dtype=DTYPES.get(job.train.precision, torch.float32),
+        channels_last=job.train.channels_last,
+    )
+
+
+def loader_workers(job: Job, source: Any, world: World) -> int:
+    """Decoding processes for this rank: what the user says, else a share of the cores."""
+    if job.data.workers >= 0:
+        return job.data.workers
+    if isinstance(source, UserSamples):
+        return 0 if world.device == "cpu" else 2
+    return max(1, min(8, torch.get_num_threads() if world.device == "cpu" else 4))
+
+
+def make_model(
+    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal
+) -> nn.Module:
+    """The network on its device, equal on all processes because its seed is."""
+    torch.manual_seed(derive(job.train.seed, "model"))
+    if objects.model is not None:
+        model = objects.model
+    else:
+        for note in describe(job.model, pixels.size).notes:
+            journal.event("note", note)
+        model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes)
+    if job.model.weights:
+        snapshot = read_foreign(Path(job.model.weights).expanduser())
+        check_fits(snapshot.model, model, "model.weights")
+        model.load_state_dict(snapshot.model)
+    if job.train.precision == "fp64":
+        model = model.double()
+    model = model.to(world.device)
+    if job.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
+    return model.train()
+
+
+def start_equal(model: nn.Module, world: World, journal: Journal) -> None:
+    """Proves that all processes start from the same network, or gives them rank 0's."""
+    if make_equal(dict(model.state_dict()), world):
+        journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
+
+
+def total_steps(job: Job, order: Order) -> int:
+    """Updates of the whole job."""
+    steps = job.train.epochs * order.steps_per_epoch
+    return min(steps, job.train.max_steps) if job.train.max_steps else steps
+
+
+def resume(parts: Parts) -> None:
+    """Goes on where the job says, if it says so."""
+    names = [name for name, parameter in parts.network.inner.named_parameters() if parameter.requires_grad]
+    found = find_state(parts.job, parts.folder, names)
+    if found is None:
+        return
+    where = str(found.path)
+    check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, where)
+    parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where)
+    if parts.update.scaler and "scaler" in found.snapshot.state:
+        parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])
+    for note in found.notes:
+        parts.journal.event("warning", note, parts.progress.step)
+    step = parts.progress.step
+    parts.journal.event("resumed", f"goes on from step {step} of {where}", step, path=where, processes=parts.world.size)

@@ -1,0 +1,95 @@
+"""Evaluating and saving, as the loop asks for them."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from manyhands.checkpoint.save import SaveError, prune
+from manyhands.checkpoint.save import save as commit
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics, write_json
+from manyhands.train.evaluate import Evaluation
+from manyhands.train.job import Parts
+from manyhands.train.state import capture
+
+
+def evaluate(parts: Parts) -> bool:
+    """Evaluates on all processes and records it; True when it is the best so far."""
+    progress = parts.progress
+    parts.phase = "evaluate"
+    found = parts.evaluate()
+    progress.evaluated_step = progress.step
+    best = found.top1 > progress.best_top1
+    if best:
+        progress.best_top1, progress.best_step = found.top1, progress.step
+    parts.journal.metrics(
+        EvaluationMetrics(
+            time=time.time(),
+            epoch=progress.epoch,
+            step=progress.step,
+            count=found.count,
+            loss=found.loss,
+            top1=found.top1,
+            top5=found.top5,
+            best=best,
+            seconds=found.seconds,
+        )
+    )
+    if parts.world.speaks:
+        detail = describe(found, parts)
+        write_json(parts.folder.evaluations / "last.json", detail)
+        if best:
+            write_json(parts.folder.evaluations / "best.json", detail)
+    parts.agreement.reset(progress.step)
+    parts.phase = "train"
+    return best
+
+
+def describe(found: Evaluation, parts: Parts) -> EvaluationDetail:
+    """An evaluation as it is kept in the run folder."""
+    rows, columns = found.confusion.nonzero(as_tuple=True)
+    counts = found.confusion[rows, columns]
+    return EvaluationDetail(
+        time=time.time(),
+        epoch=parts.progress.epoch,
+        step=parts.progress.step,
+        count=found.count,
+        top1=found.top1,
+        top5=found.top5,
+        loss=found.loss,
+        classes=list(parts.classes),
+        confusion=list(zip(rows.tolist(), columns.tolist(), counts.tolist(), strict=True)),
+    )
+
+
+def save(parts: Parts) -> None:
+    """Commits a checkpoint; a full disk or the like costs the checkpoint, not the run, and is said loudly."""
+    progress = parts.progress
+    parts.phase = "save"
+    extra = {"job": parts.digest, "classes": list(parts.classes), "model": parts.job.model.name}
+    if parts.update.scaler:
+        extra["scaler"] = parts.update.scaler.state_dict()
+    snapshot = capture(parts.network, parts.update.optimizer, progress, extra)
+    saved = 1.0
+    if parts.world.speaks:
+        # What is saved says of itself that it is.
+        snapshot.state["saved_step"] = progress.step
+        started = time.perf_counter()
+        try:
+            path = commit(parts.folder.checkpoints, progress.step, snapshot)
+            best = parts.folder.checkpoints / f"step-{progress.best_step:08d}"
+            prune(parts.folder.checkpoints, parts.job.checkpoint.keep, best if best.is_dir() else None)
+            parts.journal.event("saved", str(path.name), progress.step, seconds=time.perf_counter() - started)
+        except SaveError as error:
+            saved = 0.0
+            parts.journal.event("warning", f"no checkpoint at step {progress.step}: {error.what}", progress.step)
+    if not parts.world.alone:
+        flag = torch.tensor([saved], device=parts.world.device)
+        dist.broadcast(flag, src=0)
+        saved = float(flag)
+    if saved:
+        progress.saved_step = progress.step
+    parts.saves += 1
+    parts.agreement.saved()
+    parts.agreement.reset(progress.step)
+    parts.phase = "train"

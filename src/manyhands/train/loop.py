@@ -1,0 +1,95 @@
+"""The order of events of a whole run. No tensor maths here: read it first."""
+
+import time
+from collections.abc import Iterator
+
+from manyhands.core.records import StepMetrics
+from manyhands.train.agree import Verdict
+from manyhands.train.feed import Update
+from manyhands.train.job import Parts
+from manyhands.train.keep import evaluate, save
+from manyhands.train.optimize import learning_rate
+from manyhands.train.stopping import StopSignal, listening
+
+
+def fit(parts: Parts) -> str:
+    """Trains until the job is done or somebody asks to stop.
+
+    Returns:
+        "finished", or "stopped" with everything saved.
+    """
+    progress = parts.progress
+    with listening() as stop:
+        parts.agreement.reset(progress.step)
+        while not parts.done():
+            for update in _waited_for(parts):
+                parts.update(update, progress.step)
+                progress.advance(parts.feed.order.steps_per_epoch)
+                if _attend(parts, stop):
+                    return "stopped"
+                if parts.done():
+                    break
+        if progress.evaluated_step != progress.step:
+            evaluate(parts)
+        if progress.saved_step != progress.step or not parts.saves:
+            save(parts)
+    return "finished"
+
+
+def _waited_for(parts: Parts) -> Iterator[Update]:
+    """The rest of the current epoch's updates; counts the time spent waiting for them."""
+    updates = parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch)
+    while True:
+        started = time.perf_counter()
+        update = next(updates, None)
+        parts.agreement.waiting_s += time.perf_counter() - started
+        if update is None:
+            return
+        yield update
+
+
+def _attend(parts: Parts, stop: StopSignal) -> bool:
+    """What may follow an update: agreeing, proving, evaluating, saving. True when the run is to stop."""
+    progress, order = parts.progress, parts.feed.order
+    epoch_ends = progress.step_in_epoch == 0
+    audit = parts.job.train.audit_every
+    if progress.step == 1 or (audit and progress.step % audit == 0):
+        parts.prove_replicas()
+    evaluation = parts.evaluation_due()
+    if not parts.agreement.due(progress.step, force=epoch_ends or evaluation or parts.done() or progress.step == 1):
+        if parts.save_due_by_step():
+            save(parts)
+        return False
+    verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop))
+    _record(parts, verdict, order.steps_per_epoch)
+    improved = evaluation and not verdict.stop and evaluate(parts)
+    if verdict.save or verdict.stop or improved or parts.save_due_by_step():
+        save(parts)
+    if verdict.stop:
+        parts.journal.event("stopped", f"stopped and saved at step {progress.step}", progress.step)
+    return verdict.stop
+
+
+def _record(parts: Parts, verdict: Verdict, steps_per_epoch: int) -> None:
+    progress, options = parts.progress, parts.job.train
+    if progress.step == 1:
+        parts.journal.event("first-step", step=1)
+    if not verdict.samples:
+        return
+    parts.journal.metrics(
+        StepMetrics(
+            time=time.time(),
+            epoch=progress.epoch,
+            step=progress.step,
+            step_in_epoch=progress.step_in_epoch,
+            steps_per_epoch=steps_per_epoch,
+            total_steps=parts.total_steps,
+            loss=verdict.loss,
+            top1=verdict.top1,
+            learning_rate=learning_rate(options, progress.step - 1, steps_per_epoch),
+            images_per_s=verdict.samples / verdict.seconds,
+            samples=verdict.samples,
+            data_share=verdict.data_share,
+            saved_step=progress.saved_step,
+        )
+    )

@@ -1,0 +1,83 @@
+"""Finds where a run goes on: its own newest checkpoint, another's, or imagenet main.py's file."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.checkpoint.foreign import name_optimizer, read_foreign
+from manyhands.checkpoint.load import load, newest, resolve
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state to go on from.
+
+    Attributes:
+        snapshot: the state.
+        path: where it was.
+        notes: sentences for the user, such as why a newer checkpoint was passed over.
+    """
+
+    snapshot: Snapshot
+    path: Path
+    notes: tuple[str, ...] = ()
+
+
+def find_state(job: Job, folder: RunFolder, parameter_names: list[str]) -> Found | None:
+    """The state that the job says to go on from, or None for a fresh start.
+
+    Raises:
+        UserError: the named state is missing, torn, or holds code.
+    """
+    resume = job.checkpoint.resume
+    if resume == "never":
+        return None
+    if resume == "auto":
+        path, passed_over = newest(folder.checkpoints)
+        return Found(load(path), path, tuple(passed_over)) if path else None
+    reference = Path(resume).expanduser()
+    if not reference.exists():
+        raise UserError(
+            f"there is nothing at {resume}", "--resume", ("auto, never, a run folder, a checkpoint or a file",)
+        )
+    path = resolve(reference, "last")
+    if path.is_dir():
+        return Found(load(path), path)
+    snapshot = read_foreign(path)
+    if snapshot.optimizer is not None:
+        snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
+    return Found(snapshot, path)
+
+
+def training_digest(job: Job, length: int) -> str:
+    """Of everything that decides which samples a step sees; two jobs of equal digest can go on mid-epoch."""
+    text = f"{length} {job.train.batch} {job.train.seed} {job.train.drop_last}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, where: str) -> None:
+    """Places a foreign or changed run at the start of an epoch, or refuses what can't be placed.
+
+    Raises:
+        UserError: the checkpoint lies within an epoch of other batches than this job's.
+    """
+    state = snapshot.state
+    if state.get("foreign"):
+        epoch = int(state.get("epoch", 0))
+        best = state.get("best", {})
+        state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1, best_step=0)
+        state["best_top1"] = float(best.get("top1", -1.0))
+        return
+    if state.get("job") == digest:
+        return
+    if state.get("step_in_epoch", 0):
+        raise UserError(
+            "this checkpoint lies within an epoch, and train.batch, train.seed or the data have changed since",
+            where,
+            ("use the same batch, seed and data", "or resume from a checkpoint at an epoch's end"),
+        )
+    state["step"] = int(state.get("epoch", 0)) * steps_per_epoch

@@ -1,0 +1,141 @@
+"""How far a run has come, and turning live objects into a snapshot and back."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.core.errors import UserError
+from manyhands.parallel.network import ParallelNetwork
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Together with the job's seed it decides every random choice that follows.
+
+    Attributes:
+        step: updates made.
+        epoch: epochs that are complete.
+        step_in_epoch: updates made in the current epoch.
+        best_top1: best evaluation so far, -1 before the first.
+        best_step: when that was.
+        evaluated_step: when the last evaluation was, -1 before the first.
+        saved_step: the newest committed checkpoint, 0 before the first.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    best_top1: float = -1.0
+    best_step: int = 0
+    evaluated_step: int = -1
+    saved_step: int = 0
+
+    def advance(self, steps_per_epoch: int) -> None:
+        """Counts one update."""
+        self.step += 1
+        self.step_in_epoch += 1
+        if self.step_in_epoch == steps_per_epoch:
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+
+
+def capture(
+    network: ParallelNetwork, optimizer: torch.optim.Optimizer, progress: Progress, extra: dict[str, Any]
+) -> Snapshot:
+    """The whole state on the CPU; with a sharded network every process must call it."""
+    if network.sharded:
+        model = get_model_state_dict(network.inner, options=FULL)
+        optimizer_state = get_optimizer_state_dict(network.inner, optimizer, options=FULL)
+    else:
+        model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
+        optimizer_state = _named_optimizer(network.inner, optimizer)
+    best = {"step": progress.best_step, "top1": progress.best_top1}
+    return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra})
+
+
+def _named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by parameter name, so that it fits any grouping and layout."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {
+        names[id(parameter)]: {
+            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()
+        }
+        for parameter, values in optimizer.state.items()
+    }
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def restore(
+    snapshot: Snapshot, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None, *, where: str
+) -> Progress:
+    """Puts a snapshot into live objects, under any parallel mode, and returns how far it had come.
+
+    Raises:
+        UserError: the snapshot is of another network.
+    """
+    check_fits(snapshot.model, network.inner, where)
+    if network.sharded:
+        set_model_state_dict(network.inner, snapshot.model, options=StateDictOptions(full_state_dict=True))
+    else:
+        network.inner.load_state_dict(snapshot.model)
+    if optimizer and snapshot.optimizer:
+        _restore_optimizer(snapshot.optimizer, network, optimizer)
+    known = {field.name for field in fields(Progress)}
+    return Progress(**{key: value for key, value in snapshot.state.items() if key in known})
+
+
+def _restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> None:
+    if network.sharded:
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(network.inner, optimizer, saved, options=options)
+        return
+    parameters = dict(network.inner.named_parameters())
+    for name, values in saved["state"].items():
+        if name in parameters and parameters[name].requires_grad:
+            parameter = parameters[name]
+            optimizer.state[parameter] = {
+                key: _like(value, parameter, key) if isinstance(value, Tensor) else value
+                for key, value in values.items()
+            }
+
+
+def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
+    """A saved optimizer tensor on the parameter's device; the step count keeps its own dtype."""
+    if key == "step":
+        return value.to(parameter.device)
+    moved = torch.empty_like(parameter)
+    return moved.copy_(value)
+
+
+def check_fits(saved: dict[str, Tensor], model: nn.Module, where: str) -> None:
+    """Raises UserError when saved tensors and a network differ in names or shapes; says the first few."""
+    live = model.state_dict()
+    problems = [f"{name} is missing in the checkpoint" for name in live if name not in saved]
+    problems += [f"{name} is not in the network" for name in saved if name not in live]
+    problems += [
+        f"{name} is {list(saved[name].shape)} in the checkpoint and {list(tensor.shape)} in the network"
+        for name, tensor in live.items()
+        if name in saved and saved[name].shape != tensor.shape
+    ]
+    if problems:
+        more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"the checkpoint is of another network: {'; '.join(problems[:3])}{more}",
+            where,
+            ("use the model it was made with", "or --resume never to start afresh"),
+        )
