@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -36,6 +37,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
+
+from manyhands.cluster.start import cores
 
 POLL_S = 0.05
 # After the first failure the others get this long to leave by themselves before they are killed.
@@ -52,12 +55,12 @@ class Orders:
     Attributes:
         entry: "module:function", called in each worker with `argument`.
         argument: plain data for it.
-        sizes: processes on each machine.
+        sizes: processes on each machine; 0 for one per accelerator of this machine, or one.
         machine: this machine's place in `sizes`.
         logs: folder for each worker's own output, <rank>.log.
-        preload: modules to import before the workers are forked, so that they start at once.
-        start_method: "fork" for CPU workers; "spawn" where an accelerator's driver must start afresh.
-        variables: environment of the workers.
+        preload: modules to import before CPU workers are forked, so that they start at once.
+        device: "auto", "cpu" or the kind of accelerator.
+        threads: CPU threads for each process; 0 divides this machine's cores.
     """
 
     entry: str
@@ -66,8 +69,8 @@ class Orders:
     machine: int
     logs: str
     preload: list[str]
-    start_method: str
-    variables: dict[str, str]
+    device: str
+    threads: int
 
 
 class _Rendezvous(RendezvousHandler):
@@ -118,9 +121,9 @@ class Agent(LocalElasticAgent):
             max_restarts=0,
             monitor_interval=POLL_S,
         )
-        super().__init__(
-            spec, DefaultLogsSpecs(log_dir=scratch), start_method=orders.start_method, shutdown_timeout=LEAVE_S
-        )
+        # An accelerator's driver must start afresh in each process; CPU workers are forked with all imports done.
+        method = "fork" if orders.device == "cpu" else "spawn"
+        super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), start_method=method, shutdown_timeout=LEAVE_S)
 
     def _assign_worker_ranks(
         self,
@@ -241,6 +244,19 @@ def _write_to(path: Path) -> None:
     os.close(nothing)
 
 
+def _settle(orders: Orders) -> Orders:
+    """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = orders.device if orders.device != "auto" else accelerator.type if accelerator else "cpu"
+    devices = torch.accelerator.device_count() if device not in {"cpu", "mps"} else 1
+    sizes = [size or max(1, devices) for size in orders.sizes]
+    threads = orders.threads or max(1, cores() // sizes[orders.machine])
+    if orders.threads or "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    return dataclasses.replace(orders, device=device, sizes=sizes)
+
+
 def _result(result: RunResult | None) -> dict[str, Any]:
     if result is None:
         return {"returned": {}, "failed": {}}
@@ -262,11 +278,12 @@ def main() -> None:
     if not line:
         return
     orders = Orders(**json.loads(line))
-    os.environ.update(orders.variables)
+    orders = _settle(orders)
     scratch = tempfile.mkdtemp(prefix="manyhands-agent-")
     try:
-        for module in orders.preload:
-            importlib.import_module(module)
+        if orders.device == "cpu":
+            for module in orders.preload:
+                importlib.import_module(module)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         agent = Agent(orders, listener, scratch, commands)
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -18,9 +18,9 @@ class LocalStart:
     Attributes:
         entry: "module:function" that each worker calls with `argument`.
         argument: plain data for it.
-        processes: how many; at least one.
+        processes: how many; 0 for one per accelerator, or one.
         logs: folder of the workers' own output.
-        device: "cpu" or the kind of accelerator.
+        device: "auto", "cpu" or the kind of accelerator.
         threads: CPU threads for each process; 0 divides the cores.
     """
 
@@ -39,16 +39,12 @@ def cores() -> int:
 
 def start_agent(start: LocalStart) -> subprocess.Popen[str]:
     """Starts the agent in a session of its own, so that Ctrl-C reaches only its head, and gives it its orders."""
-    threads = start.threads or max(1, cores() // start.processes)
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads)}
-    if start.threads:
-        environment["OMP_NUM_THREADS"] = str(start.threads)
     agent = subprocess.Popen(
         [sys.executable, "-m", "manyhands.cluster.agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=(start.logs / "agent.log").open("ab"),
-        env=environment,
+        env={**os.environ, **_thread_variables(start)},
         text=True,
         start_new_session=True,
     )
@@ -58,11 +54,20 @@ def start_agent(start: LocalStart) -> subprocess.Popen[str]:
         "sizes": [start.processes],
         "machine": 0,
         "logs": str(start.logs),
-        "preload": [PRELOAD] if start.device == "cpu" else [],
-        "start_method": "fork" if start.device == "cpu" else "spawn",
-        "variables": {"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]},
+        "preload": [PRELOAD],
+        "device": start.device,
+        "threads": start.threads,
     }
     assert agent.stdin is not None
     agent.stdin.write(json.dumps(orders) + "\n")
     agent.stdin.flush()
     return agent
+
+
+def _thread_variables(start: LocalStart) -> dict[str, str]:
+    """OpenMP reads its number of threads once, when torch is loaded; so it is set before, where it can be known."""
+    if start.threads:
+        return {"OMP_NUM_THREADS": str(start.threads)}
+    if start.processes and "OMP_NUM_THREADS" not in os.environ:
+        return {"OMP_NUM_THREADS": str(max(1, cores() // start.processes))}
+    return {}

@@ -254,9 +254,9 @@ def check_labels(splits: Splits, classes: int) -> None:
         if len(bad):
             sample = int(bad[0])
             raise UserError(
-                f"{word} sample {sample} has label {int(source.labels[sample])}; the network has outputs 0 to {classes - 1}"
-                + (f" ({len(bad)} such samples)" if len(bad) > 1 else ""),
-                f"{word} data",
+                f"{word} sample {sample} has label {int(source.labels[sample])}; "
+                f"the network has outputs 0 to {classes - 1}",
+                f"{word} data, {len(bad)} such sample(s)",
                 (f"--set model.num_classes={int(source.labels.max()) + 1}", "or mend the labels"),
             )
 
@@ -303,9 +303,7 @@ def loader_workers(job: Job, source: Any, world: World) -> int:
     return max(1, min(8, torch.get_num_threads() if world.device == "cpu" else 4))
 
 
-def make_model(
-    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal
-) -> nn.Module:
+def make_model(job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal) -> nn.Module:
     """The network on its device, equal on all processes because its seed is."""
     torch.manual_seed(derive(job.train.seed, "model"))
     if objects.model is not None:

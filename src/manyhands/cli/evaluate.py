@@ -1,0 +1,41 @@
+"""manyhands eval."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from manyhands.cli.train import settings
+
+
+def evaluate(  # noqa: PLR0913 - one argument for each flag
+    run: Annotated[Path, Parameter(help="a run folder, a checkpoint, or imagenet main.py's .pth.tar")],
+    data: Annotated[str | None, Parameter(help="other data than the run's")] = None,
+    model: Annotated[str | None, Parameter(help="the network, where the file doesn't say")] = None,
+    /,
+    *,
+    which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint of a run")] = "best",
+    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
+    data_dir: Annotated[str | None, Parameter(help="where named data sets lie")] = None,
+    device: Annotated[str | None, Parameter(help="cpu, cuda …")] = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="any option of the job")] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
+) -> int:
+    """Evaluate a run or a checkpoint: each test sample exactly once."""
+    from manyhands.run.inspect import evaluate_run
+
+    flags = {
+        "data.name": data, "model.name": model, "cluster.processes": processes, "data.dir": data_dir,
+        "cluster.device": device, **settings(set_ or []),
+    }  # fmt: skip
+    found = evaluate_run(run, which=which, flags=flags)
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False))
+        return 0
+    print(f"{found['checkpoint']}")
+    print(f"{found['count']} samples, each once   top-1 {found['top1']:.2%}   top-5 {found['top5']:.2%}   "
+          f"loss {found['loss']:.4f}")  # fmt: skip
+    worst = sorted(found["per_class"], key=lambda row: row["top1"])[:5]
+    print("weakest classes: " + ", ".join(f"{row['name']} {row['top1']:.1%} of {row['count']}" for row in worst))
+    return 0

@@ -1,0 +1,103 @@
+"""The command `manyhands`: finds the command's file, and turns errors into one screen and an exit code."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import cyclopts
+from rich.console import Console
+from rich.text import Text
+
+from manyhands import __version__
+from manyhands.cli import evaluate, predict, report, resume, schema, train
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
+
+HELP = """Train an image classifier on one laptop or many machines, with one command.
+
+manyhands train                              real handwritten digits, in half a minute
+manyhands train cifar10 resnet18 -n 2        two processes on this machine
+manyhands train ./pets resnet50 --epochs 30  any folder of class folders
+"""
+
+
+def make_app() -> cyclopts.App:
+    """The application with all its commands."""
+    app = cyclopts.App(
+        name="manyhands", help=HELP, version=__version__, help_format="plaintext", result_action="return_value"
+    )
+    app.command(train.train, name="train")
+    app.command(evaluate.evaluate, name="eval")
+    app.command(predict.predict, name="predict")
+    app.command(resume.resume, name="resume")
+    app.command(report.report, name="report")
+    app.command(schema.schema, name="schema")
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and leaves with its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = make_app()(_options_by_path(given), exit_on_error=False, print_error=False)
+    except ManyhandsError as error:
+        _show(error, as_json="--json" in given)
+        code = error.exit_code
+    except cyclopts.CycloptsError as error:
+        _show(ManyhandsError(_plain(str(error)), mend=(_help_for(given),)), as_json="--json" in given)
+        code = EXIT_USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("\nstopped\n")
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _options_by_path(given: list[str]) -> list[str]:
+    """Writes `--train.lr 0.1` and `--train.lr=0.1` as `--set train.lr=0.1`, so that every option has a flag."""
+    rewritten: list[str] = []
+    position = 0
+    while position < len(given):
+        word = given[position]
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and "." in name:
+            if not equals and position + 1 < len(given):
+                position += 1
+                value = given[position]
+            rewritten += ["--set", f"{name[2:].replace('-', '_')}={value}"]
+        else:
+            rewritten.append(word)
+        position += 1
+    return rewritten
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _help_for(given: list[str]) -> str:
+    command = given[0] if given and not given[0].startswith("-") else ""
+    return f"manyhands {command} --help".replace("  ", " ")
+
+
+def _show(error: ManyhandsError, *, as_json: bool) -> None:
+    """One screen: what, where, what to do; the failing process's own traceback above it, if there is one."""
+    if as_json:
+        content = {"error": error.what, "where": error.where, "do": list(error.mend), "exit_code": error.exit_code}
+        sys.stdout.write(json.dumps(content, ensure_ascii=False) + "\n")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for note in getattr(error, "__notes__", []):
+        console.print(Text(_shortened(note.rstrip()), style="dim"))
+    console.print(Text(f"manyhands: {error.what}", style="bold red"))
+    if error.where:
+        console.print(Text(f"  where: {error.where}"))
+    for number, line in enumerate(error.mend):
+        console.print(Text(f"  {'do:   ' if number == 0 else '      '} {line}", style="green" if number == 0 else ""))
+
+
+def _shortened(traceback: str, most: int = 30) -> str:
+    """A traceback's end, where the cause is, without the lines of torch's and our own machinery before it."""
+    lines = traceback.splitlines()
+    return "\n".join(lines if len(lines) <= most else ["…", *lines[-most:]])

@@ -1,0 +1,11 @@
+"""manyhands schema."""
+
+import json
+
+from manyhands.config.job import Job
+
+
+def schema() -> int:
+    """Print the JSON Schema of job.toml, for editors."""
+    print(json.dumps(Job.model_json_schema(), indent=1))
+    return 0

@@ -1,0 +1,157 @@
+"""manyhands train."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from manyhands.config.load import LoadedJob, known_keys, load_job, parse_value
+from manyhands.core.errors import UserError
+
+NAME = Parameter(
+    help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, or a job.toml"
+)
+MODEL = Parameter(help="a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")
+
+
+def train(  # noqa: PLR0913 - one argument for each flag
+    data: Annotated[str | None, NAME] = None,
+    model: Annotated[str | None, MODEL] = None,
+    /,
+    *,
+    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
+    epochs: Annotated[int | None, Parameter(help="passes over the training data")] = None,
+    batch: Annotated[int | None, Parameter(help="samples per update, over all processes")] = None,
+    lr: Annotated[float | None, Parameter(help="peak learning rate")] = None,
+    seed: Annotated[int | None, Parameter(help="decides every random choice")] = None,
+    out: Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")] = None,
+    resume: Annotated[str | None, Parameter(help="auto, never, or a run, checkpoint or .pth.tar to go on from")] = None,
+    data_dir: Annotated[str | None, Parameter(help="where named data sets lie; or MANYHANDS_DATA")] = None,
+    parallel: Annotated[
+        str | None, Parameter(help="single, data, dataparallel, fsdp; default: by the processes")
+    ] = None,
+    sync: Annotated[str | None, Parameter(help="how replicas agree")] = None,
+    init: Annotated[str | None, Parameter(help="meet other processes: tcp://HOST:PORT, file:///PATH, env://")] = None,
+    world_size: Annotated[int | None, Parameter(help="with --init: processes over all machines")] = None,
+    rank: Annotated[int | None, Parameter(help="with --init: this process, counted from 0")] = None,
+    backend: Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")] = None,
+    device: Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")] = None,
+    pretrained: Annotated[bool | None, Parameter(negative="", help="start from torchvision's weights")] = None,
+    compile_: Annotated[bool | None, Parameter(name="--compile", negative="", help="torch.compile the network")] = None,
+    set_: Annotated[
+        list[str] | None, Parameter(name="--set", negative="", help="any option: train.momentum=0.8")
+    ] = None,
+    show_config: Annotated[
+        bool, Parameter(negative="", help="print every value and where it came from; train nothing")
+    ] = False,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="check everything that can be checked; train nothing")
+    ] = False,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
+    ] = False,
+    quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")] = False,
+    local_rank: Annotated[int | None, Parameter(name=["--local-rank", "--local_rank"], show=False)] = None,
+) -> int:
+    """Train a classifier.
+
+    Every option of the job can be given by its path, such as --train.momentum 0.8; --show-config lists them.
+    """
+    del local_rank  # torch.distributed.launch gives it beside the environment, which says the same
+    flags: dict[str, Any] = {
+        "model.name": model,
+        "cluster.processes": processes,
+        "train.epochs": epochs,
+        "train.batch": batch,
+        "train.lr": lr,
+        "train.seed": seed,
+        "run.out": out,
+        "checkpoint.resume": resume,
+        "data.dir": data_dir,
+        "parallel.mode": parallel,
+        "sync.method": sync,
+        "cluster.init": init,
+        "cluster.world_size": world_size,
+        "cluster.rank": rank,
+        "cluster.backend": backend,
+        "cluster.device": device,
+        "model.pretrained": pretrained,
+        "train.compile": compile_,
+    }
+    job_file = Path(data) if data and data.endswith(".toml") else None
+    if not job_file:
+        flags["data.name"] = data
+    loaded = load_job({**flags, **settings(set_ or [])}, file=job_file)
+    if show_config:
+        print_config(loaded)
+        return 0
+    return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet)
+
+
+def settings(words: list[str]) -> dict[str, Any]:
+    """`key=value` words as values by dotted key.
+
+    Raises:
+        UserError: a word has no "=".
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise UserError(f'"{word}" is not key=value', "--set", ("such as --set train.lr=0.05",))
+        found[key.strip()] = parse_value(value)
+    return found
+
+
+def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool) -> int:
+    """Trains and prints the result."""
+    if dry_run:
+        for line in describe(loaded):
+            print(line)
+        return 0
+    from manyhands.report.terminal import result_lines, result_object
+    from manyhands.run.train import train as start
+
+    outcome = start(loaded.job, quiet=quiet)
+    if not outcome.speaks:
+        return outcome.exit_code
+    found = outcome.read()
+    if not quiet or not as_json:
+        for line in result_lines(found):
+            print(line, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(result_object(found), ensure_ascii=False))
+    return outcome.exit_code
+
+
+def describe(loaded: LoadedJob) -> list[str]:
+    """What a run would do, as far as it can be told without torch and data."""
+    job = loaded.job
+    from manyhands.cluster.rendezvous import participate
+
+    place = participate(job.cluster)
+    if place.membership is None:
+        who = f"{place.processes or 'one process per accelerator, or one'} process(es) on this machine"
+    else:
+        who = f"rank {place.membership.rank} of {place.membership.size}, by {place.membership.started_by}"
+    return [
+        f"would train {job.model.name} on {job.data.name}: {job.train.epochs} epochs, {job.train.batch} samples per "
+        f"update, {job.train.optimizer} with a peak rate of {job.train.lr}",
+        f"as {who}",
+        f"into {job.run.out or 'runs/<date>-<data>-<model>'}",
+    ]
+
+
+def print_config(loaded: LoadedJob) -> None:
+    """Every value of the job and where it came from, as TOML with comments."""
+    values = loaded.job.model_dump(mode="json")
+    section = ""
+    for key in known_keys():
+        name, _, option = key.partition(".")
+        if name != section:
+            print(f"{'' if not section else chr(10)}[{name}]")
+            section = name
+        line = f"{option} = {json.dumps(values[name][option], ensure_ascii=False)}"
+        print(f"{line:<40} # {loaded.origins.get(key, 'default')}")

@@ -1,0 +1,83 @@
+"""Uses what a run has learnt: evaluates a checkpoint, or says what is on pictures."""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.start import LocalStart, start_agent
+from manyhands.cluster.supervise import supervise
+from manyhands.config.job import Job
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.run.train import WORK, failure_of
+
+
+def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluates a run's checkpoint, or a file, on the test split.
+
+    Args:
+        reference: a run folder, a checkpoint, or a .pth.tar, .pth or .safetensors file.
+        which: "best" or "last", for a run folder.
+        flags: changes to the run's job, by dotted key.
+
+    Returns:
+        checkpoint, count, loss, top1, top5, per_class and confusion, as plain data.
+
+    Raises:
+        ManyhandsError: there is no such run, or the evaluation failed.
+    """
+    job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as private:
+        folder = RunFolder(Path(private))
+        folder.failures.mkdir(parents=True)
+        argument = {
+            "task": "evaluate",
+            "job": job.model_dump(mode="json"),
+            "folder": private,
+            "checkpoint": str(path.resolve()),
+            "paths": [str(Path.cwd())],
+        }
+        start = LocalStart(WORK, argument, job.cluster.processes, folder.ranks, job.cluster.device, job.cluster.threads)
+        ending = supervise(start_agent(start), lambda: None)
+        if not ending.ok:
+            raise failure_of(folder, ending)
+        return {"checkpoint": str(path), **ending.returned[0]}
+
+
+def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
+    """The job that a checkpoint belongs to, with changes; for a lone file the flags must say data and model."""
+    if not reference.exists():
+        raise UserError(
+            f"there is nothing at {reference}", "", ("name a run folder, a checkpoint, or a .pth.tar file",)
+        )
+    for folder in (reference, *reference.parents[:2]):
+        if RunFolder(folder).exists():
+            return load_job(dict(flags), file=RunFolder(folder).job).job
+    if not flags.get("data.name"):
+        raise UserError(
+            f"{reference} is in no run folder, so the data must be named", "", ("manyhands eval FILE DATA MODEL",)
+        )
+    return load_job(dict(flags)).job
+
+
+def resolve_checkpoint(reference: Path, which: str) -> Path:
+    """The checkpoint folder or file that is meant."""
+    from manyhands.checkpoint.load import resolve
+
+    return resolve(reference, which)  # pyright: ignore[reportArgumentType]
+
+
+def predict_files(
+    reference: Path, pictures: Sequence[Path], *, which: str
+) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
+    """The most likely classes of each picture, with their probabilities.
+
+    Raises:
+        UserError: a picture is missing or broken.
+    """
+    from manyhands.train.inspect import predict_pictures
+
+    job = job_of(reference, {"cluster.device": None})
+    yield from predict_pictures(job, resolve_checkpoint(reference, which), pictures)

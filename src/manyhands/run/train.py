@@ -1,0 +1,216 @@
+"""Starts a training run and watches it to its end, whatever way its processes meet."""
+
+import os
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.start import LocalStart, start_agent
+from manyhands.cluster.supervise import Ending, first_cause, supervise
+from manyhands.config.job import Job
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SAVED, ManyhandsError, UserError
+from manyhands.core.folder import RunFolder, new_run_folder, use_run_folder
+from manyhands.core.world import Membership
+from manyhands.report.page import write_report
+from manyhands.report.read import RunData, read_run
+from manyhands.report.terminal import Screen
+from manyhands.run.worker import Failed, as_error, train_here
+
+WORK = "manyhands.run.worker:work"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        folder: the run folder.
+        status: "finished" or "stopped".
+        exit_code: for the shell.
+        speaks: True on the process that should tell the user.
+    """
+
+    folder: RunFolder
+    status: str
+    exit_code: int
+    speaks: bool = True
+
+    def read(self) -> RunData:
+        """What the run left."""
+        return read_run(self.folder.path)
+
+
+def train(job: Job, *, quiet: bool = False, objects: Any = None) -> Outcome:
+    """Trains as the job says: starts processes here, or takes part in a group that somebody else formed.
+
+    Args:
+        job: what to do.
+        quiet: no progress on standard error.
+        objects: `train.job.Objects` of a user of the Python interface.
+
+    Raises:
+        ManyhandsError: the run failed; the first cause is in it.
+    """
+    participation = participate(job.cluster)
+    if participation.membership is None:
+        return _train_by_agent(job, participation.processes, quiet=quiet, objects=objects)
+    return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
+
+
+def _train_by_agent(job: Job, processes: int, *, quiet: bool, objects: Any) -> Outcome:
+    folder = open_folder(job)
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as private:
+        argument = {"task": "train", "job": job.model_dump(mode="json"), "folder": str(folder.path.resolve())}
+        argument.update(_hand_over(objects, Path(private)))
+        ending = _run_agent(job, argument, processes, folder, quiet=quiet)
+    return _conclude(job, folder, ending)
+
+
+def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
+    """Writes the user's live objects where only this user can read them."""
+    if objects is None:
+        return {"paths": [str(Path.cwd())]}
+    import cloudpickle
+
+    path = private / "objects"
+    path.write_bytes(cloudpickle.dumps(objects))
+    return {"objects": str(path), "paths": [entry for entry in sys.path if entry]}
+
+
+def _run_agent(job: Job, argument: dict[str, Any], processes: int, folder: RunFolder, *, quiet: bool) -> Ending:
+    start = LocalStart(WORK, argument, processes, folder.ranks.resolve(), job.cluster.device, job.cluster.threads)
+    screen = Screen(folder.path, quiet=quiet)
+    try:
+        return supervise(start_agent(start), screen.update)
+    finally:
+        screen.close()
+
+
+def _conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
+    """Report, exit code, or the first cause of a failure."""
+    if not ending.ok:
+        _report(job, folder)
+        if ending.interrupted and not list(folder.failures.glob("*.json")):
+            raise _interrupted()
+        raise failure_of(folder, ending)
+    statuses = {value["status"] for value in ending.returned.values()}
+    status = "stopped" if "stopped" in statuses else "finished"
+    _report(job, folder)
+    return Outcome(folder, status, EXIT_SAVED if status == "stopped" else EXIT_OK)
+
+
+def _interrupted() -> ManyhandsError:
+    error = ManyhandsError("stopped before anything could be saved", mend=("the last checkpoint, if any, is whole",))
+    error.exit_code = EXIT_INTERRUPTED
+    return error
+
+
+def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
+    """The first cause as an error for the user."""
+    cause = first_cause(folder.failures, ending)
+    if cause is None:
+        error = ManyhandsError("the agent that watches the processes failed", str(folder.ranks / "agent.log"))
+        error.add_note(ending.broken)
+        return error
+    return as_error(cause)
+
+
+def _report(job: Job, folder: RunFolder) -> None:
+    """The page; a failure to draw it must not fail the run, and is said."""
+    if not job.run.report or not folder.metrics.is_file():
+        return
+    try:
+        write_report(folder.path)
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.stderr.write(f"manyhands: no report: {error}\n")
+
+
+def open_folder(job: Job) -> RunFolder:
+    """The run folder, new or gone on with, with the whole job in it.
+
+    Raises:
+        UserError: it can't be used, or holds a run that the user doesn't want to go on with.
+    """
+    if not job.run.out:
+        folder = new_run_folder(Path("runs"), job.data.name, job.model.name, datetime.now())
+    else:
+        folder = use_run_folder(Path(job.run.out).expanduser())
+        if folder.exists() and job.checkpoint.resume == "never":
+            raise UserError(f"{folder.path} holds a run already", "--out", ("--resume auto", "or another --out"))
+    folder.ranks.mkdir(exist_ok=True)
+    folder.failures.mkdir(exist_ok=True)
+    for stale in folder.failures.glob("*.json"):
+        stale.unlink()
+    text = tomli_w.dumps(job.model_dump(mode="json"))
+    if folder.exists() and folder.job.read_text(encoding="utf-8") != text:
+        _set_aside(folder.job)
+    temporary = folder.job.with_name(f".job.toml.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(folder.job)
+    return folder
+
+
+def _set_aside(path: Path) -> None:
+    """Keeps an earlier job file under a number."""
+    number = 1
+    while (aside := path.with_name(f"job-{number}.toml")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: Any) -> Outcome:
+    """Takes part as the process that this is: under torchrun, with --init, or on its own in Python."""
+    speaks = membership.rank == 0
+    folder = open_folder(job) if speaks else RunFolder(Path())
+    screen = _ScreenThread(folder, quiet=quiet) if speaks else None
+    say = _say if speaks or membership.started_by == "--init" else _say_nothing
+    try:
+        result = train_here(job, membership, folder, {"live": objects}, say)
+    except Failed as failed:
+        raise as_error(failed.record) from failed.__cause__
+    finally:
+        if screen:
+            screen.close()
+    if speaks:
+        _report(job, folder)
+    stopped = result["status"] == "stopped"
+    return Outcome(folder, result["status"], EXIT_SAVED if stopped else EXIT_OK, speaks=speaks)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"manyhands: {text}\n")
+    sys.stderr.flush()
+
+
+def _say_nothing(_text: str) -> None:
+    """Ranks other than 0 keep silent under a launcher."""
+
+
+class _ScreenThread:
+    """Draws the screen from the run folder while the same process trains."""
+
+    def __init__(self, folder: RunFolder, *, quiet: bool) -> None:
+        self._screen = Screen(folder.path, quiet=quiet)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
+        self._thread.start()
+
+    def _draw(self) -> None:
+        while not self._over.wait(0.25):
+            with suppress(OSError):
+                self._screen.update()
+
+    def close(self) -> None:
+        """Draws what came last and gives the terminal back."""
+        self._over.set()
+        self._thread.join(5)
+        self._screen.update()
+        self._screen.close()

@@ -1,0 +1,267 @@
+"""What each process of a run does. The only module of `run` whose functions import torch."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from manyhands import __version__
+from manyhands.cluster.rendezvous import worker_membership
+from manyhands.config.job import Job
+from manyhands.core.errors import ManyhandsError
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import Failure, write_json
+from manyhands.core.world import Membership
+
+Say = Callable[[str], None]
+
+
+def work(argument: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a process that manyhands' own agent started; `argument` is plain data.
+
+    Returns:
+        What the task returned, as plain data.
+    """
+    job = Job.model_validate(argument["job"])
+    folder = RunFolder(Path(argument["folder"]))
+    membership = worker_membership(job.cluster, os.environ)
+    for path in argument.get("paths", []):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    task = {"train": train_here, "evaluate": evaluate_here}[argument["task"]]
+    try:
+        return task(job, membership, folder, argument, _note_in_log)
+    except Failed as failed:
+        sys.stderr.write(failed.record.traceback or failed.record.what + "\n")
+        sys.stderr.flush()
+        raise SystemExit(failed.record.exit_code) from None
+
+
+class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
+    """A process could not go on; carries its record."""
+
+    def __init__(self, record: Failure) -> None:
+        super().__init__(record.what)
+        self.record = record
+
+
+def _note_in_log(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def train_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Joins the group, builds the parts, trains, and leaves.
+
+    Raises:
+        Failed: something went wrong; its record is in the run folder.
+    """
+    from manyhands.parallel.group import join
+    from manyhands.train.failing import describe_failure
+
+    parts = group = None
+    try:
+        group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
+        folder = share_folder(group.world, folder)
+        parts = _build(job, folder, group.world, argument)
+        from manyhands.train.loop import fit
+
+        return {"status": fit(parts), "step": parts.progress.step}
+    except BaseException as error:
+        step = parts.progress.step if parts else None
+        phase = parts.phase if parts else "build" if group else "join"
+        record = describe_failure(_explained(error, parts), rank=membership.rank, step=step, phase=phase)
+        if group:
+            record = _first_of_all(group.store, record)
+        with suppress(OSError):
+            write_json(folder.failures / f"{membership.rank}.json", record)
+        raise Failed(record) from error
+    finally:
+        if parts:
+            parts.release()
+        if group:
+            group.leave()
+
+
+def _explained(error: BaseException, parts: Any) -> BaseException:
+    """An error that can be told better, told better."""
+    from manyhands.train.failing import explain_memory, is_out_of_memory
+
+    if parts is not None and is_out_of_memory(error):
+        explained = explain_memory(error, parts)
+        explained.__cause__ = error
+        return explained
+    return error
+
+
+def _first_of_all(store: Any, record: Failure) -> Failure:
+    """Publishes the first cause for the other processes, or learns it from them where this is a mere consequence."""
+    if store is None:
+        return record
+    with suppress(Exception):
+        from datetime import timedelta
+
+        if not record.consequence:
+            store.compare_set("failure", "", record.model_dump_json())
+            return record
+        store.wait(["failure"], timedelta(seconds=2))
+        first = Failure.model_validate_json(store.get("failure"))
+        what = f"rank {first.rank} on {first.host} failed first: {first.what}"
+        return record.model_copy(update={"what": what, "mend": first.mend, "traceback": first.traceback})
+    return record
+
+
+def digest(job: Job) -> str:
+    """Of what must be equal on all processes: the job but for this process's own place, and the version."""
+    content = job.model_dump_json(exclude={"cluster": {"rank", "processes", "device", "threads"}, "run": {"out"}})
+    return hashlib.sha256(f"{__version__} {content}".encode()).hexdigest()[:16]
+
+
+def share_folder(world: Any, folder: RunFolder) -> RunFolder:
+    """Rank 0's run folder, by its path, made on every machine where it doesn't exist."""
+    if not world.alone:
+        import torch.distributed as dist
+
+        paths = [str(folder.path)]
+        dist.broadcast_object_list(paths, src=0, device="cpu" if world.device == "cpu" else world.device)
+        folder = RunFolder(Path(paths[0]))
+    folder.failures.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
+    from manyhands.parallel.apply import resolve_mode
+    from manyhands.train.job import build
+
+    mode = resolve_mode(job.parallel.mode, world)
+    if world.speaks:
+        write_json(folder.environment, environment(world))
+    parts = build(job, folder, world, mode, load_objects(argument))
+    if world.speaks:
+        write_json(folder.plan, plan(parts))
+        parts.journal.event("start", processes=world.size, device=world.device, backend=world.backend, mode=mode)
+    return parts
+
+
+def load_objects(argument: dict[str, Any]) -> Any:
+    """What the user's own process handed over; the file is this user's own, in a private folder."""
+    path = argument.get("objects")
+    if not path:
+        return argument.get("live")
+    import cloudpickle
+
+    return cloudpickle.loads(Path(path).read_bytes())
+
+
+def environment(world: Any) -> dict[str, Any]:
+    """Versions, devices, host and the revision of the user's code."""
+    import torch
+    import torchvision
+
+    kind = world.device.partition(":")[0]
+    name = torch.get_device_module(kind).get_device_name() if kind not in {"cpu", "mps"} else platform.processor()
+    return {
+        "v": 1,
+        "manyhands": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "system": platform.platform(),
+        "host": platform.node(),
+        "device": world.device,
+        "device_name": name or platform.machine(),
+        "processes": world.size,
+        "backend": world.backend,
+        "threads": torch.get_num_threads(),
+        "git_revision": _revision(),
+    }
+
+
+def _revision() -> str:
+    """The revision of the folder that the command was given in, with "+" where it has changes; empty without git."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+    return ""
+
+
+def plan(parts: Any) -> dict[str, Any]:
+    """How the work is split, and which exceptions from the same-at-any-number law are in force."""
+    order, cut, world = parts.feed.order, parts.feed.cut, parts.world
+    shares = cut.passes(min(order.batch, order.length))
+    return {
+        "format": "plan/1",
+        "mode": parts.mode,
+        "sync": parts.job.sync.method,
+        "mesh": {"dp": world.size},
+        "batch": order.batch,
+        "shares": [[share.count for share in each] for each in shares],
+        "passes": len(shares),
+        "norm_group": parts.job.train.norm_group,
+        "steps_per_epoch": order.steps_per_epoch,
+        "total_steps": parts.total_steps,
+        "exceptions": exceptions(parts),
+    }
+
+
+def exceptions(parts: Any) -> list[str]:
+    """Sentences about what makes this run depend on the number of processes."""
+    import torch.nn as nn
+    from torch.nn.modules.dropout import _DropoutNd
+
+    from manyhands.parallel.apply import normalises_in_groups
+
+    modules = list(parts.network.inner.modules())
+    found: list[str] = []
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules) and (
+        parts.job.train.norm_group == "local" or not normalises_in_groups(parts.mode)
+    ):
+        found.append("BatchNorm takes its statistics over what each process has (norm_group = local).")
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
+        found.append("Dropout draws other masks at another number of processes.")
+    return found
+
+
+def evaluate_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Evaluates a checkpoint over all processes.
+
+    Raises:
+        Failed: something went wrong.
+    """
+    from manyhands.parallel.group import join
+    from manyhands.train.failing import describe_failure
+    from manyhands.train.inspect import evaluate_checkpoint
+
+    group = None
+    try:
+        group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
+        return evaluate_checkpoint(job, Path(argument["checkpoint"]), group.world, load_objects(argument))
+    except (Exception, KeyboardInterrupt) as error:
+        record = describe_failure(error, rank=membership.rank, step=None, phase="evaluate")
+        with suppress(OSError):
+            write_json(folder.failures / f"{membership.rank}.json", record)
+        raise Failed(record) from error
+    finally:
+        if group:
+            group.leave()
+
+
+def as_error(record: Failure) -> ManyhandsError:
+    """A failure's record as an error for the user's screen, with the traceback of the process it happened in."""
+    where = record.where or f"rank {record.rank} on {record.host}" + (
+        f", step {record.step} ({record.phase})" if record.step is not None else f" ({record.phase})"
+    )
+    error = ManyhandsError(record.what, where, tuple(record.mend))
+    error.exit_code = record.exit_code
+    if record.traceback:
+        error.add_note(record.traceback)
+    return error

@@ -1,0 +1,111 @@
+"""Evaluation and prediction with a finished network."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.checkpoint.foreign import read_foreign
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.config.job import Job
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.world import World
+from manyhands.data.transforms import Pixels
+from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.job import Objects, check_labels, class_names, make_loader, make_model, open_splits, pixels_for
+from manyhands.train.state import check_fits
+from manyhands.train.step import AUTOCAST
+
+
+def read_any(path: Path) -> Snapshot:
+    """A checkpoint of ours or of somebody else."""
+    return load(path) if path.is_dir() else read_foreign(path)
+
+
+def evaluate_checkpoint(job: Job, path: Path, world: World, objects: Objects | None = None) -> dict[str, Any]:
+    """Evaluates a checkpoint on the job's test split; a collective where there are several processes.
+
+    Returns:
+        count, loss, top1, top5, per_class and confusion (sparse), as plain data.
+    """
+    objects = objects or Objects()
+    snapshot = read_any(path)
+    splits = open_splits(job, world, objects)
+    classes = tuple(snapshot.state.get("classes") or class_names(job, splits))
+    check_labels(splits, len(classes))
+    pixels = pixels_for(job, splits, objects)
+    model = _network(job, pixels, classes, world, objects, snapshot, path)
+    loader = make_loader(job, splits.test, pixels, world, train=False)
+    evaluator = Evaluator(
+        loader,
+        len(splits.test),
+        len(classes),
+        job.train.evaluate_batch,
+        world,
+        log_probabilities=job.train.loss == "nll",
+    )
+    kind = AUTOCAST.get(job.train.precision)
+    autocast = torch.autocast(world.device.partition(":")[0], dtype=kind) if kind else contextlib.nullcontext()
+    try:
+        return as_plain(evaluator(model, autocast), classes)
+    finally:
+        loader.close()
+
+
+def _network(
+    job: Job, pixels: Pixels, classes: tuple[str, ...], world: World, objects: Objects, snapshot: Snapshot, path: Path
+) -> nn.Module:
+    plain = job.model_copy(update={"model": job.model.model_copy(update={"weights": "", "pretrained": False})})
+    model = make_model(plain, pixels, len(classes), world, objects, Journal(RunFolder(Path()), rank=-1))
+    check_fits(snapshot.model, model, str(path))
+    model.load_state_dict(snapshot.model)
+    return model.eval()
+
+
+def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
+    """An evaluation as JSON data."""
+    totals, right = found.confusion.sum(1).tolist(), found.confusion.diagonal().tolist()
+    rows, columns = found.confusion.nonzero(as_tuple=True)
+    counts = found.confusion[rows, columns].tolist()
+    return {
+        "count": found.count,
+        "loss": found.loss,
+        "top1": found.top1,
+        "top5": found.top5,
+        "per_class": [
+            {"name": name, "count": total, "top1": hits / total}
+            for name, total, hits in zip(classes, totals, right, strict=True)
+            if total
+        ],
+        "confusion": list(zip(rows.tolist(), columns.tolist(), counts, strict=True)),
+    }
+
+
+def predict_pictures(
+    job: Job, path: Path, pictures: Sequence[Path], most: int = 5
+) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
+    """The most likely classes of picture files, with their probabilities."""
+    from manyhands.data.splits import ImageFiles
+
+    world = World(device=job.cluster.device if job.cluster.device != "auto" else "cpu")
+    objects = Objects()
+    snapshot = read_any(path)
+    splits = open_splits(job, world, objects)
+    classes = tuple(snapshot.state.get("classes") or class_names(job, splits))
+    pixels = pixels_for(job, splits, objects)
+    model = _network(job, pixels, classes, world, objects, snapshot, path)
+    source = ImageFiles(tuple(map(str, pictures)), torch.zeros(len(pictures), dtype=torch.int64))
+    loader = make_loader(
+        job.model_copy(update={"data": job.data.model_copy(update={"workers": 0})}), source, pixels, world, train=False
+    )
+    requests = (torch.tensor([number]) for number in range(len(pictures)))
+    with torch.inference_mode():
+        for picture, batch in zip(pictures, loader.batches(0, requests), strict=True):
+            shares = model(batch.images).float().softmax(1)[0]
+            top = shares.topk(min(most, len(classes)))
+            yield picture, [(classes[n], float(p)) for p, n in zip(top.values, top.indices, strict=True)]
