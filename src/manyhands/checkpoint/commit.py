@@ -67,10 +67,9 @@ def remove(path: Path) -> bool:
 
     A folder without a manifest is not ours. One that holds another's file as well loses only our files.
     """
-    names = {entry.name for entry in path.iterdir()}
-    if layout.MANIFEST not in names:
+    if not (path / layout.MANIFEST).is_file():
         return False
-    if names - set(layout.FILES):
+    if not all(layout.is_ours(entry) for entry in path.iterdir()):
         return remove_files(path)
     doomed = path.with_name(layout.temporary_name(layout.step_of(path) or 0))
     try:
@@ -84,8 +83,10 @@ def remove(path: Path) -> bool:
 def remove_files(path: Path) -> bool:
     """Removes our files, the manifest first, then the folder if nothing else is in it; True when it is gone."""
     with suppress(OSError):
-        for name in reversed(layout.FILES):
-            (path / name).unlink(missing_ok=True)
+        (path / layout.MANIFEST).unlink(missing_ok=True)
+        for entry in list(path.iterdir()):
+            if layout.is_ours(entry):
+                entry.unlink(missing_ok=True)
         path.rmdir()
     return not path.exists()
 

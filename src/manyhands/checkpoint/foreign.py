@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.name.endswith(".safetensors"):
             return dict(read_tensors(path))
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
+            content = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise _unloadable(path, error) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, SafetensorError) as error:

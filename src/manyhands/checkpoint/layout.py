@@ -20,6 +20,7 @@ CONTENTS = (MODEL, OPTIMIZER, OPTIMIZER_PLAN, STATE)
 FILES = (*CONTENTS, MANIFEST)
 
 _STEP = re.compile(r"step-(\d{8,})")
+_SCRATCH = re.compile(r"\.tmp\w{6}")  # the safetensors library's own, while it writes
 _TEMPORARY = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{8}")
 
 
@@ -50,6 +51,11 @@ def temporary_name(step: int) -> str:
 def is_temporary(path: Path) -> bool:
     """True for a folder that `temporary_name` named."""
     return bool(_TEMPORARY.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+
+
+def is_ours(file: Path) -> bool:
+    """True for a file of a checkpoint folder that a save made."""
+    return file.name in FILES or bool(_SCRATCH.fullmatch(file.name))
 
 
 def digest(path: Path) -> str:

@@ -22,7 +22,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     seen: set[int] = set()
     plain = {name: _own(tensor, seen) for name, tensor in tensors.items()}
     # The file sorts its tensors; their order is kept apart, since main.py's format counts by it.
+    path.touch()
+    mode = path.stat().st_mode
     save_file(plain, path, metadata={"order": json.dumps(list(tensors))})
+    path.chmod(mode)  # the library's newer versions leave a file that only its owner can read
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
