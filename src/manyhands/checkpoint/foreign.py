@@ -1,0 +1,199 @@
+"""Reads and writes other tools' files: pytorch/examples' imagenet main.py, plain state dicts, .safetensors."""
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.tensors import read_tensors
+from manyhands.core.errors import UserError
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_PREFIXES = ("module.", "_orig_mod.")
+_MAIN_STEP_SIZE = 30
+_MAIN_GAMMA = 0.1
+
+
+def read_foreign(path: Path) -> Snapshot:
+    """Reads another tool's file without running any code in it.
+
+    Args:
+        path: main.py's checkpoint.pth.tar or model_best.pth.tar, a .pth or .pt of a state dict, or .safetensors.
+
+    Returns:
+        `model` has no "module." before its names. `optimizer` is main.py's own, its parameters numbered: give it to
+        `name_optimizer`. `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and of main.py "arch",
+        "epoch", "best" (top1, 0 to 1) and "scheduler".
+
+    Raises:
+        UserError: there is no such file, it is damaged, holds code, or holds no weights.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    content = _read(path)
+    weights = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), dict)), content)
+    wrong = [key for key, value in weights.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
+    if wrong or not weights:
+        mend = f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {_shown(weights)}"
+        raise UserError(f"{path.name} holds no network's weights", str(path), (mend,))
+    model = _without_prefixes({name: tensor.detach() for name, tensor in weights.items()})
+    if path.name.endswith(".safetensors"):
+        return Snapshot(model, None, {"foreign": "safetensors"})
+    if weights is not content.get("state_dict"):
+        return Snapshot(model, None, {"foreign": "state-dict"})
+    optimizer = content.get("optimizer")
+    return Snapshot(model, optimizer if isinstance(optimizer, dict) else None, _main_state(content))
+
+
+def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
+    """Turns an optimizer's own state dict, whose parameters are numbered, into `Snapshot.optimizer`'s form.
+
+    Args:
+        optimizer_state: {"state": {0: {key: Tensor or number}}, "param_groups": [{"params": [0, 1 …], "lr": …}]}.
+        parameter_names: the trained parameters in the order in which the optimizer was given them.
+
+    Raises:
+        UserError: the numbers of parameters differ, so the optimizer belongs to another network.
+    """
+    groups = optimizer_state["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    if len(numbers) != len(parameter_names):
+        what = f"the saved optimizer has {len(numbers)} parameters, this network has {len(parameter_names)}"
+        raise UserError(what, mend=("resume with the network that the file was written with, or give --resume never",))
+    names = dict(zip(numbers, parameter_names, strict=True))
+    return {
+        "state": {names[number]: dict(entries) for number, entries in optimizer_state["state"].items()},
+        "param_groups": [{**group, "params": [names[n] for n in group["params"]]} for group in groups],
+    }
+
+
+def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "module.") -> Path:
+    """Writes main.py's checkpoint.pth.tar, whole or not at all, so that its --resume goes on from here.
+
+    main.py has one parameter group: several are merged, with the first one's learning rate and weight decay.
+
+    Args:
+        path: the file; an existing one is replaced.
+        snapshot: with an SGD's optimizer state; `state` may have "epoch", "best" and "scheduler".
+        arch: main.py's name of the network.
+        prefix: "module." as main.py names its weights on one or more GPUs; "" as it does on a CPU.
+
+    Raises:
+        UserError: the snapshot has no optimizer, without which main.py can't resume.
+    """
+    if snapshot.optimizer is None:
+        raise UserError("main.py can't resume without an optimizer's state, and this has none")
+    epoch = int(snapshot.state.get("epoch", 0))
+    optimizer = _numbered(snapshot.optimizer, list(snapshot.model))
+    best = (snapshot.state.get("best") or {}).get("top1", 0.0)
+    content = {
+        "epoch": epoch,
+        "arch": arch,
+        "state_dict": {prefix + name: tensor for name, tensor in snapshot.model.items()},
+        "best_acc1": torch.tensor(best * 100),
+        "optimizer": optimizer,
+        "scheduler": _step_schedule(snapshot.state.get("scheduler"), epoch, optimizer["param_groups"][0]),
+    }
+    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.name.endswith(".safetensors"):
+            return dict(read_tensors(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
+            content = torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise _unloadable(path, error) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, SafetensorError) as error:
+        mend = ("copy or download it again",)
+        raise UserError(f"{path.name} is damaged or not a checkpoint", str(path), mend) from error
+    if not isinstance(content, dict):
+        what = f"{path.name} holds a {type(content).__name__}, not a network's weights"
+        raise UserError(what, str(path), ("save model.state_dict()",))
+    return content
+
+
+def _unloadable(path: Path, error: pickle.UnpicklingError) -> UserError:
+    """Tells a pickle with code in it from a file that is no pickle at all."""
+    if "Unsupported global" not in str(error) and "Unsupported class" not in str(error):
+        return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download it again",))
+    mend = (
+        "only tensors and plain data are read, since anything else could run code",
+        "where you trust it: load it in Python, and write its state_dict() with safetensors.torch.save_file",
+    )
+    return UserError(f"{path.name} holds Python objects, which are not loaded", str(path), mend)
+
+
+def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drops what DataParallel, DDP and torch.compile put before the names.
+
+    main.py wraps only `features` of AlexNet and VGG, so theirs begin with "features.module.".
+    """
+    for prefix in _PREFIXES * 2:
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    inner, outer = "features.module.", "features."
+    if any(name.startswith(inner) for name in weights):
+        weights = {
+            outer + name.removeprefix(inner) if name.startswith(inner) else name: t for name, t in weights.items()
+        }
+    return weights
+
+
+def _main_state(content: dict[str, Any]) -> dict[str, Any]:
+    """main.py's plain values as JSON data; its best_acc1 is a percentage, as a tensor or a number."""
+    state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(content.get("epoch", 0))}
+    if isinstance(content.get("arch"), str):
+        state["arch"] = content["arch"]
+    if "best_acc1" in content:
+        state["best"] = {"top1": float(content["best_acc1"]) / 100}
+    if isinstance(content.get("scheduler"), dict):
+        state["scheduler"] = content["scheduler"]
+    return state
+
+
+def _numbered(optimizer: dict[str, Any], order: list[str]) -> dict[str, Any]:
+    """An optimizer's state by parameter number, counted in the network's own order, in one group."""
+    groups = optimizer["param_groups"]
+    held = {name for group in groups for name in group["params"]}
+    numbers = {name: number for number, name in enumerate(name for name in order if name in held)}
+    return {
+        "state": {numbers[name]: entries for name, entries in optimizer["state"].items()},
+        "param_groups": [{**groups[0], "params": list(range(len(numbers)))}],
+    }
+
+
+def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, Any]:
+    """The saved state if it is a StepLR's, else that of main.py's own after `epoch` epochs at this learning rate."""
+    if isinstance(saved, dict) and {"step_size", "gamma", "last_epoch"} <= set(saved):
+        return saved
+    rate = float(group["lr"])
+    return {
+        "step_size": _MAIN_STEP_SIZE,
+        "gamma": _MAIN_GAMMA,
+        "base_lrs": [float(group.get("initial_lr", rate))],
+        "last_epoch": epoch,
+        "_step_count": epoch + 1,
+        "_last_lr": [rate],
+    }
+
+
+def _shown(content: dict[Any, Any]) -> str:
+    return ", ".join(repr(key) for key in list(content)[:6]) or "nothing"

@@ -1,0 +1,71 @@
+"""The files of a checkpoint folder: their names and their digests."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER_PLAN = "optimizer.json"
+STATE = "state.json"
+MANIFEST = "manifest.json"
+
+REQUIRED = (MODEL, STATE)
+CONTENTS = (MODEL, OPTIMIZER, OPTIMIZER_PLAN, STATE)
+FILES = (*CONTENTS, MANIFEST)
+
+_STEP = re.compile(r"step-(\d{8,})")
+_SCRATCH = re.compile(r"\.tmp\w{6}")  # the safetensors library's own, while it writes
+_TEMPORARY = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{8}")
+
+
+def step_name(step: int) -> str:
+    """The folder's name for one step: step-00001200."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a folder's name; None where the name isn't one of ours."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Folders of `folder` that are named as checkpoints, newest step first; links are left out."""
+    if not folder.is_dir():
+        return []
+    found = [(step_of(path), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return [path for _, path in sorted(((step, path) for step, path in found if step is not None), reverse=True)]
+
+
+def temporary_name(step: int) -> str:
+    """A fresh name for a folder that isn't committed yet."""
+    return f".tmp-{step_name(step)}-{os.urandom(4).hex()}"
+
+
+def is_temporary(path: Path) -> bool:
+    """True for a folder that `temporary_name` named."""
+    return bool(_TEMPORARY.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+
+
+def is_ours(file: Path) -> bool:
+    """True for a file of a checkpoint folder that a save made."""
+    return file.name in FILES or bool(_SCRATCH.fullmatch(file.name))
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def manifest_text(content: dict[str, Any]) -> bytes:
+    """The one spelling of a manifest: its last key is the SHA-256 of the others, so that no byte can change unseen."""
+    body = {key: value for key, value in content.items() if key != "sha256"}
+    seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**body, "sha256": seal}, indent=1) + "\n").encode()

@@ -1,0 +1,147 @@
+"""Finds and reads checkpoints. A torn or altered one is refused; nothing that is read can run code."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+
+from manyhands.checkpoint import layout
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.tensors import read_tensors, unflatten
+from manyhands.core.errors import UserError
+
+FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".safetensors")
+
+
+class TornCheckpointError(UserError):
+    """A checkpoint's bytes are not those that were committed."""
+
+
+def verify(path: Path) -> None:
+    """Compares every file of a checkpoint folder with its manifest.
+
+    Raises:
+        TornCheckpointError: a file is missing, or its size or SHA-256 differs.
+        UserError: a newer version of manyhands wrote it.
+    """
+    for name, entry in _read_manifest(path)["files"].items():
+        try:
+            _verify_file(path / name, entry["size"], entry["sha256"])
+        except OSError as error:
+            raise _torn(path / name, f"can't be read: {error.strerror or error}") from error
+
+
+def _verify_file(file: Path, size: int, sha256: str) -> None:
+    if not file.is_file():
+        raise _torn(file, "is missing")
+    if (found := file.stat().st_size) != size:
+        raise _torn(file, f"has {found} bytes, expected {size}")
+    if (seen := layout.digest(file)) != sha256:
+        raise _torn(file, f"has the SHA-256 {seen}, expected {sha256}")
+
+
+def load(path: Path) -> Snapshot:
+    """Verifies a checkpoint folder, then reads it.
+
+    Raises:
+        TornCheckpointError: it doesn't verify.
+        UserError: a newer version of manyhands wrote it.
+    """
+    verify(path)
+    try:
+        return Snapshot(read_tensors(path / layout.MODEL), _read_optimizer(path), read_state(path))
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise _torn(path, f"holds what can't be read: {error}") from error
+
+
+def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and a sentence for each newer one that doesn't.
+
+    Args:
+        folder: the checkpoints folder; it need not exist.
+        step_limit: steps above it are left out without a word.
+    """
+    passed_over: list[str] = []
+    for path in layout.step_folders(folder):
+        if step_limit is not None and (layout.step_of(path) or 0) > step_limit:
+            continue
+        try:
+            verify(path)
+        except UserError as error:
+            passed_over.append(f"{path.name} was passed over: {error.what}")
+        else:
+            return path, passed_over
+    return None, passed_over
+
+
+def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
+    """Finds the checkpoint that a user means.
+
+    Args:
+        reference: a run folder, a checkpoints folder, a checkpoint folder, or a .pth, .pth.tar, .pt or .safetensors
+            file (for `foreign.read_foreign`).
+        which: "best" is the best that the newest one knows of; the newest itself where none was evaluated.
+
+    Raises:
+        UserError: there is none, or it doesn't verify.
+    """
+    if reference.is_file():
+        if not reference.name.endswith(FOREIGN_SUFFIXES):
+            raise UserError(f"{reference} is not a checkpoint", mend=(f"known files: {', '.join(FOREIGN_SUFFIXES)}",))
+        return reference
+    if not reference.is_dir():
+        raise UserError(f"there is no {reference}", mend=("name a run folder, a checkpoint folder or a file",))
+    if (reference / layout.MANIFEST).exists() or layout.step_of(reference) is not None:
+        verify(reference)
+        return reference
+    folder = reference / "checkpoints" if (reference / "checkpoints").is_dir() else reference
+    last, passed_over = newest(folder)
+    if last is None:
+        raise UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
+    step = (read_state(last).get("best") or {}).get("step") if which == "best" else None
+    if step is None:
+        return last
+    best = folder / layout.step_name(step)
+    verify(best)
+    return best
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The plain data of a checkpoint folder: step, epoch, best and so on; read without its tensors."""
+    return json.loads((path / layout.STATE).read_bytes())
+
+
+def _read_optimizer(path: Path) -> dict[str, Any] | None:
+    if not (path / layout.OPTIMIZER_PLAN).exists():
+        return None
+    plan = json.loads((path / layout.OPTIMIZER_PLAN).read_bytes())
+    return unflatten(plan, read_tensors(path / layout.OPTIMIZER))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Reads and checks the manifest itself: whole, unaltered, of a version that we know, of files that we know."""
+    file = path / layout.MANIFEST
+    if not path.is_dir():
+        raise _torn(path, "is missing")
+    if not file.is_file():
+        raise _torn(file, "is missing")
+    try:
+        text = file.read_bytes()
+        content = json.loads(text)
+        whole = isinstance(content, dict) and layout.manifest_text(content) == text
+    except (OSError, ValueError):
+        content, whole = {}, False
+    if not whole:
+        raise _torn(file, "was altered or cut short: it doesn't match the SHA-256 at its end")
+    if content.get("format", 0) > layout.FORMAT:
+        mend = f"install manyhands {content.get('manyhands')} or later"
+        raise UserError(f"{path.name} was written by a newer manyhands", str(file), (mend,))
+    if not set(layout.REQUIRED) <= set(content["files"]) <= set(layout.CONTENTS):
+        raise _torn(file, f"names other files than a checkpoint's: {', '.join(content['files'])}")
+    return content
+
+
+def _torn(path: Path, what: str) -> TornCheckpointError:
+    mend = ("resume from an earlier checkpoint of the run; this one is damaged or was only copied in part",)
+    return TornCheckpointError(f"{path.name} {what}", str(path), mend)

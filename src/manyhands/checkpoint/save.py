@@ -1,0 +1,157 @@
+"""Saves a run's state, all or nothing: written beside, synced to disk, committed by a rename."""
+
+import errno
+import json
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from manyhands.checkpoint import commit, layout
+from manyhands.checkpoint.load import verify
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.tensors import flatten, write_tensors
+from manyhands.core.errors import RunError, UserError
+
+_MARGIN_BYTES = 64 * 1024
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class SaveError(RunError):
+    """The disk is full or failing. Earlier checkpoints are untouched, so training may go on."""
+
+
+def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
+    """Commits folder/step-NNNNNNNN with a manifest; does nothing where that step is there and verifies.
+
+    Args:
+        folder: the checkpoints folder, made where it is missing.
+        step: updates made so far.
+        snapshot: must not change until this returns.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        RunError: a weight is NaN or infinite; nothing is written.
+        SaveError: no room, or the disk fails; nothing is left behind, training may go on.
+        TypeError: the state or the optimizer's state is not plain data.
+    """
+    refuse_non_finite(snapshot.model)
+    target = folder / layout.step_name(step)
+    if _verifies(target):
+        return target
+    contents = _contents(snapshot)
+    try:
+        commit.make_folder(folder)
+        _refuse_too_little_space(folder, contents)
+        with commit.staging(folder, step) as staged:
+            _write(staged, step, contents)
+            commit.commit(staged, target)
+    except (OSError, SafetensorError) as error:
+        raise _save_error(folder, error) from error
+    return target
+
+
+def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
+    """Deletes what is no longer needed; never anything that `save` didn't make.
+
+    Args:
+        folder: the checkpoints folder.
+        keep: as many of the newest that verify are kept.
+        best: is kept whatever its age.
+
+    Returns:
+        The deleted checkpoints and leftovers of interrupted saves. Nothing is deleted until `keep` verify.
+    """
+    removed: list[Path] = []
+    kept = 0
+    for path in layout.step_folders(folder):
+        if kept >= keep and not (best is not None and path.name == best.name):
+            if commit.remove(path):
+                removed.append(path)
+        elif _verifies(path):
+            kept += 1
+    if folder.is_dir():
+        removed += [path for path in folder.iterdir() if layout.is_temporary(path) and commit.sweep(path)]
+    return removed
+
+
+def refuse_non_finite(model: dict[str, Tensor]) -> None:
+    """Raises a RunError that names the first tensor (any shape and dtype) with a NaN or an infinity in it."""
+    for name, tensor in model.items():
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            continue
+        values = tensor.float() if tensor.element_size() == 1 else tensor
+        if not bool(torch.isfinite(values).all()):
+            count = int((~torch.isfinite(values)).sum())
+            what = f"{name} has {count} of {tensor.numel()} values that are NaN or infinite; it was not saved"
+            raise RunError(what, name, ("lower train.lr, clip gradients, or resume from an earlier checkpoint",))
+
+
+def _contents(snapshot: Snapshot) -> dict[str, dict[str, Tensor] | bytes]:
+    """Each file's name and what it holds: tensors by name, or text."""
+    contents: dict[str, dict[str, Tensor] | bytes] = {layout.MODEL: snapshot.model, layout.STATE: _text(snapshot.state)}
+    if snapshot.optimizer is not None:
+        tensors: dict[str, Tensor] = {}
+        branches = {key: flatten(value, key, tensors) for key, value in snapshot.optimizer.items()}
+        contents |= {layout.OPTIMIZER_PLAN: _text(branches), layout.OPTIMIZER: tensors}
+    return contents
+
+
+def _text(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _write(staged: Path, step: int, contents: dict[str, dict[str, Tensor] | bytes]) -> None:
+    files = {}
+    for name, content in contents.items():
+        file = staged / name
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            write_tensors(file, content)
+        commit.sync_file(file)
+        files[name] = {"size": file.stat().st_size, "sha256": layout.digest(file)}
+    manifest = {"format": layout.FORMAT, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
+    (staged / layout.MANIFEST).write_bytes(layout.manifest_text({**manifest, "files": files}))
+    commit.sync_file(staged / layout.MANIFEST)
+
+
+def _verifies(path: Path) -> bool:
+    try:
+        verify(path)
+    except (UserError, OSError):
+        return False
+    return True
+
+
+def _refuse_too_little_space(folder: Path, contents: dict[str, dict[str, Tensor] | bytes]) -> None:
+    sizes = [
+        len(content) if isinstance(content, bytes) else sum(t.numel() * t.element_size() for t in content.values())
+        for content in contents.values()
+    ]
+    needed = sum(sizes) + _MARGIN_BYTES
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
+
+
+def _save_error(folder: Path, error: OSError | SafetensorError) -> SaveError:
+    """Says what the disk said; the safetensors library reports its errors as text only."""
+    text = (error.strerror if isinstance(error, OSError) else "") or str(error)
+    full = getattr(error, "errno", None) in _FULL or "os error 28" in text.lower() or "no space left" in text.lower()
+    if full:
+        mend = ("free some space, or point --out at another disk", "earlier checkpoints are kept; training can go on")
+        return SaveError(f"the disk is full, the checkpoint was not saved ({text})", str(folder), mend)
+    return SaveError(f"the checkpoint was not saved: {text}", str(folder), ("earlier checkpoints are kept",))
+
+
+def _own_version() -> str:
+    try:
+        return version("manyhands")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,22 @@
+"""What a checkpoint holds, in memory."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Snapshot:
+    """A run's state at one step, gathered on one process.
+
+    Attributes:
+        model: CPU tensors (any shape, dtype and memory format) by the network's own names, no "module." before them.
+        optimizer: {"state": {parameter: {key: Tensor or number}}, "param_groups": [{"params": [names], "lr": …}]},
+            the form of torch's get_optimizer_state_dict with full_state_dict; None where there is none.
+        state: plain JSON data: step, epoch, step_in_epoch, best, scaler … (tuples come back as lists).
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any] | None = None
+    state: dict[str, Any] = field(default_factory=dict)

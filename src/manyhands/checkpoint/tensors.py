@@ -1,0 +1,92 @@
+"""Tensors and plain data, as files that hold no code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_TENSOR = "$tensor"
+_TUPLE = "$tuple"
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors of any shape, dtype and memory format; those that share memory are written once each.
+
+    Raises:
+        OSError: the disk is full or failing.
+    """
+    seen: set[int] = set()
+    plain = {name: _own(tensor, seen) for name, tensor in tensors.items()}
+    # The file sorts its tensors; their order is kept apart, since main.py's format counts by it.
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(plain, path, metadata={"order": json.dumps(list(tensors))})
+    path.chmod(mode)  # the library's newer versions leave a file that only its owner can read
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads a .safetensors file in the order in which it was written, each tensor in memory of its own."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        names = list(file.keys())
+        order = (file.metadata() or {}).get("order")
+        if order is not None and sorted(written := json.loads(order)) == sorted(names):
+            names = written
+        return {name: file.get_tensor(name).clone() for name in names}
+
+
+def _own(tensor: Tensor, seen: set[int]) -> Tensor:
+    """A dense, contiguous CPU tensor [same shape] whose memory no other one in the file uses."""
+    plain = tensor.detach().cpu().contiguous()
+    storage = plain.untyped_storage()
+    alone = storage.nbytes() == plain.numel() * plain.element_size() and storage.data_ptr() not in seen
+    if not alone:
+        plain = plain.clone(memory_format=torch.contiguous_format)
+    seen.add(plain.untyped_storage().data_ptr())
+    return plain
+
+
+def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Takes the tensors out of nested dicts, lists and tuples.
+
+    Args:
+        tree: plain data with tensors among it.
+        name: the name of this branch; tensors are named by their path.
+        tensors: gains the tensors.
+
+    Returns:
+        JSON data with {"$tensor": name} in a tensor's place.
+
+    Raises:
+        TypeError: something is neither plain data nor a tensor.
+    """
+    if isinstance(tree, Tensor):
+        key = name if name not in tensors else f"{name}#{len(tensors)}"
+        tensors[key] = tree
+        return {_TENSOR: key}
+    if isinstance(tree, dict):
+        if wrong := [key for key in tree if not isinstance(key, str) or key.startswith("$")]:
+            raise TypeError(f"{name} has a key that can't be saved: {wrong[0]!r}")
+        return {key: flatten(value, f"{name}/{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        items = [flatten(value, f"{name}/{number}", tensors) for number, value in enumerate(tree)]
+        return items if isinstance(tree, list) else {_TUPLE: items}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise TypeError(f"{name} is a {type(tree).__name__}, which can't be saved as plain data")
+
+
+def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Puts the tensors back in their places; the inverse of `flatten`."""
+    if isinstance(tree, list):
+        return [unflatten(value, tensors) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TENSOR in tree:
+        return tensors[tree[_TENSOR]]
+    if _TUPLE in tree:
+        return tuple(unflatten(value, tensors) for value in tree[_TUPLE])
+    return {key: unflatten(value, tensors) for key, value in tree.items()}

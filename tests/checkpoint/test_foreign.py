@@ -1,0 +1,174 @@
+import argparse
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from manyhands.checkpoint.foreign import name_optimizer, read_foreign, write_foreign
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.save import save
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.core.errors import UserError
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    pictures = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8)
+    nn.functional.cross_entropy(model(pictures), torch.tensor([1, 2])).backward()
+    optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
+
+
+def main_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, best: object) -> dict:
+    """Equal in structure to what imagenet/main.py hands to torch.save."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+    state = model.state_dict()
+    for name in list(state):
+        state[prefix + name] = state.pop(name)
+    return {
+        "epoch": 3,
+        "arch": "resnet18",
+        "state_dict": state,
+        "best_acc1": best,
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("best", [torch.tensor(62.5), 62.5])
+def test_main_py_goes_on_bit_for_bit(tmp_path: Path, prefix: str, best: object):
+    model = network()
+    optimizer = sgd(model)
+    step(model, optimizer)
+    torch.save(main_checkpoint(model, optimizer, prefix, best), tmp_path / "checkpoint.pth.tar")
+    read = read_foreign(tmp_path / "checkpoint.pth.tar")
+    assert read.state.pop("scheduler")["step_size"] == 30
+    assert read.state == {"foreign": "imagenet-main", "arch": "resnet18", "epoch": 3, "best": {"top1": 0.625}}
+    again = network()
+    again.load_state_dict(read.model)
+    named = name_optimizer(read.optimizer, [name for name, _ in again.named_parameters()])
+    saved = load(save(tmp_path, 1, Snapshot(read.model, named, read.state)))
+    other = sgd(again)
+    set_optimizer_state_dict(again, other, saved.optimizer)
+    step(model, optimizer)
+    step(again, other)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_old_main_py_had_no_scheduler_and_wraps_only_the_features_of_vgg(tmp_path: Path):
+    weights = {"features.module.0.weight": torch.ones(2), "classifier.0.weight": torch.zeros(2)}
+    torch.save({"epoch": 1, "arch": "vgg11", "state_dict": weights, "best_acc1": 0}, tmp_path / "model_best.pth.tar")
+    read = read_foreign(tmp_path / "model_best.pth.tar")
+    assert list(read.model) == ["features.0.weight", "classifier.0.weight"]
+    assert read.optimizer is None
+    assert read.state == {"foreign": "imagenet-main", "arch": "vgg11", "epoch": 1, "best": {"top1": 0.0}}
+
+
+def test_plain_weights(tmp_path: Path):
+    model = network()
+    torch.save(model.state_dict(), tmp_path / "plain.pth")
+    torch.save({"model": model.state_dict()}, tmp_path / "wrapped.pt")
+    torch.save(model.state_dict(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    for path in sorted(tmp_path.iterdir()):
+        read = read_foreign(path)
+        assert read.optimizer is None
+        assert read.state == {"foreign": "safetensors" if path.suffix == ".safetensors" else "state-dict"}
+        network().load_state_dict(read.model)
+
+
+def test_an_optimizer_of_another_network_is_refused():
+    saved = sgd(network()).state_dict()
+    with pytest.raises(UserError, match="has 6 parameters, this network has 2"):
+        name_optimizer(saved, ["a", "b"])
+
+
+class Marker:
+    """Unpickling it would make a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, zipped: bool):
+    path, marker = tmp_path / "evil.pth", tmp_path / "marker"
+    torch.save({"state_dict": {"w": torch.ones(1)}, "x": Marker(marker)}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match="holds Python objects"):
+        read_foreign(path)
+    path.write_bytes(pickle.dumps(Marker(marker)))
+    with pytest.raises(UserError):
+        read_foreign(path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("content", [network(), {"state_dict": {}, "args": argparse.Namespace(a=1)}])
+def test_whole_objects_are_refused_on_one_screen(tmp_path: Path, content: object):
+    torch.save(content, tmp_path / "object.pth")
+    with pytest.raises(UserError, match="holds Python objects") as caught:
+        read_foreign(tmp_path / "object.pth")
+    assert "state_dict()" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 8
+
+
+def test_damaged_and_other_files_are_refused(tmp_path: Path):
+    torch.save(network().state_dict(), tmp_path / "cut.pth")
+    whole = (tmp_path / "cut.pth").read_bytes()
+    (tmp_path / "cut.pth").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pth").touch()
+    (tmp_path / "text.pth.tar").write_text("not a checkpoint\n")
+    (tmp_path / "cut.safetensors").write_bytes(b"\xff" * 20)
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(UserError, match="damaged"):
+            read_foreign(path)
+    torch.save([1, 2], tmp_path / "list.pth")
+    torch.save({"epoch": 1}, tmp_path / "numbers.pth")
+    for name in ("list.pth", "numbers.pth", "nowhere.pth"):
+        with pytest.raises(UserError):
+            read_foreign(tmp_path / name)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_what_we_write_main_py_can_load(tmp_path: Path, prefix: str):
+    model = network()
+    weights, biases = list(model.parameters())[::2], list(model.parameters())[1::2]
+    optimizer = torch.optim.SGD([{"params": biases, "weight_decay": 0.0}, {"params": weights}], 0.1, momentum=0.9)
+    step(model, optimizer)
+    named = get_optimizer_state_dict(model, optimizer)
+    state = {"epoch": 3, "best": {"step": 9, "top1": 0.625}}
+    snapshot = load(save(tmp_path / "ours", 9, Snapshot(dict(model.state_dict()), named, state)))
+    path = write_foreign(tmp_path / "checkpoint.pth.tar", snapshot, "resnet18", prefix)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["checkpoint.pth.tar"]
+
+    content = torch.load(path)
+    again = network()
+    other = sgd(again)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, step_size=30, gamma=0.1)
+    again.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in content["state_dict"].items()})
+    other.load_state_dict(content["optimizer"])
+    scheduler.load_state_dict(content["scheduler"])
+    assert (content["epoch"], content["arch"], content["best_acc1"].item()) == (3, "resnet18", 62.5)
+    assert scheduler.last_epoch == 3
+    for (_, one), (_, two) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(optimizer.state[one]["momentum_buffer"], other.state[two]["momentum_buffer"])
+    step(again, other)
+
+
+def test_main_py_needs_an_optimizer(tmp_path: Path):
+    with pytest.raises(UserError, match="optimizer"):
+        write_foreign(tmp_path / "a.pth.tar", Snapshot({"w": torch.ones(1)}), "resnet18")

@@ -1,0 +1,275 @@
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict
+
+from manyhands.checkpoint import commit, layout
+from manyhands.checkpoint import save as saving
+from manyhands.checkpoint.load import load, newest, verify
+from manyhands.checkpoint.save import SaveError, prune, save
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.core.errors import RunError
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def test_every_kind_of_tensor_comes_back(tmp_path: Path):
+    tied, whole = torch.randn(4, 5), torch.randn(10, 10)
+    model = {
+        "z_tied": tied,
+        "a_tied": tied,
+        "view": whole[2:4],
+        "transposed": whole.t(),
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "also_empty": torch.empty(0),
+        "flags": torch.tensor([True, False]),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "channels_last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        **{str(kind): torch.randn(3, 2).to(kind) for kind in (torch.float16, torch.bfloat16, torch.float64)},
+    }
+    loaded = load(save(tmp_path, 1, Snapshot(model))).model
+    assert list(loaded) == list(model)
+    assert all(equal(model[name].detach(), loaded[name]) for name in model)
+
+
+def test_optimizer_and_state_come_back(tmp_path: Path, snapshot: Snapshot):
+    loaded = load(save(tmp_path, 5, snapshot))
+    assert loaded.state == snapshot.state
+    assert loaded.optimizer is not None
+    assert loaded.optimizer["param_groups"] == snapshot.optimizer["param_groups"]
+    state = loaded.optimizer["state"]
+    assert equal(
+        state["layer.weight"]["momentum_buffer"], snapshot.optimizer["state"]["layer.weight"]["momentum_buffer"]
+    )
+    assert state["layer.bias"] == {"step": 3.0}
+
+
+def test_a_real_adamw_goes_on_bit_for_bit(tmp_path: Path):
+    def network():
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 2)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    full = state_dict.StateDictOptions(full_state_dict=True)
+    first = network()
+    optimizer = torch.optim.AdamW(first.parameters(), lr=0.1)
+    step(first, optimizer)
+    named = state_dict.get_optimizer_state_dict(first, optimizer, options=full)
+    path = save(tmp_path, 1, Snapshot(dict(first.state_dict()), named))
+    loaded = load(path)
+    second = network()
+    other = torch.optim.AdamW(second.parameters(), lr=0.5)
+    second.load_state_dict(loaded.model)
+    state_dict.set_optimizer_state_dict(second, other, loaded.optimizer, options=full)
+    step(first, optimizer)
+    step(second, other)
+    assert torch.equal(first.weight, second.weight)
+    assert str(loaded.optimizer) == str(named)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_weight_that_is_not_finite_is_never_committed(tmp_path: Path, bad: float, kind: torch.dtype):
+    model = {"good": torch.ones(3), "head.bias": torch.tensor([1.0, bad], dtype=kind)}
+    with pytest.raises(RunError, match=r"head\.bias") as caught:
+        save(tmp_path, 1, Snapshot(model))
+    assert not isinstance(caught.value, SaveError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_plain_data_is_refused_and_leaves_nothing(tmp_path: Path):
+    with pytest.raises(TypeError):
+        save(tmp_path, 1, Snapshot({"w": torch.ones(1)}, None, {"object": object()}))
+    with pytest.raises(TypeError, match="exp_avg"):
+        save(tmp_path, 1, Snapshot({}, {"state": {"w": {"exp_avg": object()}}, "param_groups": []}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_says_who_wrote_what(tmp_path: Path, snapshot: Snapshot):
+    path = save(tmp_path, 1200, snapshot)
+    assert path == tmp_path / "step-00001200"
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["step"] == 1200
+    assert manifest["torch"] == torch.__version__
+    assert len({entry.stat().st_mode for entry in path.iterdir()}) == 1
+    assert set(manifest["files"]) == {entry.name for entry in path.iterdir()} - {"manifest.json"}
+
+
+def test_a_step_that_is_there_and_verifies_is_left(tmp_path: Path, snapshot: Snapshot):
+    before = (save(tmp_path, 5, snapshot) / "manifest.json").stat().st_ino
+    assert (save(tmp_path, 5, snapshot) / "manifest.json").stat().st_ino == before
+
+
+def test_a_torn_step_is_replaced(tmp_path: Path, snapshot: Snapshot):
+    path = save(tmp_path, 5, snapshot)
+    (path / "state.json").write_text("{}")
+    save(tmp_path, 5, snapshot)
+    verify(path)
+    prune(tmp_path, 1, None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, snapshot: Snapshot):
+    paths = [save(tmp_path, step, snapshot) for step in (1, 2, 3, 4, 5)]
+    assert sorted(prune(tmp_path, 2, paths[1])) == [paths[0], paths[2]]
+    assert layout.step_folders(tmp_path) == [paths[4], paths[3], paths[1]]
+
+
+def test_prune_counts_only_what_verifies(tmp_path: Path, snapshot: Snapshot):
+    paths = [save(tmp_path, step, snapshot) for step in (1, 2, 3)]
+    (paths[2] / "model.safetensors").write_bytes(b"")
+    assert prune(tmp_path, 1, None) == [paths[0]]
+    assert prune(tmp_path, 2, None) == []
+    verify(paths[1])
+
+
+def test_prune_deletes_only_what_save_made(tmp_path: Path, snapshot: Snapshot):
+    old = save(tmp_path, 1, snapshot)
+    (old / "notes.txt").write_text("mine")
+    elsewhere = tmp_path / "elsewhere"
+    outside = save(elsewhere, 2, snapshot)
+    (tmp_path / "step-00000002").symlink_to(outside)
+    for name in ("step-00000003", ".tmp-mine", ".tmp-step-00000001-0123456789", "step-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+    save(tmp_path, 9, snapshot)
+    prune(tmp_path, 1, None)
+    assert (old / "notes.txt").read_text() == "mine"
+    assert not (old / "model.safetensors").exists()
+    verify(outside)
+    assert sum((entry / "file").exists() for entry in tmp_path.iterdir()) == 4
+
+
+def test_prune_sweeps_leftovers_but_no_live_save(tmp_path: Path, snapshot: Snapshot):
+    save(tmp_path, 9, snapshot)
+    left = tmp_path / layout.temporary_name(3)
+    left.mkdir()
+    for name in ("state.json", ".tmpAbC123"):
+        (left / name).write_bytes(b"half")
+    with commit.staging(tmp_path, 10) as live:
+        assert prune(tmp_path, 1, None) == [left]
+        assert live.is_dir()
+    assert not live.exists()
+
+
+def test_too_little_space_is_seen_before_writing(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    with pytest.raises(SaveError, match="disk is full") as caught:
+        save(tmp_path, 5, snapshot)
+    assert "training can go on" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_disk_leaves_nothing_behind(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    save(tmp_path, 4, snapshot)
+    monkeypatch.setattr(commit, "sync_file", fail)
+    with pytest.raises(SaveError, match="Input/output error"):
+        save(tmp_path, 5, snapshot)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs root and mount to make a disk of 1 MiB")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("foresight", [True, False], ids=["checked first", "full while writing"])
+def test_a_full_disk_keeps_the_older_checkpoint(small_disk: Path, monkeypatch: pytest.MonkeyPatch, foresight: bool):
+    if not foresight:
+        monkeypatch.setattr(saving, "_refuse_too_little_space", lambda folder, contents: None)
+    old = save(small_disk, 1, Snapshot({"w": torch.zeros(50_000)}))
+    with pytest.raises(SaveError, match="disk is full"):
+        save(small_disk, 2, Snapshot({"w": torch.zeros(400_000)}))
+    assert [path.name for path in small_disk.iterdir()] == [old.name]
+    verify(old)
+
+
+# Imports torch once; each line on its input starts a child that saves until it is killed.
+SAVE_FOREVER = """
+import os, sys, torch
+from pathlib import Path
+from manyhands.checkpoint.save import prune, save
+from manyhands.checkpoint.snapshot import Snapshot
+def save_forever(folder, step):
+    print("pid", os.getpid(), flush=True)
+    while True:
+        step += 1
+        save(folder, step, Snapshot({"w": torch.full((20_000,), float(step))}, None, {"step": step}))
+        prune(folder, 2, None)
+        print("step", step, flush=True)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        save_forever(Path(sys.argv[1]), int(line))
+    os.waitpid(child, 0)
+    print("gone 0", flush=True)
+"""
+
+
+def kill_a_save(server: subprocess.Popen, step: int, delay_s: float) -> int:
+    """Starts a child that saves from `step` on, kills it, and returns the last step that it said was saved."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(step, file=server.stdin, flush=True)
+    pid, committed = 0, 0
+    for line in server.stdout:
+        word, number = line.split()
+        if word == "gone":
+            return committed
+        if word == "pid":
+            pid = int(number)
+        else:
+            committed = int(number)
+            if pid:
+                time.sleep(delay_s)
+                os.kill(pid, signal.SIGKILL)
+                pid = 0
+    raise AssertionError("the saving process failed")
+
+
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path):
+    command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)]
+    torn_saves = 0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        step = 0
+        for kill in range(40):
+            committed = kill_a_save(server, step, delay_s=0.0007 * (kill * 7 % 40))
+            torn_saves += any(layout.is_temporary(entry) for entry in tmp_path.iterdir())
+            path, passed_over = newest(tmp_path)
+            assert path is not None
+            assert passed_over == []
+            loaded = load(path)
+            step = loaded.state["step"]
+            assert step >= committed
+            assert bool((loaded.model["w"] == step).all())
+    assert torn_saves > 0, "no kill hit a save, so nothing was tested"
+    prune(tmp_path, 2, None)
+    assert all(layout.step_of(entry) for entry in tmp_path.iterdir())
