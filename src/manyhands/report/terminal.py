@@ -97,7 +97,7 @@ class Screen:
             return
         self._erase()
         prefix = "" if level == "INFO" else f"{level.lower()}: "
-        self._console.print(Text(self._encodable(prefix + text), _STYLES[level]))
+        self._console.print(Text(self._encodable(prefix + text), _STYLES[level]), soft_wrap=False)
 
     def close(self) -> None:
         """Shows the last records and leaves the terminal as it was found."""
@@ -120,7 +120,8 @@ class Screen:
         if event.kind not in LEVELS and not (event.kind == "saved" and self._stopping):
             return
         at = f" at step {event.step}" if event.step is not None else ""
-        self._tell(LEVELS.get(event.kind, "INFO"), event.message or f"{event.kind}{at}")
+        message = "" if event.kind == "saved" else event.message
+        self._tell(LEVELS.get(event.kind, "INFO"), message or f"{event.kind}{at}")
 
     def _tell(self, level: str, message: str) -> None:
         """Says a message once, however many processes or restarts send it."""
