@@ -1,0 +1,130 @@
+"""Pictures along the run: loss, accuracy, learning rate and speed."""
+
+import math
+from typing import TYPE_CHECKING
+
+from manyhands.report.drawing import BLUE, GREEN, VERMILION, epochs_axis, new_figure, smooth, thin
+from manyhands.report.read import RunData
+from manyhands.report.summary import images_per_s, steps_per_epoch
+from manyhands.report.words import rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def curves(run: RunData) -> "Figure | None":
+    """Loss and accuracy, in training and in evaluation."""
+    if not run.steps and not run.evaluations:
+        return None
+    figure = new_figure(10, 3.9)
+    loss, accuracy = figure.subplots(1, 2)
+    _pair(loss, run, [step.loss for step in run.steps], [evaluation.loss for evaluation in run.evaluations])
+    loss.set_title("loss")
+    if _spans_decades([*(step.loss for step in run.steps), *(e.loss for e in run.evaluations)]):
+        loss.set_yscale("log")
+    _pair(
+        accuracy,
+        run,
+        [100 * step.top1 for step in run.steps],
+        [100 * evaluation.top1 for evaluation in run.evaluations],
+    )
+    accuracy.set_title("top-1 accuracy, %")
+    best = max(run.evaluations, key=lambda e: _or_low(e.top1), default=None)
+    if best:
+        at = best.step / (steps_per_epoch(run) or 1)
+        accuracy.plot(at, 100 * best.top1, "o", markersize=9, fillstyle="none", color=VERMILION, label="best")
+    handles, labels = accuracy.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    return figure
+
+
+def _pair(axes: "Axes", run: RunData, training: list[float], evaluated: list[float]) -> None:
+    length = steps_per_epoch(run) or 1
+    training = [value if math.isfinite(value) else math.nan for value in training]
+    epochs = [step.step / length for step in run.steps]
+    marker = "o" if len(training) == 1 else None
+    if training:
+        axes.plot(*thin(epochs, training), color=BLUE, alpha=0.25, linewidth=0.8)
+        smoothed = smooth(training, [max(1, step.samples) for step in run.steps])
+        axes.plot(*thin(epochs, smoothed), color=BLUE, marker=marker, label="training, smoothed")
+    if evaluated:
+        places = [evaluation.step / length for evaluation in run.evaluations]
+        size = 4.5 if len(places) <= 60 else 2
+        axes.plot(places, evaluated, "o-", color=VERMILION, markersize=size, linewidth=1.2, label="evaluation")
+    epochs_axis(axes, run)
+
+
+def learning_rate(run: RunData) -> "Figure | None":
+    """The learning rate as it was used."""
+    if not run.steps:
+        return None
+    figure = new_figure(10, 2.4)
+    axes = figure.subplots()
+    length = steps_per_epoch(run) or 1
+    points = thin([step.step / length for step in run.steps], [step.learning_rate for step in run.steps])
+    axes.plot(*points, color=GREEN, marker="o" if len(run.steps) == 1 else None)
+    axes.set_title("learning rate")
+    axes.set_ylim(bottom=0)
+    epochs_axis(axes, run)
+    return figure
+
+
+def throughput(run: RunData) -> "Figure | None":
+    """Images per second over the time worked, with the share of it that waited for data."""
+    if not run.steps:
+        return None
+    unit, size = _time_unit(sum(session.seconds for session in run.sessions))
+    times = [_worked(run, step.time) / size for step in run.steps]
+    waits = [100 * step.data_share for step in run.steps]
+    shows_waits = max(waits) >= 1
+    figure = new_figure(10, 3.9 if shows_waits else 2.7)
+    rows = figure.subplots(
+        2 if shows_waits else 1, 1, sharex=True, squeeze=False, height_ratios=(3, 1) if shows_waits else None
+    )[:, 0]
+    _speed(rows[0], run, times)
+    if shows_waits:
+        rows[1].fill_between(*thin(times, waits), color=VERMILION, alpha=0.5, linewidth=0)
+        rows[1].set_ylim(0, max(20.0, min(100.0, max(waits) * 1.1)))
+        rows[1].set_title("waiting for data, % of the time")
+        rows[1].grid(axis="y")
+    rows[-1].set_xlabel(f"time worked, {unit}")
+    rows[-1].set_xlim(0, max(times) * 1.01 or 1)
+    return figure
+
+
+def _speed(axes: "Axes", run: RunData, times: list[float]) -> None:
+    speeds = [step.images_per_s if math.isfinite(step.images_per_s) else math.nan for step in run.steps]
+    axes.plot(*thin(times, speeds), color=BLUE, linewidth=1, marker="o" if len(times) == 1 else None)
+    typical = images_per_s(run)
+    if typical is not None:
+        axes.axhline(typical, color=VERMILION, linewidth=1.2, linestyle="--", label=f"median {rate(typical)}")
+        axes.legend(loc="lower right")
+    axes.set_title("images per second")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+
+
+def _worked(run: RunData, time: float) -> float:
+    """Seconds of work up to a moment, pauses left out."""
+    done = 0.0
+    for session in run.sessions:
+        if session.start <= time <= session.end:
+            return done + time - session.start
+        done += session.seconds
+    return done
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    if seconds < 300:
+        return "s", 1.0
+    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
+
+
+def _spans_decades(values: list[float]) -> bool:
+    positive = [value for value in values if math.isfinite(value)]
+    return bool(positive) and min(positive) > 0 and max(positive) / min(positive) > 100
+
+
+def _or_low(value: float) -> float:
+    return value if math.isfinite(value) else -1.0

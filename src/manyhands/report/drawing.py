@@ -1,0 +1,137 @@
+"""How every picture of the report looks: colours, fonts and sizes. matplotlib is loaded on first use."""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from manyhands.report.read import RunData
+from manyhands.report.summary import steps_per_epoch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Told apart by people with any kind of colour vision, and by their greys in print.
+# Source: Okabe and Ito 2008, Color Universal Design.
+BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6b7280"
+INK, HAIR = "#1f2933", "#e3e7ec"
+
+# Fonts with Chinese glyphs, by the names that systems give them; the first that is installed is taken.
+_CJK_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "Noto Sans CJK JP",
+    "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei",
+    "SimHei", "Droid Sans Fallback", "Arial Unicode MS",
+)  # fmt: skip
+
+# More points than this don't show on a page; they are averaged.
+_MOST_POINTS = 600
+
+
+@cache
+def fonts() -> list[str]:
+    """Matplotlib's own font, and behind it one with Chinese glyphs if this machine has one."""
+    from matplotlib import font_manager
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    return ["DejaVu Sans", *[name for name in _CJK_FONTS if name in installed][:1]]
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Everything that is drawn or saved inside looks alike, and says nothing on the terminal."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import matplotlib as mpl
+
+        with warnings.catch_warnings(), mpl.rc_context(_settings()):
+            warnings.filterwarnings("ignore", message=r"Glyph \d+")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _settings() -> Any:
+    return {
+        "font.family": fonts(),
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.labelcolor": INK,
+        "axes.edgecolor": GREY,
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": HAIR,
+        "grid.linewidth": 0.8,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "text.color": INK,
+        # A class may be called "$5": no formulas.
+        "text.parse_math": False,
+        "axes.formatter.use_mathtext": False,
+        "axes.unicode_minus": False,
+        "legend.frameon": False,
+        "lines.linewidth": 1.8,
+        "figure.facecolor": "white",
+        # The browser draws the letters, with the fonts that it has.
+        "svg.fonttype": "none",
+        "svg.hashsalt": "manyhands",
+    }
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of so many inches, that no window knows of."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def epochs_axis(axes: "Axes", run: RunData) -> None:
+    """Marks the horizontal axis in epochs, and restarts by dotted lines."""
+    axes.set_xlabel("epoch")
+    axes.grid(axis="y")
+    length = steps_per_epoch(run) or 1
+    ends = [record.step / length for record in (*run.steps[-1:], *run.evaluations[-1:])]
+    if max(ends, default=0.0) > 0:
+        axes.set_xlim(0, max(ends) * 1.01)
+    marks = sorted({event.step / length for event in run.events if event.kind == "resumed" and event.step is not None})
+    for number, mark in enumerate(marks):
+        axes.axvline(mark, color=GREY, linewidth=1, linestyle=":", label="resumed" if number == 0 else None)
+
+
+def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The same curve with few enough points: means over equal runs of neighbours."""
+    size = -(-len(xs) // _MOST_POINTS)
+    if size <= 1:
+        return list(xs), list(ys)
+    parts = range(0, len(xs), size)
+    return [_mean(xs[at : at + size]) for at in parts], [_mean(ys[at : at + size]) for at in parts]
+
+
+def smooth(values: Sequence[float], weights: Sequence[float], share: float = 0.04) -> list[float]:
+    """A centred mean over a window of `share` of all values, each weighted by its samples."""
+    half = max(1, round(len(values) * share / 2)) if len(values) >= 10 else 0
+    totals, sums = [0.0], [0.0]
+    for value, weight in zip(values, weights, strict=True):
+        known = weight if math.isfinite(value) else 0.0
+        totals.append(totals[-1] + known)
+        sums.append(sums[-1] + (known * value if known else 0.0))
+    means: list[float] = []
+    for at in range(len(values)):
+        # The window shrinks evenly towards both ends, so that the curve doesn't lag there.
+        reach = min(half, at, len(values) - 1 - at)
+        weight = totals[at + reach + 1] - totals[at - reach]
+        means.append((sums[at + reach + 1] - sums[at - reach]) / weight if weight else float("nan"))
+    return means
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,137 @@
+"""How far a run is, as text: the live line of a terminal and the plain lines of a log."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rich.text import Text
+
+from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
+from manyhands.report.read import STARTS
+from manyhands.report.words import ago, duration, epoch_name, number, percent, place, rate
+
+# Speed is taken over this long, so that the time left neither jumps nor lags.
+_WINDOW_S = 120.0
+# Without a record for so long, the line says how old its news are.
+_SILENT_S = 20.0
+_BAR_MIN, _BAR_MAX = 8, 24
+
+
+@dataclass
+class Progress:
+    """What is known while a run goes on.
+
+    Attributes:
+        last: the newest step record.
+        saved: when the newest checkpoint was committed.
+        heard: when the newest record came.
+        recent: (time, step) of the last minutes, for the time left.
+    """
+
+    last: StepMetrics | None = None
+    saved: float | None = None
+    heard: float | None = None
+    recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def take(self, record: StepMetrics | EvaluationMetrics | Event) -> None:
+        """Learns from one record."""
+        self.heard = record.time
+        if isinstance(record, StepMetrics):
+            if self.last and record.saved_step > self.last.saved_step:
+                self.saved = max(self.saved or 0.0, record.time)
+            if self.last and record.step <= self.last.step:
+                self.recent.clear()
+            self.last = record
+            self.recent.append((record.time, record.step))
+            while len(self.recent) > 2 and record.time - self.recent[0][0] > _WINDOW_S:
+                self.recent.popleft()
+        elif isinstance(record, Event) and record.kind == "saved":
+            self.saved = record.time
+        elif isinstance(record, Event) and record.kind in STARTS:
+            self.recent.clear()
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds to the end at the speed of the last minutes, evaluations included; None at first."""
+        if self.last is None or len(self.recent) < 2:
+            return None
+        (start, first), (end, newest) = self.recent[0], self.recent[-1]
+        if end <= start or newest <= first:
+            return None
+        left = (self.last.total_steps - newest) * (end - start) / (newest - first)
+        return max(0.0, left - max(0.0, now - end))
+
+
+def live_line(progress: Progress, now: float, width: int, *, ascii_only: bool = False) -> Text:
+    """One line of at most `width` columns; what matters least is left out first."""
+    step = progress.last
+    if step is None:
+        return Text("starting …" if not ascii_only else "starting ...", "dim")
+    epoch, done = place(step)
+    epochs = max(epoch, -(-step.total_steps // step.steps_per_epoch))
+    share = done / step.steps_per_epoch
+    head, shown = f"epoch {epoch}/{epochs} ", f" {share:4.0%}"
+    fields = _fit(_fields(progress, now), width - len(head) - len(shown) - _BAR_MIN)
+    text = Text("".join(f"  {words}" for words, _ in fields))
+    bar = max(0, min(_BAR_MAX, width - len(head) - len(shown) - len(text)))
+    line = Text(head, "bold") + _bar(share, bar, ascii_only) + Text(shown) + text
+    line.truncate(width)
+    return line
+
+
+def _fields(progress: Progress, now: float) -> list[tuple[str, int]]:
+    """The words behind the bar in their order, each with its importance (0 goes last)."""
+    step = progress.last
+    assert step is not None
+    fields = [(f"loss {number(step.loss)}", 0), (f"acc {percent(step.top1)}", 1)]
+    silent = now - (progress.heard or now)
+    if silent > _SILENT_S:
+        fields.append((f"last news {ago(silent)}", 3))
+    else:
+        fields.append((f"{rate(step.images_per_s)} img/s", 3))
+    left = progress.left_s(now)
+    if left is not None:
+        fields.append((f"left {duration(left)}", 2))
+    if step.data_share >= 0.1 and silent <= _SILENT_S:
+        fields.append((f"data {step.data_share:.0%}", 5))
+    if progress.saved is not None:
+        fields.append((f"saved {ago(now - progress.saved)}", 4))
+    return fields
+
+
+def _fit(fields: list[tuple[str, int]], room: int) -> list[tuple[str, int]]:
+    while fields and sum(len(words) + 2 for words, _ in fields) > room:
+        fields.remove(max(fields, key=lambda entry: entry[1]))
+    return fields
+
+
+def _bar(share: float, width: int, ascii_only: bool) -> Text:
+    full, half, rest = ("#", "", "-") if ascii_only else ("━", "╸", "─")
+    halves = round(max(0.0, min(1.0, share)) * width * 2)
+    done = full * (halves // 2) + (half if halves % 2 else "")
+    return Text(done, "cyan") + Text(rest * (width - len(done)), "dim")
+
+
+def step_line(progress: Progress) -> str:
+    """The newest step for a log: words of the form key=value."""
+    step = progress.last
+    assert step is not None
+    epoch, done = place(step)
+    return (
+        f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={100 * step.top1:.1f} "
+        f"img_s={rate(step.images_per_s)} data_pct={100 * step.data_share:.0f}"
+    )
+
+
+def evaluation_line(record: EvaluationMetrics, steps_per_epoch: int) -> str:
+    """An evaluation for people, kept on the screen."""
+    name = epoch_name(record.step, record.epoch, steps_per_epoch)
+    best = ", best" if record.best else ""
+    return f"epoch {name}: top-1 {percent(record.top1)}, top-5 {percent(record.top5)}, loss {number(record.loss)}{best}"
+
+
+def evaluation_log(record: EvaluationMetrics, steps_per_epoch: int) -> str:
+    """An evaluation for a log."""
+    name = epoch_name(record.step, record.epoch, steps_per_epoch)
+    return (
+        f"epoch={name} evaluated={record.count} top1={100 * record.top1:.2f} top5={100 * record.top5:.2f} "
+        f"val_loss={record.loss:.3f}" + (" best" if record.best else "")
+    )

@@ -1,0 +1,123 @@
+"""Writes report.html: one file that needs no network and no script, and its pictures as PNG beside it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from manyhands.core.folder import RunFolder
+from manyhands.report import summary, tables, words
+from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
+from manyhands.report.pictures import PICTURES, draw_all
+from manyhands.report.read import RunData, read_run
+
+# A longer table is folded, with its first rows in sight.
+_ROWS_IN_SIGHT = 20
+
+
+def write_report(path: Path) -> Path:
+    """Writes the report of the run in `path`, in whatever state the run is.
+
+    The same files give the same page, byte for byte. Readers never see half of it.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        UserError: there is no run.
+    """
+    run = read_run(path)
+    folder = RunFolder(path)
+    text = render(run, draw_all(run, folder.pictures))
+    temporary = folder.report.with_name(f".{folder.report.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(folder.report)
+    return folder.report
+
+
+def render(run: RunData, pictures: dict[str, str]) -> str:
+    """The page as text; `pictures` are SVG elements by name."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("manyhands.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(percent=words.percent, number=words.number)
+    return environment.get_template("page.html.j2").render(_content(run, pictures))
+
+
+def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
+    detail = shown_detail(run)
+    scores = class_scores(detail) if detail else []
+    return {
+        "title": f"{_job_value(run, 'data', 'name')} · {_job_value(run, 'model', 'name')}",
+        "folder": run.folder.path.resolve().name,
+        "status": summary.status(run),
+        "best": _evaluation(run, summary.best_evaluation(run)),
+        "final": _evaluation(run, summary.final_evaluation(run)),
+        "facts": facts(run),
+        "pictures": {p.name: (p.title, Markup(pictures[p.name])) for p in PICTURES if p.name in pictures},
+        "detail": detail,
+        "scores": scores,
+        "in_sight": _ROWS_IN_SIGHT,
+        "pairs": confused_pairs(detail, _ROWS_IN_SIGHT) if detail else [],
+        "configuration": tables.configuration(run),
+        "environment": tables.flat(run.environment),
+        "plan": tables.flat({key: value for key, value in run.plan.items() if key != "exceptions"}),
+        "exceptions": tables.exceptions(run),
+        "time_line": tables.time_line(run),
+        "warnings": [event for event in run.events if event.kind == "warning"],
+        "failures": run.failures,
+    }
+
+
+def _job_value(run: RunData, section: str, key: str) -> str:
+    values = run.job.get(section)
+    value = values.get(key) if isinstance(values, dict) else None
+    return words.plain(str(value)) if value else f"unknown {section}"
+
+
+def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    name = summary.evaluation_name(run, evaluation)
+    return {"top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss, "epoch": name}
+
+
+def facts(run: RunData) -> list[tuple[str, str]]:
+    """The small figures under the headline: name and value, only what is known."""
+    speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
+    found: list[tuple[str, str | None]] = [
+        ("images per second", words.rate(speed) if speed is not None else None),
+        ("time worked", words.duration(summary.seconds(run)) if run.sessions else None),
+        ("epochs", _epochs(run)),
+        ("processes", _first(run, "processes", "world_size", "size")),
+        ("device", _first(run, "device", "devices")),
+        ("mode", _first(run, "mode")),
+        ("samples evaluated", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+def _epochs(run: RunData) -> str | None:
+    if not run.steps:
+        return None
+    last = run.steps[-1]
+    epoch, done = words.place(last)
+    all_epochs = max(epoch, -(-last.total_steps // last.steps_per_epoch))
+    reached = epoch - 1 + done / last.steps_per_epoch
+    return f"{reached:.3g} of {all_epochs}" if last.step < last.total_steps else f"{reached:.3g}"
+
+
+def _first(run: RunData, *keys: str) -> str | None:
+    """The first of `keys` that the plan or the environment tells."""
+    for source in (run.plan, run.environment):
+        for key in keys:
+            if source.get(key) and not isinstance(source[key], dict):
+                return words.plain(tables.shown(source[key]))
+    return None

@@ -1,0 +1,84 @@
+"""The pictures of a report, and how they become SVG text and PNG files."""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.report.curves import curves, learning_rate, throughput
+from manyhands.report.drawing import house_style
+from manyhands.report.mistakes import confusion, per_class
+from manyhands.report.read import RunData
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture: its file name, what it is called on the page, and who draws it."""
+
+    name: str
+    title: str
+    draw: Callable[[RunData], "Figure | None"]
+
+
+PICTURES = (
+    Picture("curves", "Loss and accuracy", curves),
+    Picture("learning-rate", "Learning rate", learning_rate),
+    Picture("throughput", "Speed", throughput),
+    Picture("confusion", "What is taken for what", confusion),
+    Picture("classes", "Accuracy by class", per_class),
+)
+
+
+def draw_all(run: RunData, folder: Path) -> dict[str, str]:
+    """Draws every picture that the run has records for.
+
+    Args:
+        run: the run.
+        folder: where the PNG files go; a picture of an earlier report that is no longer drawn is removed.
+
+    Returns:
+        SVG text by the picture's name, ready to stand in a page.
+    """
+    drawn: dict[str, str] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    with house_style():
+        for picture in PICTURES:
+            figure = picture.draw(run)
+            file = folder / f"{picture.name}.png"
+            if figure is None:
+                file.unlink(missing_ok=True)
+                continue
+            drawn[picture.name] = svg_text(figure, picture.name)
+            _write_png(figure, file)
+    return drawn
+
+
+def svg_text(figure: "Figure", name: str) -> str:
+    """A figure as an SVG element that fits its place on a page and shares no id with another."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Its one rule would hold for the whole page; the page's own style has it.
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", text, count=1, flags=re.DOTALL)
+    return re.sub(r"<[^>]*>", lambda tag: _inline_tag(tag.group(), name), text)
+
+
+def _inline_tag(tag: str, name: str) -> str:
+    tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag).replace("xlink:href", "href")
+    tag = re.sub(r'\bid="', f'id="{name}-', tag)
+    tag = tag.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    # The page decides how wide a picture is; viewBox keeps its shape.
+    return re.sub(r' (width|height|version)="[^"]*"', "", tag) if tag.startswith("<svg") else tag
+
+
+def _write_png(figure: "Figure", file: Path) -> None:
+    temporary = file.with_name(f".{file.name}.part")
+    figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
+    temporary.replace(file)

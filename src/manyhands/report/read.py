@@ -1,0 +1,189 @@
+"""Reads a run folder, whatever state it is in: running, finished, stopped, crashed or resumed."""
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from manyhands.core import records
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, Record, StepMetrics
+
+METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {
+    "step": StepMetrics,
+    "evaluation": EvaluationMetrics,
+}
+# The words of events that begin a session of work: everything between two of them ran without a pause.
+STARTS = frozenset({"started", "resumed", "restarted"})
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+Measured = TypeVar("Measured", StepMetrics, EvaluationMetrics)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A stretch of work without a pause, in seconds since 1970."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; never negative, even where a clock was set back."""
+        return max(0.0, self.end - self.start)
+
+
+@dataclass
+class RunData:
+    """Everything that a run folder tells.
+
+    Attributes:
+        folder: where the run lies.
+        job: the configuration as job.toml has it; empty if it can't be read.
+        environment: env.json, or empty.
+        plan: plan.json, or empty.
+        steps: rising in step; what a resumed run did again is there once, as it was done last.
+        evaluations: likewise.
+        events: as they were written.
+        sessions: the stretches of work, the repeated parts included.
+        best: counts at the best evaluation.
+        last: counts at the newest evaluation.
+        failures: the first causes before their consequences, by time.
+    """
+
+    folder: RunFolder
+    job: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    steps: list[StepMetrics] = field(default_factory=list)
+    evaluations: list[EvaluationMetrics] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    best: EvaluationDetail | None = None
+    last: EvaluationDetail | None = None
+    failures: list[Failure] = field(default_factory=list)
+
+
+def read_run(path: Path) -> RunData:
+    """Reads the run in folder `path`.
+
+    Raises:
+        UserError: there is no run, or a newer manyhands wrote it.
+    """
+    folder = RunFolder(path)
+    if not folder.exists():
+        raise no_run(path)
+    measured = [record for line in records.read_lines(folder.metrics) if (record := parse_metrics(line, folder))]
+    events = [event for line in records.read_lines(folder.events) if (event := parse(Event, line, folder.events))]
+    steps = [record for record in measured if isinstance(record, StepMetrics)]
+    evaluations = [record for record in measured if isinstance(record, EvaluationMetrics)]
+    failures = [_read_record(Failure, file) for file in sorted(folder.failures.glob("*.json"))]
+    return RunData(
+        folder=folder,
+        job=_read_toml(folder.job),
+        environment=_read_object(folder.environment),
+        plan=_read_object(folder.plan),
+        steps=without_repeats(steps, events),
+        evaluations=without_repeats(evaluations, events),
+        events=events,
+        sessions=sessions([record.time for record in measured], events),
+        best=_read_record(EvaluationDetail, folder.evaluations / "best.json"),
+        last=_read_record(EvaluationDetail, folder.evaluations / "last.json"),
+        failures=sorted((f for f in failures if f), key=lambda failure: (failure.consequence, failure.time)),
+    )
+
+
+def without_repeats(measured: Sequence[Measured], events: Iterable[Event]) -> list[Measured]:
+    """Leaves out what a resumed run forgot: records beyond the step that it went back to."""
+    resumes = sorted((e.time, e.step) for e in events if e.kind == "resumed" and e.step is not None)
+    kept: list[Measured] = []
+    for record in measured:
+        while resumes and resumes[0][0] <= record.time:
+            _forget(kept, resumes.pop(0)[1] + 1)
+        # Holds without events too, and where another machine's clock is behind.
+        _forget(kept, record.step)
+        kept.append(record)
+    for _, step in resumes:
+        _forget(kept, step + 1)
+    return kept
+
+
+def _forget(kept: list[Measured], from_step: int) -> None:
+    while kept and kept[-1].step >= from_step:
+        kept.pop()
+
+
+def sessions(times: Iterable[float], events: Iterable[Event]) -> list[Session]:
+    """Divides the run into stretches of work, by the events that begin one."""
+    marks = sorted([(time, False) for time in times] + [(event.time, event.kind in STARTS) for event in events])
+    found: list[Session] = []
+    for time, starts in marks:
+        if starts or not found:
+            found.append(Session(time, time))
+        else:
+            found[-1] = Session(found[-1].start, time)
+    return found
+
+
+def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | EvaluationMetrics | None:
+    """One line of metrics.jsonl as a record, or None where it isn't one that this version knows."""
+    schema = METRICS.get(str(line.get("kind")))
+    return parse(schema, line, folder.metrics) if schema else None
+
+
+def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
+    """A plain object as a record; None where it is damaged.
+
+    JSON knows no NaN, so that one is written as null: it comes back as NaN.
+
+    Raises:
+        UserError: a newer manyhands wrote it.
+    """
+    version = line.get("v")
+    if isinstance(version, int) and version > records.VERSION:
+        raise UserError("this run was written by a newer manyhands", str(file), ("update manyhands",))
+    numbers = {name for name, about in schema.model_fields.items() if about.annotation is float}
+    whole = {key: float("nan") if value is None and key in numbers else value for key, value in line.items()}
+    try:
+        return schema.model_validate(whole)
+    except ValidationError:
+        return None
+
+
+def _read_record(schema: type[AnyRecord], file: Path) -> AnyRecord | None:
+    content = _read_object(file)
+    return parse(schema, content, file) if content else None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def no_run(path: Path) -> UserError:
+    """The error for a folder that holds no run, with the newest runs nearby."""
+    what = f"{path} holds no run: it has no job.toml" if path.is_dir() else f"there is no folder {path}"
+    near = [str(run) for run in _newest_runs((path, path.parent, Path("runs")))]
+    mend = ("newest runs: " + ", ".join(near),) if near else ("name a run's folder; manyhands train makes one",)
+    return UserError(what, str(path), mend)
+
+
+def _newest_runs(bases: Iterable[Path], count: int = 3) -> Iterator[Path]:
+    found = {file.resolve(): file for base in bases for file in base.glob("*/job.toml")}
+    for file in sorted(found.values(), key=lambda file: -file.stat().st_mtime)[:count]:
+        yield file.parent

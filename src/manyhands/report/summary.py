@@ -1,0 +1,109 @@
+"""What came out of a run: the lines for people and the object for machines, every number from its records."""
+
+import math
+import statistics
+from typing import Any
+
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.report.read import STARTS, RunData
+from manyhands.report.words import duration, epoch_name, number, percent, rate
+
+# The kinds of events that end a session, and what they make of the run.
+ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
+
+
+def status(run: RunData) -> str:
+    """Says finished, stopped, failed, or unfinished while it runs (or was killed without a word)."""
+    word, since = "unfinished", -math.inf
+    for event in run.events:
+        if event.kind in ENDS:
+            word, since = ENDS[event.kind], event.time
+        elif event.kind in STARTS:
+            word, since = "unfinished", event.time
+    if any(failure.time >= since for failure in run.failures) and word != "finished":
+        return "failed"
+    done = bool(run.steps) and run.steps[-1].step >= run.steps[-1].total_steps > 0
+    return "finished" if word == "unfinished" and done else word
+
+
+def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
+    """The evaluation with the highest top-1; the earliest of equals."""
+    measured = [evaluation for evaluation in run.evaluations if math.isfinite(evaluation.top1)]
+    return max(measured, key=lambda evaluation: evaluation.top1) if measured else run.best
+
+
+def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
+    """The newest evaluation."""
+    return run.evaluations[-1] if run.evaluations else run.last
+
+
+def images_per_s(run: RunData) -> float | None:
+    """The median over the step records, the first tenth left out: it holds the warm-up."""
+    rates = [step.images_per_s for step in run.steps[len(run.steps) // 10 :] if math.isfinite(step.images_per_s)]
+    return statistics.median(rates) if rates else None
+
+
+def seconds(run: RunData) -> float:
+    """How long the run worked, pauses between its sessions left out."""
+    return sum(session.seconds for session in run.sessions)
+
+
+def steps_per_epoch(run: RunData) -> int:
+    """Updates in an epoch, or 0 where no step was recorded."""
+    return run.steps[-1].steps_per_epoch if run.steps else 0
+
+
+def evaluation_name(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
+    """The epoch of an evaluation: 3, or 2.5 in the middle of one."""
+    return epoch_name(evaluation.step, evaluation.epoch, steps_per_epoch(run))
+
+
+def result_object(run: RunData) -> dict[str, Any]:
+    """The object of --json; null where there is nothing to tell, never NaN."""
+    best, final, word = best_evaluation(run), final_evaluation(run), status(run)
+    counted = [(record.step, record.epoch) for record in (*run.steps[-1:], *run.evaluations[-1:])]
+    step, epoch = max(counted, default=(0, 0))
+    return {
+        "run": str(run.folder.path),
+        "best_top1": _finite(best.top1) if best else None,
+        "final_top1": _finite(final.top1) if final else None,
+        "best_epoch": best.epoch if best else None,
+        "final_top5": _finite(final.top5) if final else None,
+        "final_loss": _finite(final.loss) if final else None,
+        "images_per_s": images_per_s(run),
+        "steps": step,
+        "epochs": epoch,
+        "status": "stopped" if word == "unfinished" else word,
+        "report": str(run.folder.report) if run.folder.report.is_file() else None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def result_lines(run: RunData) -> list[str]:
+    """The last words to the user."""
+    best, final, speed = best_evaluation(run), final_evaluation(run), images_per_s(run)
+    lines: list[str] = []
+    if best and final:
+        same = best.step == final.step
+        lines.append(f"{'best and final' if same else 'best'}  {_scores(run, best)}")
+        if not same:
+            lines.append(f"final {_scores(run, final)}")
+    else:
+        lines.append("no evaluation was made")
+    words = {"finished": "finished in", "stopped": "stopped after", "failed": "failed after"}
+    speed_words = f", {rate(speed)} images/s" if speed is not None else ""
+    lines.append(f"{words.get(status(run), 'worked for')} {duration(seconds(run))}{speed_words}")
+    lines.append(f"run    {run.folder.path}")
+    if run.folder.report.is_file():
+        lines.append(f"report {run.folder.report}")
+    return lines
+
+
+def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
+    return (
+        f"top-1 {percent(evaluation.top1)}  top-5 {percent(evaluation.top5)}  "
+        f"loss {number(evaluation.loss)}  (epoch {evaluation_name(run, evaluation)})"
+    )

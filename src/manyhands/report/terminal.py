@@ -1,0 +1,157 @@
+"""The screen of a running job: a live line on a terminal, plain lines elsewhere."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
+from rich.text import Text
+
+from manyhands.core.errors import UserError
+from manyhands.core.records import EvaluationMetrics, Event
+from manyhands.report.follow import Follower
+from manyhands.report.line import Progress, evaluation_line, evaluation_log, live_line, step_line
+from manyhands.report.words import moment, plain
+
+_PLAIN_EVERY_S = 30.0
+# Events that are told, and how loud. All others are only in events.jsonl.
+LEVELS = {
+    "note": "INFO",
+    "decision": "INFO",
+    "resumed": "INFO",
+    "restarted": "WARNING",
+    "stopping": "INFO",
+    "stopped": "INFO",
+    "warning": "WARNING",
+    "failed": "ERROR",
+}
+_STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}
+
+
+class Screen:
+    """Shows a run folder while a run fills it. What was there before the screen isn't told again."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Begins to follow `folder`, which needn't be there yet.
+
+        Args:
+            folder: the run folder.
+            stream: where to write; standard error if None.
+            quiet: say nothing but warnings and failures.
+            clock: seconds since 1970.
+        """
+        output = sys.stderr if stream is None else stream
+        terminal = output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
+        self.live = terminal and not quiet
+        self._quiet = quiet
+        self._clock = clock
+        self._follower = Follower(folder, only_new=True)
+        # rich looks at NO_COLOR itself; FORCE_COLOR may colour a log, but never moves its cursor.
+        colour = terminal or bool(os.environ.get("FORCE_COLOR"))
+        self._console = Console(
+            file=output, force_terminal=colour, highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
+        self._progress = Progress()
+        self._stopping = False
+        self._told: set[tuple[str, str]] = set()
+        self._plain_at = clock()
+        self._drawn = ""
+
+    def update(self) -> None:
+        """Reads what is new and shows it. Cheap: to be called a few times a second."""
+        try:
+            new = self._follower.poll()
+        except UserError as error:
+            self._tell("WARNING", error.what)
+            new = []
+        for record in new:
+            self._progress.take(record)
+            if isinstance(record, EvaluationMetrics):
+                self._show_evaluation(record)
+            elif isinstance(record, Event):
+                self._show_event(record)
+        if self.live:
+            self._draw()
+        elif not self._quiet and self._progress.last and self._clock() - self._plain_at >= _PLAIN_EVERY_S:
+            self._log("INFO", step_line(self._progress))
+
+    def say(self, message: str, level: str = "INFO") -> None:
+        """Shows a line that stays, above the live one."""
+        if self._quiet and level == "INFO":
+            return
+        text = plain(message)
+        if not self.live:
+            self._log(level, text)
+            return
+        self._erase()
+        prefix = "" if level == "INFO" else f"{level.lower()}: "
+        self._console.print(Text(self._encodable(prefix + text), _STYLES[level]), soft_wrap=False)
+
+    def close(self) -> None:
+        """Shows the last records and leaves the terminal as it was found."""
+        self.update()
+        self._erase()
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _show_evaluation(self, record: EvaluationMetrics) -> None:
+        steps = self._progress.last.steps_per_epoch if self._progress.last else 0
+        self.say(evaluation_line(record, steps) if self.live else evaluation_log(record, steps))
+
+    def _show_event(self, event: Event) -> None:
+        self._stopping |= event.kind == "stopping"
+        # Saves are shown by the live line; the one that answers Ctrl-C deserves a line of its own.
+        if event.kind not in LEVELS and not (event.kind == "saved" and self._stopping):
+            return
+        at = f" at step {event.step}" if event.step is not None else ""
+        message = "" if event.kind == "saved" else event.message
+        self._tell(LEVELS.get(event.kind, "INFO"), message or f"{event.kind}{at}")
+
+    def _tell(self, level: str, message: str) -> None:
+        """Says a message once, however many processes or restarts send it."""
+        if (level, message) not in self._told:
+            self._told.add((level, message))
+            self.say(message, level)
+
+    def _log(self, level: str, message: str) -> None:
+        self._plain_at = self._clock()
+        line = Text(f"{moment(self._plain_at)} ")
+        line.append(level, _STYLES[level]).append(f" {self._encodable(message)}")
+        self._console.print(line)
+
+    def _draw(self) -> None:
+        width = self._console.size.width - 1
+        line = live_line(self._progress, self._clock(), width, ascii_only=self._console.options.ascii_only)
+        if line.markup == self._drawn:
+            return
+        # One write for both, so that nothing flickers.
+        with self._console:
+            self._erase()
+            self._console.print(line, end="", no_wrap=True, overflow="crop")
+        self._drawn = line.markup
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+            self._drawn = ""
+
+    def _encodable(self, text: str) -> str:
+        """The text with characters that the stream can't write spelled out."""
+        encoding = getattr(self._console.file, "encoding", None) or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)

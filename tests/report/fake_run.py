@@ -1,0 +1,245 @@
+"""Makes run folders as a training run would leave them, for the tests and for looking at the report.
+
+python tests/report/fake_run.py FOLDER [--classes 10] [--epochs 30] [--live SECONDS]
+"""
+
+import argparse
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomli_w
+
+from manyhands.config.job import Job
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, StepMetrics, append, write_json
+
+START = 1_795_000_000.0
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+@dataclass
+class FakeRun:
+    """A run that never trained: curves by formula, noise by seed."""
+
+    path: Path
+    classes: list[str] = field(default_factory=lambda: list(DIGITS))
+    epochs: int = 30
+    steps_per_epoch: int = 100
+    record_every: int = 10
+    seed: int = 0
+    time: float = START
+
+    def __post_init__(self):
+        self.folder = RunFolder(self.path)
+        self.random = random.Random(self.seed)
+        self.best = 0.0
+        self.saved = 0
+
+    def begin(self, **train):
+        """job.toml, env.json, plan.json and the first event."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        job = Job.model_validate(
+            {"data": {"name": "cifar10"}, "model": {"name": "resnet18"}, "train": {"epochs": self.epochs, **train}}
+        )
+        self.folder.job.write_text(tomli_w.dumps(job.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
+        write_json(
+            self.folder.environment,
+            {
+                "python": "3.11.7",
+                "torch": "2.15.0",
+                "hosts": [{"name": "n1", "devices": ["NVIDIA H200"]}, {"name": "n2", "devices": ["NVIDIA H200"]}],
+                "git": {"revision": "4ed6c3a", "dirty": False},
+            },
+        )
+        write_json(
+            self.folder.plan,
+            {
+                "mode": "data",
+                "processes": 2,
+                "device": "cuda",
+                "micro_batch": 64,
+                "accumulate": 1,
+                "exceptions": ["norm_group = local: the result depends on the number of processes."],
+            },
+        )
+        self.event("started", message="2 processes on n1, n2")
+        return self
+
+    def event(self, kind, *, message="", step=None, **data):
+        append(self.folder.events, Event(time=self.time, kind=kind, message=message, step=step, data=data))
+
+    def step(self, step):
+        """One step record; time passes by."""
+        self.time += self.record_every * (0.07 if self.random.random() < 0.95 else 0.2)
+        part = step / (self.epochs * self.steps_per_epoch)
+        noise = self.random.gauss(0, 0.08)
+        append(
+            self.folder.metrics,
+            StepMetrics(
+                time=self.time,
+                epoch=step // self.steps_per_epoch,
+                step=step,
+                step_in_epoch=step % self.steps_per_epoch,
+                steps_per_epoch=self.steps_per_epoch,
+                total_steps=self.epochs * self.steps_per_epoch,
+                loss=2.2 * math.exp(-3 * part) + 0.15 + abs(noise) * 1.2,
+                top1=max(0.0, min(1.0, 0.95 - 0.8 * math.exp(-4 * part) + noise / 2)),
+                learning_rate=0.1 * min(1, part * 20) * (0.5 + 0.5 * math.cos(math.pi * part)),
+                images_per_s=1840 + self.random.gauss(0, 60) - (600 if self.random.random() < 0.03 else 0),
+                samples=self.record_every * 128,
+                data_share=max(0.0, self.random.gauss(0.15, 0.04)),
+                saved_step=self.saved,
+            ),
+        )
+
+    def save(self, step):
+        self.saved = step
+        self.event("saved", step=step, message=f"checkpoints/step-{step:08d}")
+
+    def evaluate(self, step):
+        """One evaluation with its counts."""
+        self.time += 1.5
+        part = step / (self.epochs * self.steps_per_epoch)
+        right = 0.93 - 0.75 * math.exp(-4.5 * part)
+        detail = self.detail(step, right)
+        best = detail.top1 > self.best
+        self.best = max(self.best, detail.top1)
+        append(
+            self.folder.metrics,
+            EvaluationMetrics(
+                time=self.time,
+                epoch=step // self.steps_per_epoch,
+                step=step,
+                count=detail.count,
+                loss=detail.loss,
+                top1=detail.top1,
+                top5=detail.top5,
+                best=best,
+                seconds=1.5,
+            ),
+        )
+        write_json(self.folder.evaluations / "last.json", detail)
+        if best:
+            write_json(self.folder.evaluations / "best.json", detail)
+
+    def detail(self, step, right, each=40):
+        counts = {}
+        number = len(self.classes)
+        hits = 0
+        for true in range(number):
+            ease = right - 0.25 * ((true * 7) % 10 == 3) + 0.02 * ((true * 3) % 5)
+            for _ in range(each):
+                hit = number == 1 or self.random.random() < ease
+                near = (true + self.random.choice([1, 1, 1, -1, 5])) % number
+                guess = true if hit else near
+                hits += guess == true
+                counts[true, guess] = counts.get((true, guess), 0) + 1
+        total = number * each
+        return EvaluationDetail(
+            time=self.time,
+            epoch=step // self.steps_per_epoch,
+            step=step,
+            count=total,
+            top1=hits / total,
+            top5=min(1.0, hits / total + 0.06),
+            loss=1.9 * (1 - hits / total) + 0.1,
+            classes=self.classes,
+            confusion=[(true, guess, count) for (true, guess), count in sorted(counts.items())],
+        )
+
+    def train(self, first=0, last=None):
+        """Steps, evaluations and saves after update `first` up to `last`."""
+        last = self.epochs * self.steps_per_epoch if last is None else last
+        for step in range(first + 1, last + 1):
+            if step % self.record_every == 0 or step == last:
+                self.step(step)
+            if step % self.steps_per_epoch == 0:
+                self.evaluate(step)
+                self.save(step)
+        return self
+
+    def resume(self, step, pause=3600.0):
+        self.time += pause
+        self.event("resumed", step=step, message=f"went on from step {step} with 2 processes")
+        return self
+
+    def finish(self):
+        self.time += 1
+        self.event("finished", step=self.epochs * self.steps_per_epoch)
+        return self
+
+    def fail(self, rank=1, *, consequence=False, step=None):
+        self.time += 1
+        write_json(
+            self.folder.failures / f"{rank}.json",
+            Failure(
+                time=self.time,
+                rank=rank,
+                host="n2",
+                pid=4121,
+                step=step,
+                phase="train",
+                error="OutOfMemoryError",
+                what="n2's GPU 0 is full at 128 images (23.1 of 24 GB)",
+                where="rank 1, step 1234",
+                mend=["--set train.micro_batch=96; the global batch stays 256"],
+                traceback='Traceback (most recent call last):\n  File "net.py", line 12, in forward\nOutOfMemoryError',
+                consequence=consequence,
+            ),
+        )
+        return self
+
+
+def complete(path, **settings):
+    """A run with everything: a crash and a resume, a warning, a finish."""
+    run = FakeRun(path, **settings).begin()
+    total = run.epochs * run.steps_per_epoch
+    run.train(0, total * 45 // 100)
+    run.event("warning", message="n2 waits 34 % of its time for data: raise data.workers", step=total * 45 // 100)
+    run.resume(total * 40 // 100 // run.steps_per_epoch * run.steps_per_epoch)
+    run.train(total * 40 // 100 // run.steps_per_epoch * run.steps_per_epoch)
+    return run.finish()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--classes", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--live", type=float, default=0.0, help="show a screen and write for so many seconds")
+    arguments = parser.parse_args()
+    names = DIGITS if arguments.classes == 10 else [f"class {n:03d} 类别" for n in range(arguments.classes)]
+    if not arguments.live:
+        complete(arguments.folder, classes=names, epochs=arguments.epochs)
+        return
+    play(FakeRun(arguments.folder, classes=names, epochs=arguments.epochs), arguments.live)
+
+
+def play(run, seconds):
+    """Writes a run in real time before a screen."""
+    from manyhands.report.terminal import Screen
+
+    with Screen(run.path) as screen:
+        run.time = time.time()
+        run.begin()
+        started = time.monotonic()
+        step = 0
+        while time.monotonic() - started < seconds:
+            time.sleep(0.1)
+            step += run.record_every
+            run.train(step - run.record_every, step)
+            run.time = time.time()
+            if step == 300:
+                run.event("warning", message="n2 waits 34 % of its time for data: raise data.workers")
+            screen.update()
+        run.event("stopping", message="Ctrl-C: saving, then stopping")
+        screen.update()
+        run.save(step)
+        run.event("stopped", message=f"saved at step {step}; go on with manyhands resume")
+
+
+if __name__ == "__main__":
+    main()
