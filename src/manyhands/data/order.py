@@ -132,13 +132,11 @@ def _passes(cut: Cut, count: int) -> tuple[tuple[Share, ...], ...]:
 def group_edges(count: int, group: int) -> list[int]:
     """Where normalisation groups of a global batch begin and end; knows nothing of processes.
 
-    A rest of less than half a group joins the last group, since statistics over a few samples only add noise.
-    Without groups every sample stands alone.
+    Groups hold at most `group` samples and differ by one at most, so that the last batch of an epoch, too, has no
+    group of a few samples whose statistics are noise. Without groups every sample stands alone.
     """
-    if not group:
-        return list(range(count + 1))
-    groups = max(1, (count + group // 2) // group)
-    return [number * group for number in range(groups)] + [count]
+    groups = math.ceil(count / group) if group else count
+    return [count * number // groups for number in range(groups + 1)]
 
 
 def _pass_bounds(edges: list[int], limit: int, cut: Cut) -> list[tuple[int, int]]:
@@ -150,7 +148,7 @@ def _pass_bounds(edges: list[int], limit: int, cut: Cut) -> list[tuple[int, int]
                 f"BatchNorm needs {last - first} samples in one pass, and {cut.processes} process(es) "
                 f"with train.micro_batch = {cut.micro_batch} take {limit}",
                 "train.micro_batch",
-                ("a larger train.micro_batch", f"or --set train.norm_group={max(2, limit // 2)}"),
+                ("a larger train.micro_batch", f"or --set train.norm_group={max(2, limit)}"),
             )
         if last - bounds[-1] > limit:
             bounds.append(first)

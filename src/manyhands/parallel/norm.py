@@ -70,23 +70,25 @@ class NormGroups:
 
     def finish_update(self, world_size: int) -> None:
         """Moves the running statistics once, by what all processes saw; one collective for all layers."""
-        layers = [layer for layer in self.layers if layer.seen is not None]
+        layers = [layer for layer in self.layers if layer.running_mean is not None]
         if not layers:
             return
-        flat = torch.cat([cast(Tensor, layer.seen).flatten() for layer in layers])
+        # Every process takes part, also one that held no group's beginning: its statistics have weight zero.
+        flat = torch.cat([layer.take_seen() for layer in layers])
         if world_size > 1:
             dist.all_reduce(flat)
         position = 0
         for layer in layers:
-            length = 2 * layer.num_features
-            layer.move_running_statistics(flat[position : position + length].view(2, -1))
+            length = 2 * layer.num_features + 1
+            layer.move_running_statistics(flat[position : position + length])
             position += length
 
 
 class GroupedNorm(_BatchNorm):
     """The training pass of a BatchNorm layer that knows its groups; evaluation is torch's own.
 
-    `seen` gathers, over the passes of one update, the weighted mean and unbiased variance [2, num_features].
+    `seen` gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of
+    the weights: [2 C + 1].
     """
 
     groups: NormGroups
@@ -152,20 +154,28 @@ class GroupedNorm(_BatchNorm):
         return list(_SharedNorm.apply(mean, inverse, counts, places, weight, bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
-        if not self.track_running_stats:
-            return
-        weighted = statistics.detach() * weight
+        flat = statistics.detach().flatten().to(_accumulator_dtype(statistics))
+        weighted = torch.cat([flat, flat.new_ones(1)]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
 
+    def take_seen(self) -> Tensor:
+        """What this process saw since the last update, [2 C + 1]; zeros where it saw nothing."""
+        seen, self.seen = self.seen, None
+        if seen is not None:
+            return seen
+        device = cast(Tensor, self.running_mean).device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return torch.zeros(2 * self.num_features + 1, dtype=dtype, device=device)
+
     def move_running_statistics(self, total: Tensor) -> None:
-        """Moves running mean and variance towards total [2, C], the mean over all groups of the update."""
-        self.seen = None
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        """Moves running mean and variance towards the mean over all groups; total is [2 C + 1]."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None or total[-1] == 0:
             return
+        mean, variance = (total[:-1] / total[-1]).view(2, -1)
         self.num_batches_tracked.add_(1)
         factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(total[0].to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(total[1].to(self.running_var.dtype), factor)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
 def _statistics_dtype(part: Tensor) -> torch.dtype:

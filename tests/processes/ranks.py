@@ -1,0 +1,39 @@
+"""Runs a function on several real processes with gloo, and brings back what each returned."""
+
+import os
+import pickle
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from manyhands.core.world import World
+
+
+def _child(rank, size, function, arguments, folder):
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        result = function(World(rank, size, rank, size, "cpu", "gloo"), *arguments)
+        (Path(folder) / f"{rank}.out").write_bytes(pickle.dumps(result))
+    except BaseException:
+        (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run_on_ranks(function, size, *arguments):
+    """function(world, *arguments) on `size` processes; a list of what they returned, by rank."""
+    if size == 1:
+        return [function(World(), *arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.start_processes(_child, (size, function, arguments, folder), nprocs=size, start_method="fork")
+        except Exception as error:
+            texts = [path.read_text() for path in sorted(Path(folder).glob("*.err"))]
+            raise AssertionError("\n".join(texts) or str(error)) from error
+        return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(size)]
