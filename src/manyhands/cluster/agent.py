@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
@@ -112,6 +112,7 @@ class Agent(LocalElasticAgent):
         self._orders, self._listener, self._commands = orders, listener, commands
         self._served: TCPStore | None = None
         self._stopping_since = 0.0
+        self.exits: dict[int, int] = {}
         spec = WorkerSpec(
             role="worker",
             local_world_size=orders.sizes[orders.machine],
@@ -140,10 +141,10 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started = super()._start_workers(worker_group)
-        context = self._pcontext
-        if context is not None:
-            # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
-            context.close = functools.partial(context.close, timeout=LEAVE_S)  # pyright: ignore[reportAttributeAccessIssue]
+        context: Any = self._pcontext
+        # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
+        context.close = functools.partial(_close_soon, context.close)
+        context._pc.join = functools.partial(context._pc.join, grace_period=LEAVE_S)
         # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
         self._served = TCPStore(
             "127.0.0.1",
@@ -156,6 +157,14 @@ class Agent(LocalElasticAgent):
         )
         _tell("started", pids=list(self._pids()))
         return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Notes which processes have ended by themselves before the base class ends the others."""
+        processes: Any = self._pcontext._pc.processes if self._pcontext else []  # pyright: ignore[reportAttributeAccessIssue]
+        for worker, process in zip(worker_group.workers, processes, strict=True):
+            if process.exitcode:
+                self.exits.setdefault(worker.global_rank, process.exitcode)
+        return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
         """Machines end when their own workers do; the head waits for all."""
@@ -257,14 +266,16 @@ def _settle(orders: Orders) -> Orders:
     return dataclasses.replace(orders, device=device, sizes=sizes)
 
 
-def _result(result: RunResult | None) -> dict[str, Any]:
+def _result(agent: Agent, result: RunResult | None) -> dict[str, Any]:
+    """What each worker returned, or how it ended; the first that the agent saw end is among them."""
     if result is None:
         return {"returned": {}, "failed": {}}
-    failed = {
-        rank: {"exit_code": failure.exitcode, "pid": failure.pid, "signal": failure.signal_name()}
-        for rank, failure in result.failures.items()
-    }
-    return {"returned": result.return_values, "failed": failed}
+    failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    return {"returned": result.return_values, "failed": {**failed, **(agent.exits if failed else {})}}
+
+
+def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: float = LEAVE_S) -> None:
+    close(death_sig, min(timeout, LEAVE_S))
 
 
 def main() -> None:
@@ -288,7 +299,7 @@ def main() -> None:
         agent = Agent(orders, listener, scratch, commands)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, agent.ask_to_stop)
-        _tell("ended", **_result(agent.run()))
+        _tell("ended", **_result(agent, cast(RunResult | None, agent.run())))
     except SignalException as error:
         _tell("ended", returned={}, failed={}, signal=str(error.sigval))
     except Exception:  # noqa: BLE001 - whatever went wrong, the head must hear of it

@@ -27,13 +27,13 @@ class Ending:
 
     Attributes:
         returned: rank to what its entry returned.
-        failed: rank to exit code, pid and signal, as the agent saw it.
+        failed: rank to exit code (negative: the signal that killed it), as the agent saw it.
         interrupted: True when the user (or the system) asked for a stop.
         broken: the agent's own traceback, if it failed itself.
     """
 
     returned: dict[int, Any] = field(default_factory=dict)
-    failed: dict[int, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
     interrupted: bool = False
     broken: str = ""
 
@@ -102,7 +102,7 @@ def _take_in(line: str, ending: Ending) -> None:
         ending.returned = {int(rank): value for rank, value in message["returned"].items()}
         ending.failed = {int(rank): failure for rank, failure in message["failed"].items()}
         if not ending.returned and not ending.failed:
-            ending.failed = {0: {"exit_code": 1, "pid": 0, "signal": message.get("signal", "")}}
+            ending.broken = f"the processes were ended ({message.get('signal', 'they did not stop in time')})"
     elif message["kind"] == "broken":
         ending.broken = message["traceback"]
 
@@ -122,18 +122,18 @@ def first_cause(folder: Path, ending: Ending) -> Failure | None:
     return records[0] if records else None
 
 
-def _killed(rank: int, failure: dict[str, Any]) -> Failure:
-    name = failure.get("signal") or ""
-    if not name and failure["exit_code"] and failure["exit_code"] < 0:
+def _killed(rank: int, exit_code: int) -> Failure:
+    """The record of a process that could not write its own."""
+    name = ""
+    if exit_code < 0:
         with contextlib.suppress(ValueError):
-            name = signal.Signals(-failure["exit_code"]).name
+            name = signal.Signals(-exit_code).name
     mend: list[str] = []
     if name == "SIGKILL":
         mend = [
             "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
         ]
-    what = f"rank {rank} was killed by {name}" if name else f"rank {rank} ended with exit code {failure['exit_code']}"
+    what = f"rank {rank} was killed by {name}" if name else f"rank {rank} ended with exit code {exit_code}"
     return Failure(
-        time=time.time(), rank=rank, host=os.uname().nodename, pid=failure["pid"] or 0, error="ProcessEnded",
-        what=what, mend=mend,
-    )  # fmt: skip
+        time=time.time(), rank=rank, host=os.uname().nodename, pid=0, error="ProcessEnded", what=what, mend=mend
+    )
