@@ -1,0 +1,61 @@
+"""A small convolutional network with BatchNorm, quick on a CPU, for pictures of any size from 8 pixels on."""
+
+from typing import Any
+
+from torch import nn
+
+from manyhands.core.errors import UserError
+from manyhands.models.construct import WHERE, construct
+from manyhands.models.needs import ModelNeeds
+
+SMALLEST = 8
+_LAST_MAP = 4
+_WIDEST = 4
+
+
+def names() -> list[str]:
+    """The words that this file stands for."""
+    return ["cnn"]
+
+
+def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
+    """Pictures of 8 pixels and more, of any number of channels."""
+    if size < SMALLEST:
+        return ModelNeeds(size=SMALLEST, notes=[f"{name} needs at least {SMALLEST} px; pictures are enlarged to that"])
+    return ModelNeeds()
+
+
+def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
+    """Makes the network: [N, channels, size, size] to [N, num_classes]."""
+    return construct(make_cnn, name, arguments, {"channels": channels, "size": size, "num_classes": num_classes})
+
+
+def make_cnn(channels: int, size: int, num_classes: int, width: int = 32, dropout: float = 0.0) -> nn.Sequential:
+    """Makes blocks of convolution, BatchNorm, ReLU and halving until the map is 4 pixels or less, and a last one.
+
+    Args:
+        channels: of the pictures.
+        size: of the pictures, in pixels.
+        num_classes: outputs.
+        width: channels behind the first block; each further one doubles them, up to four times as many.
+        dropout: before the last layer, 0 to below 1.
+
+    Raises:
+        UserError: an argument is out of its range.
+    """
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise UserError(f"width is {width!r}, expected a whole number", f"{WHERE}.width")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise UserError(f"dropout is {dropout!r}, expected a number from 0 to below 1", f"{WHERE}.dropout")
+    layers: list[nn.Module] = []
+    inputs, outputs = channels, width
+    while size > _LAST_MAP:
+        layers += [*_convolution(inputs, outputs), nn.MaxPool2d(2)]
+        inputs, outputs, size = outputs, min(2 * outputs, _WIDEST * width), size // 2
+    layers += [*_convolution(inputs, outputs), nn.AdaptiveMaxPool2d(1), nn.Flatten()]
+    layers += [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(*layers, nn.Linear(outputs, num_classes))
+
+
+def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]

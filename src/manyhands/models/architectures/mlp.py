@@ -1,0 +1,44 @@
+"""A multi-layer perceptron: pixels, hidden layers with ReLU, classes."""
+
+from typing import Any
+
+from torch import nn
+
+from manyhands.core.errors import UserError
+from manyhands.models.construct import WHERE, construct
+from manyhands.models.needs import ModelNeeds
+
+
+def names() -> list[str]:
+    """The words that this file stands for."""
+    return ["mlp"]
+
+
+def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
+    """Any pictures will do."""
+    return ModelNeeds()
+
+
+def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
+    """Makes the network: [N, channels, size, size] to [N, num_classes]."""
+    return construct(make_mlp, name, arguments, {"inputs": channels * size * size, "num_classes": num_classes})
+
+
+def make_mlp(inputs: int, num_classes: int, hidden: int = 256, depth: int = 1, dropout: float = 0.0) -> nn.Sequential:
+    """Makes `depth` hidden layers of `hidden` units, each with ReLU and, if above 0, dropout behind it.
+
+    Raises:
+        UserError: an argument is out of its range.
+    """
+    for word, value in (("hidden", hidden), ("depth", depth)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if word == "hidden" else 0):
+            raise UserError(f"{word} is {value!r}, expected a whole number", f"{WHERE}.{word}")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise UserError(f"dropout is {dropout!r}, expected a number from 0 to below 1", f"{WHERE}.dropout")
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = inputs
+    for _ in range(depth):
+        layers += [nn.Linear(width, hidden), nn.ReLU()]
+        layers += [nn.Dropout(dropout)] if dropout else []
+        width = hidden
+    return nn.Sequential(*layers, nn.Linear(width, num_classes))

@@ -1,0 +1,35 @@
+"""torchvision's ResNets with the stem that suits small pictures: a 3x3 convolution and no max-pool.
+
+Source: He et al. 2015, arXiv:1512.03385, section 4.2 (the stem); widths and depths stay those of ImageNet's networks.
+"""
+
+from typing import Any
+
+from torch import nn
+from torchvision import models
+
+from manyhands.models.construct import construct
+from manyhands.models.needs import ModelNeeds
+
+MAX_SIZE = 64
+_STEM_WIDTH = 64
+
+
+def names() -> list[str]:
+    """The words that this file stands for, on pictures of at most MAX_SIZE pixels."""
+    return ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+
+
+def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
+    """Any number of channels, since the stem is new anyway."""
+    note = f"{name} with the CIFAR stem (3x3, no max-pool) because pictures are {size} px"
+    return ModelNeeds(notes=[f"{note}; torchvision:{name} is the original"])
+
+
+def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:  # noqa: ARG001 one shape for all
+    """Makes the network: [N, channels, size, size] to [N, num_classes]."""
+    model = construct(getattr(models, name), name, arguments, {"weights": None, "num_classes": num_classes})
+    model.conv1 = nn.Conv2d(channels, _STEM_WIDTH, kernel_size=3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    return model

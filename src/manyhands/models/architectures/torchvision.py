@@ -1,0 +1,91 @@
+"""Every classification network of torchvision, as it is published there."""
+
+from typing import Any
+
+from torch import nn
+from torchvision import models
+
+from manyhands.core.errors import UserError
+from manyhands.models.construct import construct
+from manyhands.models.needs import ModelNeeds
+from manyhands.models.pretrained import fetch_weights
+
+_PUBLISHED_CLASSES = 1000
+# Networks that take one size only, and the argument that sets it; the auxiliary head of inception_v3 asks for 299.
+_SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception": ("", 299)}
+# Left out, torchvision warns that its default is about to change.
+_WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
+
+
+def names() -> list[str]:
+    """The words that this file stands for."""
+    return models.list_models(module=models)
+
+
+def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
+    """Three channels, and a size where the network has one of its own or can't take smaller pictures."""
+    meta = _published(name).meta
+    smallest = max(meta["min_size"])
+    argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
+    if fixed:
+        if pretrained and argument:
+            fixed = smallest
+        given = arguments.get(argument, fixed)
+        fixed = given if isinstance(given, int) else given[0]
+        return ModelNeeds(3, fixed, [f"{name} takes pictures of {fixed} px"])
+    if size < smallest:
+        made_for = max(224, smallest)
+        return ModelNeeds(3, made_for, [f"{name} needs at least {smallest} px; pictures are enlarged to {made_for}"])
+    return ModelNeeds(3)
+
+
+def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:  # noqa: ARG001 one shape for all
+    """Makes the network: [N, 3, size, size] to [N, num_classes]; in training some have auxiliary outputs too."""
+    if name in _WITH_OPEN_DEFAULT:
+        arguments = {"init_weights": True, **arguments}
+    return construct(models.get_model_builder(name), name, arguments, {"weights": None, "num_classes": num_classes})
+
+
+def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
+    """Makes the network with torchvision's published weights; other than 1000 classes get new, random heads.
+
+    Raises:
+        UserError: the weights are neither on disk nor to be had, or hold anything but tensors.
+    """
+    weights = _published(name)
+    path = fetch_weights(weights.url)
+    try:
+        fixed = {"weights": weights, "progress": False}
+        model = construct(models.get_model_builder(name), name, arguments, fixed)
+    except RuntimeError as error:
+        raise UserError(f"{path.name} holds another network's weights", str(path), ("delete it",)) from error
+    if num_classes != _PUBLISHED_CLASSES:
+        _replace_heads(model, name, num_classes)
+    return model
+
+
+def _published(name: str) -> models.WeightsEnum:
+    return models.get_model_weights(name)["DEFAULT"]
+
+
+def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
+    """Puts a new layer in the place of each that has ImageNet's 1000 outputs: the head, and auxiliary ones."""
+    heads = [path for path, layer in model.named_modules() if _outputs(layer) == _PUBLISHED_CLASSES]
+    if not heads:
+        raise UserError(f"{name} has no last layer that can be replaced", "model.pretrained", ("leave it out",))
+    for path in heads:
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, _like(model.get_submodule(path), num_classes))
+
+
+def _outputs(layer: nn.Module) -> int:
+    if isinstance(layer, nn.Linear):
+        return layer.out_features
+    return layer.out_channels if isinstance(layer, nn.Conv2d) else 0
+
+
+def _like(layer: nn.Module, outputs: int) -> nn.Module:
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, outputs, bias=layer.bias is not None)
+    assert isinstance(layer, nn.Conv2d)
+    return nn.Conv2d(layer.in_channels, outputs, kernel_size=1)

@@ -1,0 +1,90 @@
+"""From a word to a network: the user's own object, or a choice file of architectures."""
+
+from types import ModuleType
+
+from torch import nn
+
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import is_object_reference, load_choice, module_names, unknown_choice
+from manyhands.models.needs import ModelNeeds
+from manyhands.models.options import ModelOptions
+from manyhands.models.user import build_user_model
+
+_PACKAGE = "manyhands.models.architectures"
+_ORIGINAL = "torchvision:"
+
+
+def describe(options: ModelOptions, size: int) -> ModelNeeds:
+    """Says what the network needs of its pictures, before any are loaded.
+
+    Args:
+        options: which network.
+        size: height and width of the pictures as they are, in pixels.
+
+    Raises:
+        UserError: no network has that name.
+    """
+    if is_object_reference(options.name):
+        return ModelNeeds()
+    name, choice = _find(options, size)
+    return choice.needs(name, size, options.arguments, options.pretrained)
+
+
+def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int) -> nn.Module:
+    """Makes the network on torch's default device; its random weights follow torch's global seed.
+
+    Args:
+        options: which network. `weights` is not looked at: the caller loads that file.
+        channels: of the pictures, as `describe` asked.
+        size: of the pictures, as `describe` asked.
+        num_classes: classes of the data; options.num_classes wins where it is given.
+
+    Returns:
+        A network from [N, channels, size, size] to [N, num_classes]; in training some return auxiliary outputs as well,
+        see `outputs.main_and_auxiliary`.
+
+    Raises:
+        UserError: no network has that name, an argument is wrong, pictures don't suit it, or weights are missing.
+    """
+    classes = options.num_classes or num_classes
+    if is_object_reference(options.name):
+        if options.pretrained:
+            raise _nothing_published(options.name)
+        return build_user_model(options.name, options.arguments, classes)
+    name, choice = _find(options, size)
+    _refuse_unsuitable(name, choice.needs(name, size, options.arguments, options.pretrained), channels, size)
+    if not options.pretrained:
+        return choice.build(name, channels=channels, size=size, num_classes=classes, arguments=options.arguments)
+    if not hasattr(choice, "build_pretrained"):
+        raise _nothing_published(name)
+    return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
+
+
+def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
+    """The choice file for a name. One that is for small pictures only (MAX_SIZE) goes before one for all."""
+    choices = [load_choice(_PACKAGE, word) for word in module_names(_PACKAGE)]
+    name = options.name.removeprefix(_ORIGINAL)
+    candidates = [choice for choice in choices if name in choice.names() and _max_size(choice) >= size]
+    published = [choice for choice in candidates if hasattr(choice, "build_pretrained")]
+    if name != options.name or (options.pretrained and published):
+        candidates = published
+    if not candidates:
+        known = {word for choice in choices for word in choice.names()}
+        raise unknown_choice("network", options.name, known, "model.name")
+    return name, min(candidates, key=_max_size)
+
+
+def _max_size(choice: ModuleType) -> float:
+    return getattr(choice, "MAX_SIZE", float("inf"))
+
+
+def _refuse_unsuitable(name: str, needs: ModelNeeds, channels: int, size: int) -> None:
+    if needs.channels not in (None, channels):
+        raise UserError(f"{name} takes pictures of {needs.channels} channels, these have {channels}", "model.name")
+    if needs.size not in (None, size):
+        raise UserError(f"{name} takes pictures of {needs.size} px, these have {size}", "model.name")
+
+
+def _nothing_published(name: str) -> UserError:
+    mend = ("leave it out, or choose one of torchvision's networks",)
+    return UserError(f"{name} has no published weights", "model.pretrained", mend)

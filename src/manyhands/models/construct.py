@@ -1,0 +1,56 @@
+"""Calls a builder with the user's arguments, and turns what it objects to into a user's error."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import did_you_mean
+
+WHERE = "model.arguments"
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'|multiple values for (?:keyword )?argument '(\w+)'")
+_MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
+
+
+def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
+    """Returns builder(**arguments, **fixed).
+
+    Args:
+        builder: a class or function.
+        name: what the user calls it.
+        arguments: the user's own.
+        fixed: ours, which the user can't give.
+
+    Raises:
+        UserError: an argument is unknown, missing, one of ours, or refused; it is named.
+    """
+    if taken := sorted(set(arguments) & set(fixed)):
+        mend = ("the number of classes is model.num_classes; published weights are model.pretrained",)
+        raise UserError(f"{name} is given {taken[0]} already", f"{WHERE}.{taken[0]}", mend)
+    try:
+        return builder(**arguments, **fixed)
+    except TypeError as error:
+        raise refused(builder, name, arguments, error) from error
+    except (ValueError, AssertionError, KeyError) as error:
+        raise UserError(f"{name} refuses its arguments: {error}", WHERE, (f"given: {arguments}",)) from error
+
+
+def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
+    """The error for arguments that a builder doesn't take, with the one that is wrong and those it knows."""
+    if match := _UNEXPECTED.search(str(error)):
+        word = match[1] or match[2]
+        return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _known(builder, word))
+    if match := _MISSING.search(str(error)):
+        return UserError(f"{name} needs {match[1]}", WHERE, ("give it under [model.arguments]",))
+    return UserError(f"{name} refuses its arguments: {error}", WHERE, (f"given: {arguments}",))
+
+
+def _known(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
+    """A suggestion from the builder's own parameters, where it has any of its own."""
+    parameters = inspect.signature(builder).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [name for name in names if name not in ("weights", "progress", "num_classes", "channels", "size")]
+    if not names:
+        return ()
+    return tuple(filter(None, (did_you_mean(word, names), f"it takes: {', '.join(names)}")))
