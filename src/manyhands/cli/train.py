@@ -111,7 +111,7 @@ def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool) -> int:
         for line in describe(loaded):
             print(line)
         return 0
-    from manyhands.report.terminal import result_lines, result_object
+    from manyhands.report.summary import result_lines, result_object
     from manyhands.run.train import train as start
 
     outcome = start(loaded.job, quiet=quiet)

@@ -76,10 +76,12 @@ class Orders:
 class _Rendezvous(RendezvousHandler):
     """A meeting that the head has already decided; polled by the agent, it passes on what the head says."""
 
-    use_agent_store = True  # pyright: ignore[reportAssignmentType] - a property in the base class
-
     def __init__(self, orders: Orders, port: int, obey: Callable[[], None]) -> None:
         self._orders, self._port, self._obey = orders, port, obey
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
 
     def get_backend(self) -> str:
         return "manyhands"
@@ -105,7 +107,11 @@ class _Rendezvous(RendezvousHandler):
         return True
 
 
-class Agent(LocalElasticAgent):
+# torch's decorators hide the signatures of what is overridden below.
+_Base = cast(Any, LocalElasticAgent)
+
+
+class Agent(_Base):
     """PyTorch's agent with ranks from a list of sizes, a loopback store, and commands from the head."""
 
     def __init__(self, orders: Orders, listener: socket.socket, scratch: str, commands: "_Commands") -> None:
@@ -140,7 +146,7 @@ class Agent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started = super()._start_workers(worker_group)
+        started: dict[int, Any] = super()._start_workers(worker_group)
         context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
         context.close = functools.partial(_close_soon, context.close)

@@ -130,7 +130,7 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
         import torch.distributed as dist
 
         paths = [str(folder.path)]
-        dist.broadcast_object_list(paths, src=0, device="cpu" if world.device == "cpu" else world.device)
+        dist.broadcast_object_list(paths, src=0)
         folder = RunFolder(Path(paths[0]))
     folder.failures.mkdir(parents=True, exist_ok=True)
     return folder

@@ -288,7 +288,6 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
         seed=derive(job.train.seed, "augment"),
         device=world.device,
         workers=loader_workers(job, source, world),
-        skip_corrupt=job.data.skip_corrupt,
         dtype=DTYPES.get(job.train.precision, torch.float32),
         channels_last=job.train.channels_last,
     )

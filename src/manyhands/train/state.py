@@ -1,7 +1,7 @@
 """How far a run has come, and turning live objects into a snapshot and back."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,8 @@ def capture(
 ) -> Snapshot:
     """The whole state on the CPU; with a sharded network every process must call it."""
     if network.sharded:
-        model = get_model_state_dict(network.inner, options=FULL)
-        optimizer_state = get_optimizer_state_dict(network.inner, optimizer, options=FULL)
+        model = cast(dict[str, Tensor], get_model_state_dict(network.inner, options=FULL))
+        optimizer_state = cast(dict[str, Any], get_optimizer_state_dict(network.inner, optimizer, options=FULL))
     else:
         model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
         optimizer_state = _named_optimizer(network.inner, optimizer)
@@ -90,7 +90,9 @@ def restore(
     """
     check_fits(snapshot.model, network.inner, where)
     if network.sharded:
-        set_model_state_dict(network.inner, snapshot.model, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(
+            network.inner, dict[str, Any](snapshot.model), options=StateDictOptions(full_state_dict=True)
+        )
     else:
         network.inner.load_state_dict(snapshot.model)
     if optimizer and snapshot.optimizer:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.utils as nn_utils
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.seeds import derive, mix
@@ -130,7 +131,7 @@ class Updater:
     def _check_and_clip(self, update: Update, step: int) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn_utils.get_total_norm(gradients)
-        if isinstance(norm, torch.distributed.tensor.DTensor):
+        if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if self.device == "cpu" and not self.scaler and not math.isfinite(norm.item()):
             raise explain_gradient(self, update, step)

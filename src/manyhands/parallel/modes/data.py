@@ -1,5 +1,8 @@
 """Data parallel: every process holds the whole network and a share of each batch (PyTorch's own DDP)."""
 
+import inspect
+from typing import Any
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -8,6 +11,12 @@ from manyhands.parallel.network import ParallelNetwork
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
+
+# torch 2.15 renamed the flag and warns of the old name.
+_PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers": False
+}
 
 
 def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
@@ -26,7 +35,7 @@ def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
     wrapped = DistributedDataParallel(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
-        broadcast_buffers=False,
+        **_NO_BUFFERS,
         init_sync=False,
         find_unused_parameters=unused,
         gradient_as_bucket_view=True,

@@ -1,0 +1,92 @@
+"""The law of the house: N processes make the same updates as one."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.train.job import Objects, build
+from tests.processes.ranks import run_on_ranks
+
+# Divides by nothing: 103 = 3 * 29 + 16.
+SAMPLES, BATCH = 103, 29
+
+
+def _network(norm):
+    def block(inputs, outputs):
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), *([nn.BatchNorm2d(outputs)] if norm else []), nn.ReLU()]
+
+    return nn.Sequential(*block(1, 6), nn.MaxPool2d(2), *block(6, 8), nn.Flatten(), nn.Linear(8 * 16, 5))
+
+
+def _train(world, updates, mode, norm, settings):
+    torch.manual_seed(3)
+    flags = {
+        "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "train.lr": 0.05, "train.evaluate_every": 0.0, "parallel.mode": mode,
+        "data.augment": "crop-flip", "model.num_classes": 5, "train.weight_decay": 1e-3, **settings,
+    }  # fmt: skip
+    job = load_job(flags, environment={}).job
+    with tempfile.TemporaryDirectory() as folder:
+        parts = build(job, RunFolder(Path(folder)), world, mode, Objects(_network(norm)))
+        losses = []
+        while len(losses) < updates:
+            for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
+                parts.update(update, parts.progress.step)
+                parts.progress.advance(parts.feed.order.steps_per_epoch)
+                losses.append(parts.update.measured.take()[0])
+                if len(losses) == updates:
+                    break
+        from manyhands.train.state import capture
+
+        snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
+        evaluation = parts.evaluate()
+        parts.release()
+    return losses, snapshot.model, (evaluation.confusion, evaluation.loss)
+
+
+def _compare(size, updates, mode, norm, settings, tolerance):
+    alone = run_on_ranks(_train, 1, updates, "single", norm, settings)[0]
+    several = run_on_ranks(_train, size, updates, mode, norm, settings)
+    summed = [sum(losses) for losses in zip(*(result[0] for result in several), strict=True)]
+    torch.testing.assert_close(torch.tensor(summed), torch.tensor(alone[0]), rtol=tolerance, atol=0)
+    for name, wanted in alone[1].items():
+        scale = wanted.abs().max().item() if wanted.is_floating_point() else 1
+        # Rank 0 alone gathers a sharded network.
+        for result in several if mode != "fsdp" else several[:1]:
+            got = result[1][name]
+            assert (got - wanted).abs().max().item() <= tolerance * max(scale, 1e-12), name
+
+
+SETTINGS = {
+    "plain": {},
+    "accumulation": {"train.micro_batch": 4},
+    "large-groups": {"train.norm_group": 16},
+    "adamw": {"train.optimizer": "adamw", "train.lr": 0.002},
+    "clip": {"train.clip": 0.1, "train.label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("norm", [False, True], ids=["no-norm", "norm"])
+def test_twenty_updates_in_double_precision(size, norm, settings):
+    base = {"train.precision": "fp64", "train.norm_group": 4}
+    _compare(size, 20, "data", norm, {**base, **SETTINGS[settings]}, 1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_one_update_in_single_precision(size):
+    _compare(size, 1, "data", True, {"train.norm_group": 4}, 1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sharded_parameters_make_the_same_updates(size):
+    _compare(size, 20, "fsdp", True, {"train.precision": "fp64", "train.norm_group": 4}, 1e-9)
+
+
+def test_global_groups_are_torchs_synchronised_norm():
+    _compare(3, 20, "data", True, {"train.precision": "fp64", "train.norm_group": "global"}, 1e-9)
