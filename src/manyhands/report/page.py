@@ -73,6 +73,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "time_line": tables.time_line(run),
         "warnings": [event for event in run.events if event.kind == "warning"],
         "failures": run.failures,
+        "consequences": [failure for failure in run.failures if failure.consequence],
     }
 
 
@@ -93,13 +94,13 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     """The small figures under the headline: name and value, only what is known."""
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found: list[tuple[str, str | None]] = [
-        ("images per second", words.rate(speed) if speed is not None else None),
+        ("images/s", words.rate(speed) if speed is not None else None),
         ("time worked", words.duration(summary.seconds(run)) if run.sessions else None),
         ("epochs", _epochs(run)),
         ("processes", _first(run, "processes", "world_size", "size")),
         ("device", _first(run, "device", "devices")),
         ("mode", _first(run, "mode")),
-        ("samples evaluated", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
+        ("test samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
     ]
     return [(name, value) for name, value in found if value]
 
