@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 from fake_run import FakeRun, complete
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.records import EvaluationDetail
@@ -155,13 +155,14 @@ def test_nan_is_null_for_machines(tmp_path):
     structure(write_report(tmp_path).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("count", [1, 2, 13, 51])
+@pytest.mark.parametrize("count", [1, 13, 51])
 def test_any_number_of_classes(tmp_path, count):
     names = [f"类别 {number}" for number in range(count)]
     FakeRun(tmp_path, classes=names, epochs=1, steps_per_epoch=20).begin().train().finish()
     structure(write_report(tmp_path).read_text(encoding="utf-8"))
 
 
+@settings(max_examples=40)
 @given(names=st.lists(st.text(max_size=30), min_size=1, max_size=6), message=st.text(max_size=40))
 def test_names_and_messages_are_only_text(tmp_path_factory, names, message):
     run = FakeRun(tmp_path_factory.mktemp("run"), classes=names, epochs=1, steps_per_epoch=2, record_every=1).begin()

@@ -1,5 +1,6 @@
 """A run folder can be read in whatever state it is."""
 
+import itertools
 import math
 
 import pytest
@@ -125,7 +126,7 @@ def test_failures_begin_with_the_cause(tmp_path):
 def test_sessions_cover_no_more_than_the_run(entries):
     found = sessions([], [Event(time=time, kind=kind) for time, kind in entries])
     assert sum(part.seconds for part in found) <= 1e6
-    assert all(before.end <= after.start for before, after in zip(found, found[1:], strict=False))
+    assert all(before.end <= after.start for before, after in itertools.pairwise(found))
 
 
 @settings(max_examples=40)

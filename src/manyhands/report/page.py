@@ -1,8 +1,9 @@
 """Writes report.html: one file that needs no network and no script, and its pictures as PNG beside it."""
 
 import os
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -11,6 +12,9 @@ from manyhands.report import summary, tables, words
 from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
 from manyhands.report.pictures import PICTURES, draw_all
 from manyhands.report.read import RunData, read_run
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 # A longer table is folded, with its first rows in sight.
 _ROWS_IN_SIGHT = 20
@@ -38,6 +42,11 @@ def write_report(path: Path) -> Path:
 
 def render(run: RunData, pictures: dict[str, str]) -> str:
     """The page as text; `pictures` are SVG elements by name."""
+    return _template().render(_content(run, pictures))
+
+
+@cache
+def _template() -> "Template":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -48,7 +57,7 @@ def render(run: RunData, pictures: dict[str, str]) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(percent=words.percent, number=words.number)
-    return environment.get_template("page.html.j2").render(_content(run, pictures))
+    return environment.get_template("page.html.j2")
 
 
 def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
