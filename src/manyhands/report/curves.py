@@ -47,7 +47,12 @@ def _pair(axes: "Axes", run: RunData, training: list[float], evaluated: list[flo
     if training:
         axes.plot(*thin(epochs, training), color=BLUE, alpha=0.25, linewidth=0.8)
         smoothed = smooth(training, [max(1, step.samples) for step in run.steps])
-        axes.plot(*thin(epochs, smoothed), color=BLUE, marker=marker, label="training, smoothed")
+        axes.plot(
+            *thin(epochs, smoothed),
+            color=BLUE,
+            marker=marker,
+            label="training, smoothed" if len(training) >= 10 else "training",
+        )
     if evaluated:
         places = [evaluation.step / length for evaluation in run.evaluations]
         size = 4.5 if len(places) <= 60 else 2
@@ -64,7 +69,7 @@ def learning_rate(run: RunData) -> "Figure | None":
     length = steps_per_epoch(run) or 1
     points = thin([step.step / length for step in run.steps], [step.learning_rate for step in run.steps])
     axes.plot(*points, color=GREEN, marker="o" if len(run.steps) == 1 else None)
-    axes.set_title("learning rate")
+    axes.set_ylabel("learning rate")
     axes.set_ylim(bottom=0)
     epochs_axis(axes, run)
     return figure
@@ -75,17 +80,16 @@ def throughput(run: RunData) -> "Figure | None":
     if not run.steps:
         return None
     unit, size = _time_unit(sum(session.seconds for session in run.sessions))
-    times = [_worked(run, step.time) / size for step in run.steps]
-    waits = [100 * step.data_share for step in run.steps]
-    shows_waits = max(waits) >= 1
+    times, speeds, waits = _along_time(run, size)
+    shows_waits = any(wait >= 1 for wait in waits)
     figure = new_figure(10, 3.9 if shows_waits else 2.7)
     rows = figure.subplots(
         2 if shows_waits else 1, 1, sharex=True, squeeze=False, height_ratios=(3, 1) if shows_waits else None
     )[:, 0]
-    _speed(rows[0], run, times)
+    _speed(rows[0], run, times, speeds)
     if shows_waits:
         rows[1].fill_between(*thin(times, waits), color=VERMILION, alpha=0.5, linewidth=0)
-        rows[1].set_ylim(0, max(20.0, min(100.0, max(waits) * 1.1)))
+        rows[1].set_ylim(0, max(20.0, min(100.0, 110 * max(step.data_share for step in run.steps))))
         rows[1].set_title("waiting for data, % of the time")
         rows[1].grid(axis="y")
     rows[-1].set_xlabel(f"time worked, {unit}")
@@ -93,8 +97,22 @@ def throughput(run: RunData) -> "Figure | None":
     return figure
 
 
-def _speed(axes: "Axes", run: RunData, times: list[float]) -> None:
-    speeds = [step.images_per_s if math.isfinite(step.images_per_s) else math.nan for step in run.steps]
+def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
+    """Moments, speeds and percentages of waiting, with a gap wherever the run went on after a pause."""
+    points: list[tuple[float, float, float]] = []
+    last = -1
+    for step in run.steps:
+        number, worked = _worked(run, step.time)
+        if points and number != last:
+            points.append((worked / unit_s, math.nan, math.nan))
+        speed = step.images_per_s if math.isfinite(step.images_per_s) else math.nan
+        points.append((worked / unit_s, speed, 100 * step.data_share))
+        last = number
+    times, speeds, waits = ([point[column] for point in points] for column in range(3))
+    return times, speeds, waits
+
+
+def _speed(axes: "Axes", run: RunData, times: list[float], speeds: list[float]) -> None:
     axes.plot(*thin(times, speeds), color=BLUE, linewidth=1, marker="o" if len(times) == 1 else None)
     typical = images_per_s(run)
     if typical is not None:
@@ -105,14 +123,14 @@ def _speed(axes: "Axes", run: RunData, times: list[float]) -> None:
     axes.grid(axis="y")
 
 
-def _worked(run: RunData, time: float) -> float:
-    """Seconds of work up to a moment, pauses left out."""
+def _worked(run: RunData, time: float) -> tuple[int, float]:
+    """The session that a moment lies in, and the seconds of work up to it, pauses left out."""
     done = 0.0
-    for session in run.sessions:
+    for number, session in enumerate(run.sessions):
         if session.start <= time <= session.end:
-            return done + time - session.start
+            return number, done + time - session.start
         done += session.seconds
-    return done
+    return len(run.sessions), done
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:

@@ -134,4 +134,5 @@ def smooth(values: Sequence[float], weights: Sequence[float], share: float = 0.0
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan

@@ -64,7 +64,9 @@ def live_line(progress: Progress, now: float, width: int, *, ascii_only: bool = 
     """One line of at most `width` columns; what matters least is left out first."""
     step = progress.last
     if step is None:
-        return Text("starting …" if not ascii_only else "starting ...", "dim")
+        begin = Text("starting ..." if ascii_only else "starting …", "dim")
+        begin.truncate(width)
+        return begin
     epoch, done = place(step)
     epochs = max(epoch, -(-step.total_steps // step.steps_per_epoch))
     share = done / step.steps_per_epoch

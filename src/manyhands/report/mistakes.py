@@ -180,7 +180,16 @@ def _bars(names: list[str], values: list[float], notes: list[str], label: str, l
     top = max(values, default=1.0) or 1.0
     axes.set_xlim(0, limit or top * 1.25)
     for at, (value, note) in enumerate(zip(values, notes, strict=True)):
-        axes.annotate(note, (value, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, color=GREY)
+        axes.annotate(
+            note,
+            (value, at),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=GREY,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
     axes.grid(axis="x")

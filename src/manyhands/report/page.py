@@ -1,8 +1,9 @@
 """Writes report.html: one file that needs no network and no script, and its pictures as PNG beside it."""
 
 import os
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -11,6 +12,9 @@ from manyhands.report import summary, tables, words
 from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
 from manyhands.report.pictures import PICTURES, draw_all
 from manyhands.report.read import RunData, read_run
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 # A longer table is folded, with its first rows in sight.
 _ROWS_IN_SIGHT = 20
@@ -38,6 +42,11 @@ def write_report(path: Path) -> Path:
 
 def render(run: RunData, pictures: dict[str, str]) -> str:
     """The page as text; `pictures` are SVG elements by name."""
+    return _template().render(_content(run, pictures))
+
+
+@cache
+def _template() -> "Template":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -48,7 +57,7 @@ def render(run: RunData, pictures: dict[str, str]) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(percent=words.percent, number=words.number)
-    return environment.get_template("page.html.j2").render(_content(run, pictures))
+    return environment.get_template("page.html.j2")
 
 
 def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
@@ -73,6 +82,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "time_line": tables.time_line(run),
         "warnings": [event for event in run.events if event.kind == "warning"],
         "failures": run.failures,
+        "consequences": [failure for failure in run.failures if failure.consequence],
     }
 
 
@@ -93,13 +103,13 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     """The small figures under the headline: name and value, only what is known."""
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found: list[tuple[str, str | None]] = [
-        ("images per second", words.rate(speed) if speed is not None else None),
+        ("images/s", words.rate(speed) if speed is not None else None),
         ("time worked", words.duration(summary.seconds(run)) if run.sessions else None),
         ("epochs", _epochs(run)),
         ("processes", _first(run, "processes", "world_size", "size")),
         ("device", _first(run, "device", "devices")),
         ("mode", _first(run, "mode")),
-        ("samples evaluated", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
+        ("test samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
     ]
     return [(name, value) for name, value in found if value]
 

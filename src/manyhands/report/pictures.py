@@ -74,8 +74,12 @@ def _inline_tag(tag: str, name: str) -> str:
     tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag).replace("xlink:href", "href")
     tag = re.sub(r'\bid="', f'id="{name}-', tag)
     tag = tag.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
-    # The page decides how wide a picture is; viewBox keeps its shape.
-    return re.sub(r' (width|height|version)="[^"]*"', "", tag) if tag.startswith("<svg") else tag
+    if not tag.startswith("<svg"):
+        return tag
+    # As wide as the page allows, but never so wide that its letters outgrow the page's: 1.45 px for each point.
+    width = re.search(r' width="([\d.]+)pt"', tag)
+    limit = f' style="max-width:{float(width[1]) * 1.45:.0f}px"' if width else ""
+    return re.sub(r' (width|height|version)="[^"]*"', "", tag).replace("<svg", f"<svg{limit}", 1)
 
 
 def _write_png(figure: "Figure", file: Path) -> None:

@@ -85,6 +85,7 @@ class Screen:
         if self.live:
             self._draw()
         elif not self._quiet and self._progress.last and self._clock() - self._plain_at >= _PLAIN_EVERY_S:
+            self._plain_at = self._clock()
             self._log("INFO", step_line(self._progress))
 
     def say(self, message: str, level: str = "INFO") -> None:
@@ -130,8 +131,7 @@ class Screen:
             self.say(message, level)
 
     def _log(self, level: str, message: str) -> None:
-        self._plain_at = self._clock()
-        line = Text(f"{moment(self._plain_at)} ")
+        line = Text(f"{moment(self._clock())} ")
         line.append(level, _STYLES[level]).append(f" {self._encodable(message)}")
         self._console.print(line)
 

@@ -1,0 +1,155 @@
+"""A run folder can be read in whatever state it is."""
+
+import itertools
+import math
+
+import pytest
+from fake_run import FakeRun, complete
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
+from manyhands.report.follow import Follower, Tail
+from manyhands.report.read import read_run, sessions, without_repeats
+
+
+def step(number, time, loss=1.0):
+    return StepMetrics(
+        time=time,
+        epoch=number // 10,
+        step=number,
+        step_in_epoch=number % 10,
+        steps_per_epoch=10,
+        total_steps=1000,
+        loss=loss,
+        top1=0.5,
+        learning_rate=0.1,
+        images_per_s=100,
+        samples=8,
+    )
+
+
+# Each session begins at or before what the one before it reached, and makes so many records.
+PLANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 15)), min_size=1, max_size=5)
+
+
+@given(PLANS)
+def test_the_later_record_wins(plan):
+    time, reached, records, events, expected = 0.0, 0, [], [], {}
+    for back, count in plan:
+        begin = max(0, reached - back)
+        time += 100
+        events.append(Event(time=time, kind="resumed", step=begin))
+        expected = {number: loss for number, loss in expected.items() if number <= begin}
+        for number in range(begin + 1, begin + count + 1):
+            time += 1
+            records.append(step(number, time, loss=time))
+            expected[number] = time
+        reached = begin + count
+    kept = without_repeats(records, events)
+    assert {record.step: record.loss for record in kept} == expected
+    assert [record.step for record in kept] == sorted(expected)
+
+
+@given(PLANS)
+def test_steps_rise_even_where_no_event_tells_of_a_restart(plan):
+    records = [step(begin + number, 0.0) for begin, count in plan for number in range(count)]
+    kept = [record.step for record in without_repeats(records, [])]
+    assert kept == sorted(set(kept))
+    assert kept[-1:] == [records[-1].step] if records else kept == []
+
+
+@settings(max_examples=60)
+@given(cut=st.integers(0, 4000), junk=st.binary(max_size=40))
+def test_a_torn_file_gives_its_whole_lines(tmp_path_factory, cut, junk):
+    run = FakeRun(tmp_path_factory.mktemp("run")).begin().train(0, 120)
+    text = run.folder.metrics.read_bytes()[:cut]
+    run.folder.metrics.write_bytes(text + b"\n" + junk.replace(b"{", b"") + b'\n{"kind": "st')
+    read = read_run(run.path)
+    assert len(read.steps) + len(read.evaluations) == sum(line.endswith(b"}") for line in text.split(b"\n"))
+
+
+@given(content=st.binary(max_size=200))
+def test_no_bytes_break_the_reader(tmp_path_factory, content):
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    folder.evaluations.mkdir()
+    folder.failures.mkdir(parents=True)
+    for file in (folder.job, folder.plan, folder.environment, folder.metrics, folder.events):
+        file.write_bytes(content)
+    (folder.evaluations / "best.json").write_bytes(content)
+    (folder.failures / "0.json").write_bytes(content)
+    assert read_run(folder.path).steps == []
+
+
+def test_nan_survives_json(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    with run.folder.metrics.open("w") as file:
+        file.write(step(1, 1.0, loss=math.nan).model_dump_json() + "\n")
+    assert math.isnan(read_run(tmp_path).steps[0].loss)
+
+
+def test_a_newer_record_is_refused(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    run.folder.metrics.write_text('{"v": 2, "kind": "step", "time": 0}\n')
+    with pytest.raises(UserError, match="newer manyhands"):
+        read_run(tmp_path)
+
+
+def test_a_folder_that_is_no_run_names_the_runs_nearby(tmp_path):
+    FakeRun(tmp_path / "runs" / "mine").begin()
+    with pytest.raises(UserError) as error:
+        read_run(tmp_path / "runs")
+    assert "mine" in str(error.value)
+    with pytest.raises(UserError, match="there is no folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_a_resumed_run_is_whole(tmp_path):
+    complete(tmp_path, epochs=10)
+    run = read_run(tmp_path)
+    assert [record.step for record in run.steps] == list(range(10, 1001, 10))
+    assert [record.epoch for record in run.evaluations] == list(range(1, 11))
+    assert len(run.sessions) == 2
+    assert run.best is not None
+    assert run.last is not None
+
+
+def test_failures_begin_with_the_cause(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    run.fail(0, consequence=True).fail(3)
+    assert [failure.rank for failure in read_run(tmp_path).failures] == [3, 0]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.sampled_from(["started", "resumed", "saved"])), max_size=20))
+def test_sessions_cover_no_more_than_the_run(entries):
+    found = sessions([], [Event(time=time, kind=kind) for time, kind in entries])
+    assert sum(part.seconds for part in found) <= 1e6
+    assert all(before.end <= after.start for before, after in itertools.pairwise(found))
+
+
+@settings(max_examples=40)
+@given(sizes=st.lists(st.integers(1, 900), max_size=30))
+def test_following_in_pieces_gives_the_whole(tmp_path_factory, sizes):
+    source = FakeRun(tmp_path_factory.mktemp("run")).begin().train(0, 110)
+    text = source.folder.metrics.read_bytes()
+    target = RunFolder(tmp_path_factory.mktemp("copy"))
+    follower, found = Follower(target.path), []
+    assert follower.poll() == []
+    for size in [*sizes, len(text)]:
+        with target.metrics.open("ab") as file:
+            file.write(text[:size])
+        text = text[size:]
+        found += follower.poll()
+    whole = read_run(source.path)
+    assert [r for r in found if isinstance(r, StepMetrics)] == whole.steps
+    assert [r for r in found if isinstance(r, EvaluationMetrics)] == whole.evaluations
+
+
+def test_a_file_that_was_begun_anew_is_read_again(tmp_path):
+    tail = Tail(tmp_path / "x.jsonl")
+    tail.path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert len(tail.poll()) == 2
+    tail.path.write_text('{"a": 3}\n')
+    assert tail.poll() == [{"a": 3}]
