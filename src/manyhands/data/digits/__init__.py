@@ -1,0 +1,1 @@
+"""The digits' files and where they come from (SOURCE.md); no code."""

@@ -1,0 +1,96 @@
+"""Serves pictures that are in memory: many requests are gathered, augmented and normalised at once.
+
+A request of 32 small pictures costs a dozen tensor operations, more time than its pixels need. So the feed looks
+ahead in the requests and hands out views of one larger result. That changes no number: augmentation is a pure
+function of the sample, and normalisation is rounded for each pixel alone.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from manyhands.data.random import augmentation_key
+from manyhands.data.splits import ImagesInMemory
+from manyhands.data.transforms import Normalise, Pixels, augment, middle, set_channels
+
+_AHEAD_REQUESTS = 64
+_AHEAD_BYTES = 2 << 20  # of normalised float32 pixels: about what a core's cache holds
+_RESIZED_BYTES = 512 << 20  # a set that stays smaller than this is resized once, a larger one batch by batch
+_BLOCK = 1024
+
+Part = tuple[Tensor, Tensor, Tensor]  # images, labels, samples
+
+
+class MemoryFeed:
+    """Answers requests from pictures in memory."""
+
+    def __init__(
+        self, source: ImagesInMemory, pixels: Pixels, *, train: bool, seed: int, device: str, dtype: torch.dtype
+    ) -> None:
+        self._pixels, self._train, self._seed = pixels, train, seed
+        self._device = torch.device(device)
+        self._normalise = Normalise(pixels, self._device, dtype)
+        self._cuts = train and pixels.augment == "resized-crop-flip"
+        images = source.images if self._cuts else _resized_once(source.images, pixels)
+        images = _on_device(images, self._device)
+        self._shape = images.shape[1:]
+        self._flat = images.reshape(len(images), -1)  # rows of bytes: the fastest gather
+        self._labels = source.labels.to(images.device)
+        floats = pixels.channels * pixels.size**2
+        self._ahead_samples = max(1, _AHEAD_BYTES // (4 * floats))
+
+    def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Part]:
+        """One part for each request int64 [n], in order; looks ahead by at most 64 requests."""
+        key = augmentation_key(self._seed, epoch)
+        for group in _grouped(iter(requests), self._ahead_samples):
+            samples = group[0] if len(group) == 1 else torch.cat(group)
+            sizes = [len(request) for request in group]
+            images, labels = self._serve(samples, key)
+            yield from zip(images.split(sizes), labels.split(sizes), group, strict=True)
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def _serve(self, samples: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Gathers samples int64 [n]: normalised [n, C, S, S] and int64 [n], on the device."""
+        where = samples.to(self._flat.device)
+        images = self._flat.index_select(0, where).view(-1, *self._shape).to(self._device)
+        labels = self._labels.index_select(0, where).to(self._device)
+        images = set_channels(images, self._pixels.channels)
+        if not self._cuts:
+            images = middle(images, self._pixels)
+        if self._train:
+            images = augment(images, self._pixels, key, samples)
+        return self._normalise(images), labels
+
+
+def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]:
+    """Collects requests as long as together they hold at most `samples` samples, and at most 64 of them."""
+    group: list[Tensor] = []
+    held = 0
+    for request in requests:
+        if group and (held + len(request) > samples or len(group) == _AHEAD_REQUESTS):
+            yield group
+            group, held = [], 0
+        group.append(request)
+        held += len(request)
+    if group:
+        yield group
+
+
+def _resized_once(images: Tensor, pixels: Pixels) -> Tensor:
+    """Brings all pictures to their channels and size where the result stays small; otherwise leaves them."""
+    count, channels, height, width = images.shape
+    fits = count * channels * pixels.size**2 <= _RESIZED_BYTES
+    if (height, width) == (pixels.size, pixels.size) == (pixels.resized_to,) * 2 or not fits:
+        return images
+    return torch.cat([middle(block, pixels) for block in images.split(_BLOCK)])
+
+
+def _on_device(images: Tensor, device: torch.device) -> Tensor:
+    """Moves the set to an accelerator where it takes at most half of the free memory there."""
+    if device.type != "cuda":
+        return images
+    free, _ = torch.cuda.mem_get_info(device)
+    return images.to(device) if images.nbytes <= free // 2 else images

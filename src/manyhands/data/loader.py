@@ -1,0 +1,80 @@
+"""From indices to batches on the device. Knows nothing of ranks, steps or the order of samples."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyhands.data.gather import MemoryFeed
+from manyhands.data.splits import ImagesInMemory, Source
+from manyhands.data.transforms import Pixels
+from manyhands.data.workers import WorkerFeed
+
+
+@dataclass
+class Batch:
+    """What one request became.
+
+    Attributes:
+        images: normalised, [n, C, S, S] (or the user's own shape [n, …]), on the device.
+        labels: int64 [n], on the device.
+        samples: int64 [n], the indices that were asked for, on the CPU.
+    """
+
+    images: Tensor
+    labels: Tensor
+    samples: Tensor
+
+
+class Loader:
+    """Serves one split of a data set."""
+
+    def __init__(
+        self,
+        source: Source,
+        pixels: Pixels,
+        *,
+        train: bool,
+        seed: int,
+        device: str = "cpu",
+        workers: int = 0,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> None:
+        """Prepares; reads and starts nothing yet.
+
+        Args:
+            source: the samples.
+            pixels: size, channels, mean, deviation, augmentation.
+            train: True to augment.
+            seed: of augmentation.
+            device: where batches are wanted.
+            workers: processes that decode, for sources that aren't in memory; 0: in this process; -1: by the cores.
+            dtype: of images; pictures are normalised in float32 (float64 for float64).
+            channels_last: lays [n, C, S, S] out with channels innermost.
+        """
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        if isinstance(source, ImagesInMemory):
+            self._feed = MemoryFeed(source, pixels, train=train, seed=seed, device=device, dtype=dtype)
+        else:
+            self._feed = WorkerFeed(source, pixels, train=train, seed=seed, device=device, dtype=dtype, workers=workers)
+
+    def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch for each index tensor int64 [n] in `requests`, in order.
+
+        `requests` is read ahead (at most 64 requests), never to its end first. The pixels of a sample depend on
+        the seed, the epoch and the sample alone. A loader serves one such iterator at a time; leave it early by
+        dropping it.
+
+        Raises:
+            CorruptImageError: a picture can't be read.
+        """
+        for images, labels, samples in self._feed.batches(epoch, requests):
+            if images.ndim == 4:
+                images = images.contiguous(memory_format=self._layout)  # noqa: PLW2901
+            yield Batch(images, labels, samples)
+
+    def close(self) -> None:
+        """Ends the worker processes, if there are any."""
+        self._feed.close()

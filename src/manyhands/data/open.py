@@ -1,0 +1,107 @@
+"""From the word that the user wrote to two sources of samples."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import is_object_reference, load_choice, module_names, unknown_choice
+from manyhands.data.objects import splits_of_objects
+from manyhands.data.options import DataOptions
+from manyhands.data.random import spread
+from manyhands.data.splits import Source, Splits, take
+from manyhands.data.transforms import Pixels
+
+_CHOICES = "manyhands.data.datasets"
+_WHERE = "data.name"
+
+
+def open_data(options: DataOptions) -> Splits:
+    """Opens the data set that `options.name` names; downloads or decodes it first where it must.
+
+    Raises:
+        UserError: there is no such data set, or it can't be used as it is.
+    """
+    choice = load_choice(_CHOICES, _find(options.name))
+    return _limited(choice.open(options.name, options), options)
+
+
+def from_objects(train: Any, test: Any | None, options: DataOptions) -> Splits:
+    """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index.
+
+    Args:
+        train: gives (x, y) for an index, see `UserSamples`.
+        test: the same; None keeps `options.validation` of the training samples for evaluation.
+        options: sizes and limits.
+
+    Raises:
+        UserError: an object is no data set, or its samples can't be used.
+    """
+    return _limited(splits_of_objects(train, test, options), options)
+
+
+def resolve_pixels(
+    options: DataOptions, pixels: Pixels, *, model_channels: int | None = None, model_size: int | None = None
+) -> Pixels:
+    """Decides size, channels, mean, deviation and augmentation.
+
+    What the user said comes first, then what the model needs, then what suits the data.
+
+    Raises:
+        UserError: mean or deviation has a wrong number of values, or the deviation isn't above zero.
+    """
+    channels = options.channels or model_channels or pixels.channels
+    return Pixels(
+        size=options.image_size or model_size or pixels.size,
+        channels=channels,
+        mean=_per_channel(options.mean or pixels.mean, channels, "data.mean"),
+        std=_per_channel(options.std or pixels.std, channels, "data.std"),
+        augment=pixels.augment if options.augment == "auto" else options.augment,
+    )
+
+
+def _find(name: str) -> str:
+    """The choice file for a word: by its names, by a prefix that ends in ":", or as an object or a folder."""
+    known: list[str] = []
+    for module in module_names(_CHOICES):
+        names = load_choice(_CHOICES, module).NAMES
+        if name in names or name.partition(":")[0] + ":" in names:
+            return module
+        known += names
+    if is_object_reference(name):
+        return "user"
+    if Path(name).expanduser().is_dir():
+        return "imagefolder"
+    if "/" in name or "." in name:
+        mend = ("name a folder of class folders, or one with train/ and val/", "or file.py:function")
+        raise UserError(f"there is no folder {name}", _WHERE, mend)
+    words = [word + "…" if word.endswith(":") else word for word in known]
+    raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], _WHERE)
+
+
+def _limited(splits: Splits, options: DataOptions) -> Splits:
+    """Keeps `train_samples` and `test_samples` of each split, spread evenly, always the same ones."""
+    train = _first(splits.train, options.train_samples)
+    test = _first(splits.test, options.test_samples)
+    if train is splits.train and test is splits.test:
+        return splits
+    text = f"{splits.description}, of which {len(train):,} + {len(test):,} are used"
+    return Splits(train, test, splits.classes, text, splits.pixels, splits.skipped)
+
+
+def _first(source: Source, count: int) -> Source:
+    return take(source, spread(count, len(source))) if 0 < count < len(source) else source
+
+
+def _per_channel(values: tuple[float, ...], channels: int, where: str) -> tuple[float, ...]:
+    """Fits mean or deviation to the channels: one value is repeated, three become their average for grey."""
+    if where == "data.std" and min(values) <= 0:
+        raise UserError("a standard deviation must be above zero", where, (f"found {list(values)}",))
+    if len(values) == channels:
+        return values
+    if len(values) == 1:
+        return values * channels
+    if len(values) == 3 and channels == 1:
+        return (statistics.fmean(values),)
+    mend = (f"give 1 or {channels} values",)
+    raise UserError(f"{len(values)} values were given for {channels} channels", where, mend)

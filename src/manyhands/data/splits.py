@@ -1,0 +1,132 @@
+"""What a data set is once it is open: two sources of samples, the classes, and its usual pixels."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.data.transforms import Pixels
+
+
+@dataclass(frozen=True)
+class ImagesInMemory:
+    """Pictures that are decoded already.
+
+    Attributes:
+        images: uint8 [N, C, H, W], C is 1 or 3.
+        labels: int64 [N].
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        """Refuses shapes and types that the loader could not serve."""
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4 or self.images.shape[1] not in (1, 3):
+            found = f"{self.images.dtype} {list(self.images.shape)}"
+            raise UserError("pictures in memory must be uint8 [N, C, H, W] with 1 or 3 channels", f"found {found}")
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            found = f"{self.labels.dtype} {list(self.labels.shape)}"
+            raise UserError(f"labels must be int64 [{len(self.images)}]", f"found {found}")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Pictures that worker processes decode when they are needed.
+
+    Attributes:
+        paths: one file for each sample.
+        labels: int64 [N].
+    """
+
+    paths: tuple[str, ...]
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+@dataclass(frozen=True)
+class UserSamples:
+    """The user's own map-style data set.
+
+    Attributes:
+        dataset: gives (x, y) for an index. x is a float tensor (used as it is), or a picture: a uint8 tensor
+            [C, H, W] or [H, W], a uint8 array [H, W] or [H, W, C], or a PIL image. y is a whole number.
+        labels: int64 [N], or None where they can't be known without reading every sample.
+    """
+
+    dataset: Any
+    labels: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+Source = ImagesInMemory | ImageFiles | UserSamples
+
+
+@dataclass(frozen=True)
+class Splits:
+    """An open data set.
+
+    Attributes:
+        train: what to learn from.
+        test: what to evaluate on.
+        classes: the name of each label, in label order.
+        description: for people, such as "digits: 1,437 + 360 pictures".
+        pixels: what suits this data set where neither the user nor the model says otherwise.
+        skipped: pictures that can't be read and were left out, because the user asked for that.
+    """
+
+    train: Source
+    test: Source
+    classes: tuple[str, ...]
+    description: str
+    pixels: Pixels
+    skipped: tuple[str, ...] = ()
+
+
+def describe(title: str, train: Source, test: Source, place: str = "") -> str:
+    """One line for people: the name, the two sizes, and where it came from."""
+    return f"{title}: {len(train):,} + {len(test):,} pictures" + (f" from {place}" if place else "")
+
+
+def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
+    """Passes labels on when each is a class.
+
+    Args:
+        labels: any whole-number type, [N].
+        classes: how many there are.
+        place: the file that they came from.
+
+    Returns:
+        int64 [N].
+
+    Raises:
+        UserError: a label is outside 0 … classes - 1; names the first such sample.
+    """
+    labels = labels.to(torch.int64)
+    wrong = ((labels < 0) | (labels >= classes)).nonzero()
+    if len(wrong):
+        sample = int(wrong[0])
+        what = f"the label of sample {sample:,} is {int(labels[sample])}, but there are {classes} classes"
+        raise UserError(
+            what, place, (f"labels are whole numbers from 0 to {classes - 1}; mend or leave out the sample",)
+        )
+    return labels
+
+
+def take(source: Source, samples: Tensor) -> Source:
+    """A part of a source: the samples int64 [n], in this order."""
+    if isinstance(source, ImagesInMemory):
+        return ImagesInMemory(source.images[samples], source.labels[samples])
+    if isinstance(source, ImageFiles):
+        return ImageFiles(tuple(source.paths[index] for index in samples.tolist()), source.labels[samples])
+    labels = None if source.labels is None else source.labels[samples]
+    return UserSamples(torch.utils.data.Subset(source.dataset, samples.tolist()), labels)

@@ -1,0 +1,141 @@
+"""Pixels as the network wants them, for whole batches of uint8 pictures at once, on any device.
+
+Shapes: n pictures, C channels, H rows, W columns, S the size wanted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from manyhands.data.crop import crop_box
+from manyhands.data.random import Draws, below, bits, sample_states
+
+DRAW_DOWN, DRAW_RIGHT, DRAW_MIRROR = 0, 1, 2
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How pictures become numbers.
+
+    Attributes:
+        size: rows and columns.
+        channels: 1 or 3.
+        mean: per channel, of pixels in 0 to 1.
+        std: per channel, of pixels in 0 to 1.
+        augment: "none", "crop", "crop-flip" or "resized-crop-flip"; only training samples are changed.
+    """
+
+    size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augment: str
+
+    @property
+    def resized_to(self) -> int:
+        """The size before an evaluation picture's middle is cut out: 256 for 224, where training cuts parts out too."""
+        return round(self.size * 256 / 224) if self.augment == "resized-crop-flip" else self.size
+
+
+def padding(size: int) -> int:
+    """How far "crop" shifts at most: an eighth of the picture, as in the usual CIFAR recipe (4 of 32)."""
+    return max(1, round(size / 8))
+
+
+def set_channels(images: Tensor, channels: int) -> Tensor:
+    """Turns uint8 [n, C, H, W] into uint8 [n, channels, H, W]: grey is repeated, colour becomes its luma."""
+    if images.shape[1] == channels:
+        return images
+    if channels == 3:
+        return images.expand(-1, 3, -1, -1)
+    weights = torch.tensor(_LUMA, device=images.device).view(1, 3, 1, 1)
+    return (images * weights).sum(1, keepdim=True).round().to(torch.uint8)
+
+
+def resize(images: Tensor, height: int, width: int) -> Tensor:
+    """Resizes uint8 [n, C, H, W] to uint8 [n, C, height, width]; bilinear, smoothed where it gets smaller."""
+    if images.shape[2:] == (height, width):
+        return images
+    resized = functional.interpolate(images.float(), (height, width), mode="bilinear", antialias=True)
+    return resized.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def middle(images: Tensor, pixels: Pixels) -> Tensor:
+    """Resizes the shorter side of uint8 [n, C, H, W] and cuts out the middle: uint8 [n, C, S, S]."""
+    height, width = images.shape[2:]
+    shorter = min(height, width)
+    height, width = (round(side * pixels.resized_to / shorter) for side in (height, width))
+    images = resize(images, height, width)
+    top, left = (height - pixels.size) // 2, (width - pixels.size) // 2
+    return images[:, :, top : top + pixels.size, left : left + pixels.size]
+
+
+def shift(images: Tensor, states: Tensor) -> Tensor:
+    """Moves each of uint8 [n, C, S, S] by up to `padding` rows and columns; what comes in is black."""
+    size = images.shape[-1]
+    margin = padding(size)
+    padded = functional.pad(images, (margin,) * 4)
+    windows = padded.unfold(2, size, 1).unfold(3, size, 1)  # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
+    down = below(bits(states, DRAW_DOWN), 2 * margin + 1)
+    right = below(bits(states, DRAW_RIGHT), 2 * margin + 1)
+    return windows[torch.arange(len(images), device=images.device), :, down, right]
+
+
+def mirror(images: Tensor, states: Tensor) -> Tensor:
+    """Mirrors every second of uint8 [n, C, S, S], left to right."""
+    flipped = below(bits(states, DRAW_MIRROR), 2).bool()
+    return torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
+
+
+def cut_parts(images: Tensor, size: int, key: int, samples: Tensor) -> Tensor:
+    """Cuts a part out of each of uint8 [n, C, H, W] and resizes it: uint8 [n, C, size, size]."""
+    parts = []
+    for image, sample in zip(images, samples.tolist(), strict=True):
+        left, top, right, bottom = crop_box(image.shape[2], image.shape[1], Draws(key, sample))
+        parts.append(resize(image[None, :, top:bottom, left:right], size, size))
+    return torch.cat(parts)
+
+
+def augment(images: Tensor, pixels: Pixels, key: int, samples: Tensor) -> Tensor:
+    """Changes training pictures as `pixels.augment` says; a pure function of (key, sample) for each picture.
+
+    Args:
+        images: uint8 [n, C, S, S]; for "resized-crop-flip" of any height and width.
+        pixels: size and augmentation.
+        key: the epoch's, from `augmentation_key`.
+        samples: int64 [n] on the CPU, each picture's index in the data set.
+
+    Returns:
+        uint8 [n, C, S, S].
+    """
+    if pixels.augment == "none":
+        return images
+    states = sample_states(key, samples.to(images.device))
+    if pixels.augment == "resized-crop-flip":
+        return mirror(cut_parts(images, pixels.size, key, samples), states)
+    images = shift(images, states)
+    return mirror(images, states) if pixels.augment == "crop-flip" else images
+
+
+class Normalise:
+    """Turns bytes into numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel."""
+
+    def __init__(self, pixels: Pixels, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._work = torch.float64 if dtype == torch.float64 else torch.float32
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (pixels.mean, pixels.std)
+        )
+        self._scale = (1 / (255 * std)).to(device, self._work)
+        self._offset = (-mean / std).to(device, self._work)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalises uint8 [n, C, S, S]; the result is new memory.
+
+        The product and the sum are two operations, each rounded, so that a picture's numbers never depend on its
+        place in the batch (a fused one is used only in the vectorised part of a loop).
+        """
+        return images.to(self._work).mul_(self._scale).add_(self._offset).to(self._dtype)
