@@ -42,7 +42,7 @@ from manyhands.cluster.start import cores
 
 POLL_S = 0.05
 # After the first failure the others get this long to leave by themselves before they are killed.
-LEAVE_S = 5
+LEAVE_S = 3
 # A stop that was asked for may take this long: the longest save that is waited for.
 STOP_S = 25.0
 PR_SET_PDEATHSIG = 1

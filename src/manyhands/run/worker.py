@@ -15,6 +15,7 @@ from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
 from manyhands.core.records import Failure, write_json
 from manyhands.core.world import Membership
 
@@ -73,21 +74,29 @@ def train_here(
         parts = _build(job, folder, group.world, argument)
         from manyhands.train.loop import fit
 
-        return {"status": fit(parts), "step": parts.progress.step}
+        status = fit(parts)
+        parts.journal.event(status, _closing_words(status, parts.progress.step), parts.progress.step)
+        return {"status": status, "step": parts.progress.step}
     except BaseException as error:
         step = parts.progress.step if parts else None
         phase = parts.phase if parts else "build" if group else "join"
         record = describe_failure(_explained(error, parts), rank=membership.rank, step=step, phase=phase)
-        if group:
+        if group and membership.started_by != "manyhands":
             record = _first_of_all(group.store, record)
         with suppress(OSError):
             write_json(folder.failures / f"{membership.rank}.json", record)
+        if parts:
+            parts.journal.event("failed", record.what, step)
         raise Failed(record) from error
     finally:
         if parts:
             parts.release()
         if group:
             group.leave()
+
+
+def _closing_words(status: str, step: int) -> str:
+    return f"stopped and saved at step {step}" if status == "stopped" else ""
 
 
 def _explained(error: BaseException, parts: Any) -> BaseException:
@@ -143,10 +152,12 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     mode = resolve_mode(job.parallel.mode, world)
     if world.speaks:
         write_json(folder.environment, environment(world))
+        Journal(folder, world.rank).event(
+            "started", processes=world.size, device=world.device, backend=world.backend, mode=mode
+        )
     parts = build(job, folder, world, mode, load_objects(argument))
     if world.speaks:
         write_json(folder.plan, plan(parts))
-        parts.journal.event("start", processes=world.size, device=world.device, backend=world.backend, mode=mode)
     return parts
 
 
@@ -257,9 +268,8 @@ def evaluate_here(
 
 def as_error(record: Failure) -> ManyhandsError:
     """A failure's record as an error for the user's screen, with the traceback of the process it happened in."""
-    where = record.where or f"rank {record.rank} on {record.host}" + (
-        f", step {record.step} ({record.phase})" if record.step is not None else f" ({record.phase})"
-    )
+    step = f", step {record.step}" if record.step is not None else ""
+    where = record.where or f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
     error = ManyhandsError(record.what, where, tuple(record.mend))
     error.exit_code = record.exit_code
     if record.traceback:

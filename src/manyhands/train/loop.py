@@ -62,11 +62,11 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
         return False
     verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop))
     _record(parts, verdict, order.steps_per_epoch)
+    if verdict.stop:
+        parts.journal.event("stopping", "saving, then stopping", progress.step)
     improved = evaluation and not verdict.stop and evaluate(parts)
     if verdict.save or verdict.stop or improved or parts.save_due_by_step():
         save(parts)
-    if verdict.stop:
-        parts.journal.event("stopped", f"stopped and saved at step {progress.step}", progress.step)
     return verdict.stop
 
 
