@@ -72,7 +72,7 @@ class Loader:
         """
         for images, labels, samples in self._feed.batches(epoch, requests):
             if images.ndim == 4:
-                images = images.contiguous(memory_format=self._layout)  # noqa: PLW2901
+                images = images.contiguous(memory_format=self._layout)
             yield Batch(images, labels, samples)
 
     def close(self) -> None:

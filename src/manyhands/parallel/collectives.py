@@ -1,0 +1,101 @@
+"""The ordinary collectives and subgroups, the same whether there is one process or many."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+
+Operation = Literal["sum", "mean", "max", "min", "product"]
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Subgroup:
+    """Some of the processes, and what they can do together. Made by all processes of a run, in the same order.
+
+    Attributes:
+        ranks: ranks in the whole run of the members, in order.
+        rank: this process's place among them, or -1 when it is not a member.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, handle: Any) -> None:
+        self.ranks, self.rank, self._handle = tuple(ranks), rank, handle
+
+    @property
+    def size(self) -> int:
+        """How many processes it has."""
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
+        """The members' tensors put together, the same on each of them; `tensor` itself is left as it is."""
+        self._require_member()
+        result = tensor.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(result, _OPERATIONS[operation], group=self._handle)
+        return result / self.size if operation == "mean" else result
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Member `source`'s tensor; the others give one of the same shape and dtype."""
+        self._require_member()
+        result = tensor.detach().clone()
+        if self.size > 1:
+            dist.broadcast(result, src=self.ranks[source], group=self._handle)
+        return result
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The members' tensors, stacked in the order of their ranks: [size, …]."""
+        self._require_member()
+        if self.size == 1:
+            return tensor.detach().clone()[None]
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=self._handle)
+        return torch.stack(parts)
+
+    def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
+        """Row number `rank` of member `source`'s tensors [size, …]; the others give a tensor of the same shape."""
+        self._require_member()
+        if tensors.shape[0] != self.size:
+            raise UserError(f"scatter needs one row for each of {self.size} processes, and got {tensors.shape[0]}")
+        return self.broadcast(tensors, source)[self.rank].clone()
+
+    def reduce_scatter(self, tensors: Tensor, operation: Operation = "sum") -> Tensor:
+        """This process's row of the members' tensors [size, …] put together."""
+        return self.all_reduce(tensors, operation)[self.rank].clone()
+
+    def barrier(self) -> None:
+        """Waits until every member has come here."""
+        self._require_member()
+        if self.size > 1:
+            dist.barrier(group=self._handle)
+
+    def _require_member(self) -> None:
+        if self.rank < 0:
+            raise UserError(f"this process is not one of ranks {', '.join(map(str, self.ranks))}", "subgroup")
+
+
+def whole(world: World) -> Subgroup:
+    """All processes of the run."""
+    return Subgroup(range(world.size), world.rank, None)
+
+
+def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
+    """A subgroup; every process of the run must make the same ones in the same order, members or not.
+
+    Raises:
+        UserError: the ranks are not distinct ranks of this run.
+    """
+    members = sorted(ranks)
+    if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
+        raise UserError(f"{list(ranks)} are not distinct ranks of 0 … {world.size - 1}", "new_group")
+    handle = None if world.alone else dist.new_group(members)
+    return Subgroup(members, members.index(world.rank) if world.rank in members else -1, handle)

@@ -1,0 +1,184 @@
+"""The Python interface: fit, evaluate, predict and session, under plain python, a launcher, or with workers=N."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.rendezvous import participate
+from manyhands.config.job import Job, TrainOptions
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.plugins import did_you_mean
+from manyhands.core.records import EvaluationMetrics
+from manyhands.core.world import Membership
+from manyhands.report.page import write_report
+from manyhands.report.read import read_run
+from manyhands.run.train import Outcome, train, train_in_process
+
+OBJECTS = "objects"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended, read from its folder.
+
+    Attributes:
+        path: the run folder.
+        status: "finished" or "stopped".
+    """
+
+    path: Path
+    status: str
+
+    @property
+    def evaluations(self) -> list[EvaluationMetrics]:
+        """All evaluations, in order."""
+        return read_run(self.path).evaluations
+
+    @property
+    def best(self) -> EvaluationMetrics:
+        """The evaluation with the best top-1."""
+        return max(self._evaluated(), key=lambda record: record.top1)
+
+    @property
+    def final(self) -> EvaluationMetrics:
+        """The last evaluation."""
+        return self._evaluated()[-1]
+
+    def report(self) -> Path:
+        """Writes report.html and its pictures, and says where."""
+        return write_report(self.path)
+
+    def _evaluated(self) -> list[EvaluationMetrics]:
+        found = self.evaluations
+        if not found:
+            raise UserError("this run has no evaluation yet", str(self.path))
+        return found
+
+
+def fit(
+    model: Any,
+    train_set: Any,
+    test_set: Any = None,
+    *,
+    workers: int | None = None,
+    loss: Callable[..., Any] | None = None,
+    out: str | Path | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Run:
+    """Trains a classifier and returns its run; `model` holds the trained weights afterwards.
+
+    Args:
+        model: a network, or a name such as "resnet18".
+        train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10".
+        test_set: the same, for evaluation; without it a tenth of train_set is kept for that.
+        workers: processes to start on this machine; None: this process, or the place torchrun gave it.
+        loss: function (output, labels) of the mean loss or one per sample; cross-entropy if None.
+        out: the run folder.
+        quiet: no progress on standard error.
+        settings: options of the train section (epochs, batch, lr …), or of any section as section__name.
+
+    Raises:
+        ManyhandsError: the run failed, or an argument is wrong.
+    """
+    from manyhands.train.job import Objects
+
+    flags = {**_flags(settings), "run.out": str(out) if out else None, "cluster.processes": workers}
+    objects = Objects(loss=loss)
+    if isinstance(model, str):
+        flags["model.name"] = model
+    else:
+        flags["model.name"], objects.model = type(model).__name__, model
+    if isinstance(train_set, str | Path):
+        flags["data.name"] = str(train_set)
+    else:
+        flags["data.name"], objects.train_set, objects.test_set = OBJECTS, train_set, test_set
+    job = load_job(flags).job
+    outcome = _start(job, objects, workers, quiet=quiet)
+    if workers is not None and objects.model is not None:
+        _load_weights(objects.model, outcome.folder)
+    return Run(outcome.folder.path, outcome.status)
+
+
+def _flags(settings: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as dotted keys: epochs is train.epochs, data__workers is data.workers."""
+    flags: dict[str, Any] = {}
+    for name, value in settings.items():
+        if "__" in name:
+            flags[name.replace("__", ".", 1)] = value
+        elif name in TrainOptions.model_fields:
+            flags[f"train.{name}"] = value
+        else:
+            hint = did_you_mean(name, TrainOptions.model_fields)
+            raise UserError(f"fit has no argument {name}", "fit", (hint or "options of other sections: section__name",))
+    return flags
+
+
+def _start(job: Job, objects: Any, workers: int | None, *, quiet: bool) -> Outcome:
+    if workers is not None:
+        return train(job, quiet=quiet, objects=objects)
+    place = participate(job.cluster)
+    return train_in_process(job, place.membership or _on_its_own(job), quiet=quiet, objects=objects)
+
+
+def _on_its_own(job: Job) -> Membership:
+    return Membership(device=job.cluster.device, backend=job.cluster.backend)
+
+
+def _load_weights(model: Any, folder: RunFolder) -> None:
+    from manyhands.checkpoint.load import load, resolve
+
+    model.load_state_dict(load(resolve(folder.path, "last")).model)
+
+
+def evaluate(model: Any, test_set: Any, *, batch: int = 256) -> Any:
+    """Evaluates a network on a data set in this process (or with the other processes of a launcher).
+
+    Returns:
+        An Evaluation: count, loss, top1, top5, confusion int64 [classes, classes].
+    """
+    with session() as here:
+        here.job = load_job({"train.evaluate_batch": batch, "data.name": OBJECTS}).job
+        return here.evaluate(model.to(here.device), test_set)
+
+
+def predict(run: Run | str | Path, pictures: Sequence[str | Path], *, which: str = "best") -> list[Any]:
+    """The most likely classes of picture files: for each a list of (class name, probability)."""
+    from manyhands.run.inspect import predict_files
+
+    path = run.path if isinstance(run, Run) else Path(run)
+    return [guesses for _, guesses in predict_files(path, [Path(picture) for picture in pictures], which=which)]
+
+
+@contextlib.contextmanager
+def session(**settings: Any) -> Iterator[Any]:
+    """This process among all of a run, for a training loop of the user's own.
+
+    Args:
+        settings: options of the train section that a session uses: seed, norm_group, evaluate_batch.
+
+    Yields:
+        A Session: rank, size, device, collectives, new_group, prepare, backward, evaluate.
+    """
+    from manyhands.parallel.group import join, say_on_stderr
+    from manyhands.run.worker import digest
+    from manyhands.train.session import Session
+
+    job = load_job({**_flags(settings), "data.name": OBJECTS}).job
+    place = participate(job.cluster)
+    group = join(
+        place.membership or _on_its_own(job),
+        f"{digest(job)} {os.path.basename(sys.argv[0])}",  # noqa: PTH119 - sys.argv[0] may be "-c"
+        job.cluster.collective_timeout_s,
+        say_on_stderr,
+    )
+    try:
+        yield Session(group.world, job)
+    finally:
+        group.leave()

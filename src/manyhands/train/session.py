@@ -1,0 +1,156 @@
+"""A user's own training loop among other processes: who am I, collectives, and the pieces of the law.
+
+Under plain `python` the session is one process; under torchrun or with `--init`'s variables it joins the group.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.seeds import derive
+from manyhands.core.world import World
+from manyhands.data.loader import Loader
+from manyhands.data.open import from_objects, resolve_pixels
+from manyhands.data.options import DataOptions
+from manyhands.data.order import Cut, Order
+from manyhands.parallel.apply import apply_mode, make_equal, resolve_mode
+from manyhands.parallel.collectives import Subgroup, new_group, whole
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.norm import NormGroups, group_batch_norms
+from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.feed import Feed
+
+
+@dataclass
+class Prepared:
+    """A network, its optimizer, and each epoch's samples, ready for this process's part of the work."""
+
+    network: ParallelNetwork
+    norm: NormGroups
+    optimizer: torch.optim.Optimizer
+    feed: Feed
+
+
+class Session(Subgroup):
+    """This process among all of a run; made by `manyhands.session()`.
+
+    Attributes:
+        world: rank, size, device and so on.
+        job: the settings in force (seed, norm_group, micro_batch are used).
+    """
+
+    def __init__(self, world: World, job: Job) -> None:
+        everybody = whole(world)
+        super().__init__(everybody.ranks, everybody.rank, None)
+        self.world, self.job = world, job
+        self._prepared: Prepared | None = None
+        self._share, self._count, self._last = 1, 1, True
+        self._epoch = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.device(self.world.device)
+
+    @property
+    def speaks(self) -> bool:
+        """True on rank 0, which should do the printing."""
+        return self.world.speaks
+
+    def new_group(self, ranks: list[int]) -> Subgroup:
+        """A subgroup; every process makes the same ones in the same order."""
+        return new_group(self.world, ranks)
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, *, batch: int
+    ) -> tuple[nn.Module, torch.optim.Optimizer, "Samples"]:
+        """Makes a network, its optimizer and its data ready for all processes.
+
+        Args:
+            model: on the CPU or this process's device; made equal on all processes.
+            optimizer: of the model's own parameters.
+            train_set: a torch Dataset of (x, y).
+            batch: samples per update over all processes.
+
+        Returns:
+            The network to call, the optimizer, and an iterable of this process's (x, y), a new order each epoch.
+        """
+        if batch < self.size:
+            raise UserError(f"batch is {batch}, and there are {self.size} processes to share it", "prepare")
+        model.to(self.device)
+        make_equal(dict(model.state_dict()), self.world)
+        group = self.job.train.norm_group
+        norm, _ = group_batch_norms(model)
+        network = apply_mode(resolve_mode("auto", self.world), model, self.world)
+        loader = self._loader(train_set, train=True)
+        length = len(train_set)
+        size = group if isinstance(group, int) else length if group == "global" else 0
+        feed = Feed(Order(length, min(batch, length), self.job.train.seed), Cut(self.size, 0, size), loader, self.rank)
+        self._prepared = Prepared(network, norm, optimizer, feed)
+        return network.call, optimizer, Samples(self)
+
+    def _loader(self, data: Any, *, train: bool) -> Loader:
+        splits = from_objects(data, data, DataOptions(name="objects"))
+        pixels = resolve_pixels(DataOptions(name="objects"), splits.pixels)
+        seed = derive(self.job.train.seed, "augment")
+        return Loader(splits.train, pixels, train=train, seed=seed, device=self.world.device)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """0 … count - 1; each has an order of its own."""
+        for self._epoch in range(count):
+            yield self._epoch
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This process's part of each update of the current epoch."""
+        ready = self._ready()
+        for update in ready.feed.updates(self._epoch, 0):
+            part = update.passes[0]
+            self._share, self._count = part.share.count, update.count
+            ready.norm.begin_pass(part.share.spans, part.share.shared_groups, part.share.count, update.count)
+            yield part.batch.images, part.batch.labels
+            ready.norm.finish_update(self.size)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the mean loss over this process's samples, weighted by its share of the global batch."""
+        scale = self._ready().network.gradient_scale * self._share / self._count
+        (loss * scale).backward()
+
+    def evaluate(self, model: nn.Module, test_set: Any, classes: int | None = None) -> Evaluation:
+        """Evaluates on all processes; each sample counts once."""
+        loader = self._loader(test_set, train=False)
+        network = getattr(model, "module", model)
+        outputs = classes or self._outputs(network, loader)
+        try:
+            block = self.job.train.evaluate_batch
+            return Evaluator(loader, len(test_set), outputs, block, self.world)(network, contextlib.nullcontext())
+        finally:
+            loader.close()
+
+    def _outputs(self, network: nn.Module, loader: Loader) -> int:
+        batch = next(iter(loader.batches(0, [torch.arange(1)])))
+        training = network.training
+        with torch.inference_mode():
+            count = network.eval()(batch.images).shape[1]
+        network.train(training)
+        return count
+
+    def _ready(self) -> Prepared:
+        if self._prepared is None:
+            raise UserError("call session.prepare(model, optimizer, train_set, batch=…) first", "session")
+        return self._prepared
+
+
+class Samples:
+    """Iterates over this process's part of each update of the session's current epoch."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._session.batches()
