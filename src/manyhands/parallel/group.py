@@ -35,11 +35,14 @@ class Group:
 
     world: World
     store: Any = None
+    init_file: Path | None = None
 
     def leave(self) -> None:
-        """Destroys the process group, if there is one."""
+        """Destroys the process group, if there is one, and removes the init file, which would spoil the next run."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.init_file and self.world.speaks:
+            self.init_file.unlink(missing_ok=True)
 
 
 def join(membership: Membership, digest: str, collective_timeout_s: float, say: Say) -> Group:
@@ -74,7 +77,10 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     world = World(
         membership.rank, membership.size, membership.local_rank, membership.local_size, device, str(dist.get_backend())
     )
-    return Group(world, store)
+    if membership.started_by == "--init" and not world.speaks:
+        say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
+    url = urlparse(membership.init)
+    return Group(world, store, Path(url.netloc + url.path) if url.scheme == "file" else None)
 
 
 def _choose_interface(membership: Membership, machines: list[str]) -> None:
