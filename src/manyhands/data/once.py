@@ -31,18 +31,26 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def temporary(path: Path) -> Iterator[Path]:
+    """Gives a name beside `path` to write to; what still lies there at the end is removed."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
 def committed(path: Path) -> Iterator[Path]:
     """Gives a name to write to, and renames it to `path` when all went well; a reader never sees half a file.
 
     Raises:
         UserError: the disk is full, or can't be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield temporary
-        temporary.replace(path)
+        with temporary(path) as part:
+            yield part
+            part.replace(path)
     except OSError as error:
         mend = ("make room, or name another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
         raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), mend) from error
-    finally:
-        temporary.unlink(missing_ok=True)
