@@ -25,15 +25,11 @@ Part = tuple[Tensor, Tensor, Tensor]  # images, labels, samples
 class MemoryFeed:
     """Answers requests from pictures in memory."""
 
-    def __init__(
-        self, source: ImagesInMemory, pixels: Pixels, *, train: bool, seed: int, device: str, dtype: torch.dtype
-    ) -> None:
-        self._pixels, self._train, self._seed = pixels, train, seed
-        self._device = torch.device(device)
-        self._normalise = Normalise(pixels, self._device, dtype)
+    def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:
+        self._pixels, self._normalise, self._train, self._seed = pixels, normalise, train, seed
         self._cuts = train and pixels.augment == "resized-crop-flip"
         images = source.images if self._cuts else _resized_once(source.images, pixels)
-        images = _on_device(images, self._device)
+        images = _on_device(images, normalise.device)
         self._shape = images.shape[1:]
         self._flat = images.reshape(len(images), -1)  # rows of bytes: the fastest gather
         self._labels = source.labels.to(images.device)
@@ -55,8 +51,8 @@ class MemoryFeed:
     def _serve(self, samples: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Gathers samples int64 [n]: normalised [n, C, S, S] and int64 [n], on the device."""
         where = samples.to(self._flat.device)
-        images = self._flat.index_select(0, where).view(-1, *self._shape).to(self._device)
-        labels = self._labels.index_select(0, where).to(self._device)
+        images = self._flat.index_select(0, where).view(-1, *self._shape).to(self._normalise.device)
+        labels = self._labels.index_select(0, where).to(self._normalise.device)
         images = set_channels(images, self._pixels.channels)
         if not self._cuts:
             images = middle(images, self._pixels)
