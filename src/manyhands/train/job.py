@@ -31,7 +31,7 @@ from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.recover import check_position, find_state, training_digest
+from manyhands.train.recover import Found, check_position, find_state, outputs_of, training_digest
 from manyhands.train.rehearse import rehearse, warm_up
 from manyhands.train.state import Progress, check_fits, restore
 from manyhands.train.step import Updater
@@ -136,7 +136,8 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
     splits = open_splits(job, world, objects)
     pixels = pixels_for(job, splits, objects)
     criterion = make_criterion(job.train, objects.loss)
-    classes = class_names(job, splits)
+    found = find_state(job, folder, world)
+    classes = class_names(job, splits, outputs_of(found.snapshot) if found else 0)
     check_labels(splits, len(classes))
     order, cut = order_and_cut(job, splits, world, mode)
     train_loader = make_loader(job, splits.train, pixels, world, train=True)
@@ -179,7 +180,8 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         digest=training_digest(job, order.length),
         release=lambda: _release(train_loader, test_loader, restore_norms),
     )
-    resume(parts)
+    if found:
+        resume(parts, found)
     return parts
 
 
@@ -229,13 +231,13 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
     return resolve_pixels(job.data, splits.pixels, model_channels=needs.channels, model_size=needs.size)
 
 
-def class_names(job: Job, splits: Splits) -> tuple[str, ...]:
-    """A name for each output of the network."""
+def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
+    """A name for each output of the network; `outputs` is what a checkpoint from elsewhere has."""
     names = splits.classes
     if not names:
         found = [source.labels for source in (splits.train, splits.test) if source.labels is not None]
         names = tuple(str(n) for n in range(1 + max((int(labels.max()) for labels in found), default=-1)))
-    wanted = job.model.num_classes
+    wanted = job.model.num_classes or outputs
     if not names and not wanted:
         raise UserError(
             "the data does not say how many classes it has",
@@ -335,14 +337,11 @@ def total_steps(job: Job, order: Order) -> int:
     return min(steps, job.train.max_steps) if job.train.max_steps else steps
 
 
-def resume(parts: Parts) -> None:
-    """Goes on where the job says, if it says so."""
+def resume(parts: Parts, found: Found) -> None:
+    """Goes on where a checkpoint was."""
     names = [name for name, parameter in parts.network.inner.named_parameters() if parameter.requires_grad]
-    found = find_state(parts.job, parts.folder, names)
-    if found is None:
-        return
     where = str(found.path)
-    check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, where)
+    check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, names, where)
     parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where)
     if parts.update.scaler and "scaler" in found.snapshot.state:
         parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])
