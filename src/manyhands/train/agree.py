@@ -29,6 +29,8 @@ class Verdict:
         samples: how many they were, over all processes.
         seconds: since the last verdict, by rank 0's clock.
         data_share: part of that time that rank 0 waited for data.
+        first_step: updates made before the span of this verdict.
+        own_loss: this process's own sum of losses.
     """
 
     stop: bool
@@ -38,6 +40,8 @@ class Verdict:
     samples: int
     seconds: float
     data_share: float
+    first_step: int
+    own_loss: float
 
 
 class Agreement:
@@ -65,12 +69,13 @@ class Agreement:
     def agree(self, measured: Measured, step: int, *, stop: bool) -> Verdict:
         """Adds up what all processes measured; a collective."""
         now = time.perf_counter()
-        loss, correct, samples = measured.take()
+        own_loss, correct, samples = measured.take()
         save = self._world.rank == 0 and now - self._saved > self._save_every_s
-        mine = [loss, correct, samples, float(stop), float(save), now - self._last]
-        total = torch.tensor(mine, dtype=torch.float64, device="cpu" if self._world.device == "cpu" else None)
+        mine = [own_loss, correct, samples, float(stop), float(save), now - self._last]
+        # Apple's devices know no float64.
+        kind = torch.float32 if self._world.device == "mps" else torch.float64
+        total = torch.tensor(mine, dtype=kind, device=self._world.device)
         if not self._world.alone:
-            total = total.to(self._world.device)
             dist.all_reduce(total)
         loss, correct, count, stops, saves, seconds_sum = total.tolist()
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
@@ -83,6 +88,8 @@ class Agreement:
             samples=int(count),
             seconds=max(now - self._last, 1e-9),
             data_share=min(1.0, self.waiting_s / max(now - self._last, 1e-9)),
+            first_step=self._last_step,
+            own_loss=own_loss,
         )
         self.reset(step)
         return verdict

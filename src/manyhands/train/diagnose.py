@@ -1,5 +1,6 @@
 """Finds out where the first value that is not finite came from, after it was seen."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,22 @@ def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
     rank = next((rank for rank, text in enumerate(everybody) if text), 0)
     what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
     return RunError(what, f"rank {rank}, step {step}", MEND)
+
+
+def explain_lost(model: nn.Module, world: World, own_loss: float, first_step: int, step: int) -> RunError:
+    """The error for accelerators, where losses are looked at every so often: called by all processes at once."""
+    bad = [not math.isfinite(own_loss)]
+    everybody = bad * world.size
+    if not world.alone:
+        dist.all_gather_object(everybody, bad[0])
+    rank = everybody.index(True) if True in everybody else 0
+    lost = next((name for name, parameter in model.named_parameters() if not _finite(parameter)), "")
+    what = f"; by now parameter {lost} is not finite either" if lost else ""
+    return RunError(
+        f"the loss is not finite{what}",
+        f"rank {rank}, between steps {first_step} and {step}",
+        (*MEND, "the last checkpoint is from before: manyhands resume goes on from it"),
+    )
 
 
 def _finite(tensor: Tensor) -> bool:
