@@ -96,7 +96,7 @@ def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
     if not isinstance(content, tuple | list) or len(content) != 2:
         raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", mend)
     image, label = content
-    number = label.item() if isinstance(label, Tensor | numpy.generic) and numpy.size(label) == 1 else label
+    number = label.item() if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and _single(label) else label
     if isinstance(number, bool) or not isinstance(number, int):
         raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", mend)
     return image, number
@@ -132,6 +132,10 @@ def restored_generators() -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         numpy.random.set_state(states[2])
+
+
+def _single(label: Any) -> bool:
+    return all(size == 1 for size in label.shape)
 
 
 def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
