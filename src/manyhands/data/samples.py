@@ -79,6 +79,9 @@ class OwnSamples:
         picture = as_picture(image)
         if picture is not None:
             return prepare(to_mode(picture, self._pixels.channels), self._pixels, draws), label
+        if str(getattr(image, "dtype", "")).endswith("uint8"):
+            what = f"sample {sample:,} is 8-bit pixels of shape {list(image.shape)}"
+            raise UserError(what, "the data set", ("a picture is [H, W], [1 or 3, H, W] or, as an array, [H, W, 3]",))
         if isinstance(image, Tensor | numpy.ndarray):
             return torch.as_tensor(image), label
         what = f"sample {sample:,} is a {type(image).__name__}, not a tensor, an array or a picture"
