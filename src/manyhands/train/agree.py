@@ -29,8 +29,6 @@ class Verdict:
         samples: how many they were, over all processes.
         seconds: since the last verdict, by rank 0's clock.
         data_share: part of that time that rank 0 waited for data.
-        first_step: updates made before the span of this verdict.
-        own_loss: this process's own sum of losses.
     """
 
     stop: bool
@@ -40,8 +38,6 @@ class Verdict:
     samples: int
     seconds: float
     data_share: float
-    first_step: int
-    own_loss: float
 
 
 class Agreement:
@@ -69,9 +65,9 @@ class Agreement:
     def agree(self, measured: Measured, step: int, *, stop: bool) -> Verdict:
         """Adds up what all processes measured; a collective."""
         now = time.perf_counter()
-        own_loss, correct, samples = measured.take()
+        loss, correct, samples = measured.take()
         save = self._world.rank == 0 and now - self._saved > self._save_every_s
-        mine = [own_loss, correct, samples, float(stop), float(save), now - self._last]
+        mine = [loss, correct, samples, float(stop), float(save), now - self._last]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
@@ -88,8 +84,6 @@ class Agreement:
             samples=int(count),
             seconds=max(now - self._last, 1e-9),
             data_share=min(1.0, self.waiting_s / max(now - self._last, 1e-9)),
-            first_step=self._last_step,
-            own_loss=own_loss,
         )
         self.reset(step)
         return verdict

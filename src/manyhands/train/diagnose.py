@@ -72,20 +72,24 @@ def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
     return RunError(what, f"rank {rank}, step {step}", MEND)
 
 
-def explain_lost(model: nn.Module, world: World, own_loss: float, first_step: int, step: int) -> RunError:
-    """The error for accelerators, where losses are looked at every so often: called by all processes at once."""
-    bad = [not math.isfinite(own_loss)]
-    everybody = bad * world.size
+def explain_lost(model: nn.Module, world: World, first_bad: Tensor | float) -> RunError:
+    """The error for accelerators, where losses are looked at every so often: called by all processes at once.
+
+    Args:
+        model: its parameters are looked through.
+        world: who takes part.
+        first_bad: this process's first step with a loss that was not finite, infinite if it saw none.
+    """
+    everybody = [float(first_bad)] * world.size
     if not world.alone:
-        dist.all_gather_object(everybody, bad[0])
-    rank = everybody.index(True) if True in everybody else 0
+        dist.all_gather_object(everybody, float(first_bad))
+    step = min(everybody)
+    rank = everybody.index(step)
     lost = next((name for name, parameter in model.named_parameters() if not _finite(parameter)), "")
     what = f"; by now parameter {lost} is not finite either" if lost else ""
-    return RunError(
-        f"the loss is not finite{what}",
-        f"rank {rank}, between steps {first_step} and {step}",
-        (*MEND, "the last checkpoint is from before: manyhands resume goes on from it"),
-    )
+    where = f"rank {rank}, step {step:.0f}" if math.isfinite(step) else "an update: no loss was seen to be lost before"
+    mend = (*MEND, "the last checkpoint is from before: manyhands resume goes on from it")
+    return RunError(f"the loss is not finite{what}", where, mend)
 
 
 def _finite(tensor: Tensor) -> bool:

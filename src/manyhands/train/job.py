@@ -22,6 +22,7 @@ from manyhands.data.open import from_objects, open_data, resolve_pixels
 from manyhands.data.order import Cut, Order
 from manyhands.data.splits import Splits, UserSamples
 from manyhands.data.transforms import Pixels
+from manyhands.data.workers import worker_count
 from manyhands.models.build import build_model, describe
 from manyhands.parallel.apply import apply_mode, check_replicas, compare_replicas, make_equal, normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
@@ -297,11 +298,10 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
 
 def loader_workers(job: Job, source: Any, world: World) -> int:
     """Decoding processes for this rank: what the user says, else a share of the cores."""
-    if job.data.workers >= 0:
-        return job.data.workers
-    if isinstance(source, UserSamples):
-        return 0 if world.device == "cpu" else 2
-    return max(1, min(8, torch.get_num_threads() if world.device == "cpu" else 4))
+    if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
+        # Most data sets of users' own are light, and their objects need not survive another process.
+        return 0
+    return worker_count(job.data.workers, world.local_size)
 
 
 def make_model(job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal) -> nn.Module:

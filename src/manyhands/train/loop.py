@@ -64,7 +64,7 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
         return False
     verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop))
     if not math.isfinite(verdict.loss):
-        raise explain_lost(parts.network.inner, parts.world, verdict.own_loss, verdict.first_step, progress.step)
+        raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
     _record(parts, verdict, order.steps_per_epoch)
     if verdict.stop:
         parts.journal.event("stopping", "saving, then stopping", progress.step)
