@@ -38,6 +38,9 @@ def find_state(job: Job, folder: RunFolder, parameter_names: list[str]) -> Found
         return None
     if resume == "auto":
         path, passed_over = newest(folder.checkpoints)
+        if path is None and passed_over:
+            mend = (*passed_over[:3], "another --out starts afresh")
+            raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), mend)
         return Found(load(path), path, tuple(passed_over)) if path else None
     reference = Path(resume).expanduser()
     if not reference.exists():
@@ -46,7 +49,8 @@ def find_state(job: Job, folder: RunFolder, parameter_names: list[str]) -> Found
         )
     path = resolve(reference, "last")
     if path.is_dir():
-        return Found(load(path), path)
+        passed_over = () if path == reference else tuple(newest(path.parent)[1])
+        return Found(load(path), path, passed_over)
     snapshot = read_foreign(path)
     if snapshot.optimizer is not None:
         snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
