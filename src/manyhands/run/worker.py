@@ -158,9 +158,11 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import resolve_mode
+    from manyhands.sync.choose import resolve_method
     from manyhands.train.job import build
 
     mode = resolve_mode(job.parallel.mode, world)
+    resolve_method(job.sync.method, mode)
     if world.speaks:
         write_json(folder.environment, environment(world))
         Journal(folder, world.rank).event(
