@@ -142,6 +142,19 @@ def test_prune_counts_only_what_verifies(tmp_path: Path, snapshot: Snapshot):
     verify(paths[1])
 
 
+def test_prune_hashes_each_checkpoint_once(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
+    hashed = []
+    monkeypatch.setattr(saving, "verify", hashed.append)
+    for step in range(5):
+        save(tmp_path, step, snapshot)
+        prune(tmp_path, 2, None)
+    assert hashed == []
+    monkeypatch.setattr(saving, "_known_good", {})
+    prune(tmp_path, 2, None)
+    prune(tmp_path, 2, None)
+    assert hashed == layout.step_folders(tmp_path)
+
+
 def test_prune_deletes_only_what_save_made(tmp_path: Path, snapshot: Snapshot):
     old = save(tmp_path, 1, snapshot)
     (old / "notes.txt").write_text("mine")

@@ -20,6 +20,10 @@ from manyhands.core.errors import RunError, UserError
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
+Stamp = tuple[tuple[str, int, int, int], ...]
+# What this process wrote or hashed: names, inodes, sizes and times of the files as they were then.
+_known_good: dict[Path, Stamp] = {}
+
 
 class SaveError(RunError):
     """The disk is full or failing. Earlier checkpoints are untouched, so training may go on."""
@@ -52,6 +56,7 @@ def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
         with commit.staging(folder, step) as staged:
             _write(staged, step, contents)
             commit.commit(staged, target)
+        _known_good[target] = _stamp(target)  # `_write` has read every file back
     except (OSError, SafetensorError) as error:
         raise _save_error(folder, error) from error
     return target
@@ -74,6 +79,7 @@ def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
         if kept >= keep and not (best is not None and path.name == best.name):
             if commit.remove(path):
                 removed.append(path)
+                _known_good.pop(path, None)
         elif _verifies(path):
             kept += 1
     if folder.is_dir():
@@ -123,11 +129,21 @@ def _write(staged: Path, step: int, contents: dict[str, dict[str, Tensor] | byte
 
 
 def _verifies(path: Path) -> bool:
+    """Hashes a checkpoint once in a process; after that, only if a file's inode, size or time has changed."""
     try:
-        verify(path)
+        stamp = _stamp(path)
+        if _known_good.get(path) != stamp:
+            verify(path)
+            _known_good[path] = stamp
     except (UserError, OSError):
+        _known_good.pop(path, None)
         return False
     return True
+
+
+def _stamp(path: Path) -> Stamp:
+    entries = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in entries)
 
 
 def _refuse_too_little_space(folder: Path, contents: dict[str, dict[str, Tensor] | bytes]) -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from manyhands.data.gather import MemoryFeed
-from manyhands.data.splits import ImagesInMemory, Source
-from manyhands.data.transforms import Pixels
+from manyhands.data.samples import FileSamples, OwnSamples
+from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
+from manyhands.data.transforms import Normalise, Pixels
 from manyhands.data.workers import WorkerFeed
 
 
@@ -30,7 +31,7 @@ class Batch:
 class Loader:
     """Serves one split of a data set."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what serving samples takes; all but two are named
         self,
         source: Source,
         pixels: Pixels,
@@ -55,10 +56,14 @@ class Loader:
             channels_last: lays [n, C, S, S] out with channels innermost.
         """
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        normalise = Normalise(pixels, torch.device(device), dtype)
+        self._feed: MemoryFeed | WorkerFeed
         if isinstance(source, ImagesInMemory):
-            self._feed = MemoryFeed(source, pixels, train=train, seed=seed, device=device, dtype=dtype)
+            self._feed = MemoryFeed(source, pixels, normalise, train=train, seed=seed)
+        elif isinstance(source, ImageFiles):
+            self._feed = WorkerFeed(FileSamples(source, pixels, train=train, seed=seed), normalise, workers)
         else:
-            self._feed = WorkerFeed(source, pixels, train=train, seed=seed, device=device, dtype=dtype, workers=workers)
+            self._feed = WorkerFeed(OwnSamples(source, pixels, train=train, seed=seed), normalise, workers)
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch for each index tensor int64 [n] in `requests`, in order.

@@ -1,12 +1,137 @@
-"""The user's own data sets, wrapped."""
+"""The user's own data sets, wrapped: what they hold is found out without reading more than needed."""
 
 from typing import Any
 
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
+
 from manyhands.core.errors import UserError
+from manyhands.data.decode import is_grey
 from manyhands.data.options import DataOptions
-from manyhands.data.splits import Splits
+from manyhands.data.random import spread
+from manyhands.data.samples import as_picture, read_pair, restored_generators, seed_generators
+from manyhands.data.splits import ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
+from manyhands.data.statistics import measured_pixels, photograph_pixels
+from manyhands.data.transforms import Pixels
+
+_PROBES = 8
+_SMALL = 64
 
 
-def splits_of_objects(train: Any, test: Any | None, options: DataOptions) -> Splits:
-    """Not written yet."""
-    raise UserError("the user's own data sets can't be opened yet", "", ())
+def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
+    """Wraps the user's training and test data.
+
+    Uint8 tensors in a TensorDataset become pictures in memory; everything else is read when it is needed. Without
+    a test set, every so many-th training sample is kept for evaluation, always the same ones.
+
+    Raises:
+        UserError: an object is no data set, is empty, or its samples or labels can't be used.
+    """
+    given = [("train", train)] if test is None else [("train", train), ("test", test)]
+    for word, dataset in given:
+        _check(dataset, word)
+    classes = _classes([dataset for _, dataset in given])
+    sources = [_source(dataset, len(classes), f"the {word} set") for word, dataset in given]
+    if test is None:
+        sources = _split(sources[0], options.validation)
+    text = describe(title or f"your {type(train).__name__}", sources[0], sources[1])
+    return Splits(sources[0], sources[1], classes, text, _pixels(sources[0]))
+
+
+def _check(dataset: Any, word: str) -> None:
+    mend = ("give a torch Dataset with __len__ and __getitem__, such as a TensorDataset",)
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not sized or isinstance(dataset, IterableDataset | str | dict):
+        raise UserError(f"the {word} set is a {type(dataset).__name__}, no data set with an index", word, mend)
+    if len(dataset) == 0:
+        raise UserError(f"the {word} set is empty", word)
+
+
+def _source(dataset: Any, classes: int, place: str) -> Source:
+    labels = known_labels(dataset)
+    if labels is not None:
+        labels = check_labels(labels, classes, place)
+    if type(dataset) is TensorDataset and labels is not None:
+        images = dataset.tensors[0]
+        if images.dtype == torch.uint8 and images.ndim in (3, 4):
+            return ImagesInMemory(images.unsqueeze(1) if images.ndim == 3 else images, labels)
+    return UserSamples(dataset, labels)
+
+
+def _split(source: Source, share: float) -> list[Source]:
+    """Keeps a share of the samples for evaluation: a fixed choice, spread evenly."""
+    kept = spread(max(1, round(len(source) * share)), len(source))
+    rest = torch.ones(len(source), dtype=torch.bool)
+    rest[kept] = False
+    if not rest.any():
+        raise UserError("one sample can't be both for training and for evaluation", "train", ("give a test set",))
+    return [take(source, rest.nonzero().flatten()), take(source, kept)]
+
+
+def known_labels(dataset: Any) -> Tensor | None:
+    """The labels int64 [N] where the data set knows them without reading samples, else None."""
+    if isinstance(dataset, Subset):
+        labels = known_labels(dataset.dataset)
+        return None if labels is None else labels[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [known_labels(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else torch.cat([p for p in parts if p is not None])
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        found: Any = dataset.tensors[1]
+    elif getattr(dataset, "target_transform", None) is None:
+        found = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    else:
+        found = None
+    return _as_labels(found, len(dataset))
+
+
+def _as_labels(found: Any, count: int) -> Tensor | None:
+    if not isinstance(found, Tensor | numpy.ndarray | list | tuple) or len(found) != count:
+        return None
+    values = found.numpy(force=True) if isinstance(found, Tensor) else numpy.asarray(found)
+    return torch.from_numpy(values.astype(numpy.int64)) if values.ndim == 1 and values.dtype.kind in "iu" else None
+
+
+def _classes(datasets: list[Any]) -> tuple[str, ...]:
+    """Names of the classes: the data set's own, or the numbers up to the greatest label."""
+    for dataset in datasets:
+        base = dataset
+        while isinstance(base, Subset):
+            base = base.dataset
+        names, number = getattr(base, "classes", None), getattr(base, "num_classes", None)
+        if isinstance(names, list | tuple) and len(names) > 1:
+            return tuple(" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names)
+        if isinstance(number, int) and number > 1:
+            return tuple(str(label) for label in range(number))
+    greatest = max(int(labels.max()) for labels in map(_read_labels, datasets))
+    if greatest < 1:
+        raise UserError("the data has only one class", "train", ("labels are whole numbers from 0 on; two at least",))
+    return tuple(str(label) for label in range(greatest + 1))
+
+
+def _read_labels(dataset: Any) -> Tensor:
+    """The labels, if need be by reading every sample once."""
+    labels = known_labels(dataset)
+    if labels is not None:
+        return labels
+    with restored_generators():
+        return torch.tensor([read_pair(dataset, sample)[1] for sample in range(len(dataset))])
+
+
+def _pixels(source: Source) -> Pixels:
+    """Looks at a few samples: pictures keep a small common size; tensors of numbers are used as they are."""
+    if isinstance(source, ImagesInMemory):
+        return measured_pixels(source.images, "none")
+    assert isinstance(source, UserSamples)
+    with restored_generators():
+        seed_generators(0)
+        images = [read_pair(source.dataset, index)[0] for index in spread(_PROBES, len(source)).tolist()]
+    pictures = [picture for picture in map(as_picture, images) if picture is not None]
+    if len(pictures) < len(images):
+        shape = tuple(getattr(images[0], "shape", ())) or (1,)
+        return photograph_pixels(int(shape[-1]), int(shape[0]) if len(shape) == 3 else 1, "none")
+    sizes = {size for picture in pictures for size in picture.size}
+    size = max(sizes) if len(sizes) == 1 or max(sizes) <= _SMALL else 224
+    return photograph_pixels(size, 1 if all(map(is_grey, pictures)) else 3, "none")

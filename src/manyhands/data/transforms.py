@@ -121,10 +121,14 @@ def augment(images: Tensor, pixels: Pixels, key: int, samples: Tensor) -> Tensor
 
 
 class Normalise:
-    """Turns bytes into numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel."""
+    """Turns bytes into numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel.
+
+    Attributes:
+        device: where the pictures must lie.
+    """
 
     def __init__(self, pixels: Pixels, device: torch.device, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.device, self._dtype = device, dtype
         self._work = torch.float64 if dtype == torch.float64 else torch.float32
         mean, std = (
             torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (pixels.mean, pixels.std)
@@ -133,9 +137,11 @@ class Normalise:
         self._offset = (-mean / std).to(device, self._work)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalises uint8 [n, C, S, S]; the result is new memory.
+        """Normalises uint8 [n, C, S, S]; other types are taken as they are, and only become `dtype`.
 
         The product and the sum are two operations, each rounded, so that a picture's numbers never depend on its
         place in the batch (a fused one is used only in the vectorised part of a loop).
         """
+        if images.dtype != torch.uint8:
+            return images.to(self._dtype)
         return images.to(self._work).mul_(self._scale).add_(self._offset).to(self._dtype)

@@ -1,19 +1,124 @@
-"""Decodes pictures in worker processes."""
+"""Serves samples that must be made, with worker processes or in this one; the numbers are the same."""
 
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from manyhands.core.errors import UserError
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from manyhands.core.errors import ManyhandsError, RunError
+from manyhands.data.child import begin_worker
+from manyhands.data.samples import Answer, FileSamples, OwnSamples, Request
+from manyhands.data.transforms import Normalise
+
+_MOST_WORKERS = 8
+
+Part = tuple[Tensor, Tensor, Tensor]  # images, labels, samples
+
+
+def worker_count(wanted: int, processes: int = 1) -> int:
+    """How many decoding processes one process should have.
+
+    Args:
+        wanted: 0 or more is taken as it is; -1: this machine's cores, shared.
+        processes: training processes on this machine.
+    """
+    if wanted >= 0:
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_WORKERS, cores // max(1, processes)))
 
 
 class WorkerFeed:
-    """Not written yet."""
+    """Answers requests by decoding files or reading the user's data set."""
 
-    def __init__(self, source: Any, pixels: Any, **options: Any) -> None:
-        """Refuses."""
-        raise UserError("pictures in files can't be loaded yet")
+    def __init__(self, samples: FileSamples | OwnSamples, normalise: Normalise, workers: int) -> None:
+        self._samples, self._normalise = samples, normalise
+        self._requests = _Requests()
+        cheap = isinstance(samples, OwnSamples) and samples.cheap
+        self._count = 0 if cheap else worker_count(workers)
+        self._loader: DataLoader[Any] | None = None
+        self._answers: Any = None  # torch's iterator; owns the processes
 
-    def batches(self, epoch: int, requests: Any) -> Any:
-        """Not written yet."""
+    def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Part]:
+        """One part for each request int64 [n], in order; looks ahead by two requests for each worker."""
+        asked = self._requests.begin(epoch, requests)
+        answers = self._from_workers() if self._count else map(self._samples.__getitems__, self._requests)
+        for answer in answers:
+            if isinstance(answer, ManyhandsError):
+                self.close()
+                raise answer
+            images, labels = (values.to(self._normalise.device, non_blocking=True) for values in answer)
+            yield self._normalise(images), labels, asked.popleft()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Ends the worker processes; a later request starts new ones.
+
+        torch would end them when its iterator is collected. Where that happens in a cycle (any exception makes one)
+        the queues may go first, and the wait for the workers takes ten seconds; so it is told here.
+        """
+        end = getattr(self._answers, "_shutdown_workers", None)
+        self._answers = self._loader = None
+        if end is not None:
+            end()
+
+    def _from_workers(self) -> Iterator[Answer | ManyhandsError]:
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of fork beside threads, torch of more workers than cores: both are known here.
+                warnings.simplefilter("ignore")
+                self._loader = self._start() if self._loader is None else self._loader
+                self._answers = iter(self._loader)
+            yield from self._answers
+        except Exception as error:
+            self.close()
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            mend = ("is memory or /dev/shm full? try --data.workers 0, or fewer",)
+            raise RunError(f"a process that decodes pictures died: {error}", "data.workers", mend) from error
+
+    def _start(self) -> DataLoader[Any]:
+        """Makes torch's loader; its processes start with the first request and stay over the epochs."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        return DataLoader(
+            self._samples,  # pyright: ignore[reportArgumentType]  # torch calls __getitems__ alone
+            batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]
+            num_workers=self._count,
+            collate_fn=_as_it_is,
+            persistent_workers=True,
+            pin_memory=self._normalise.device.type == "cuda",
+            worker_init_fn=functools.partial(begin_worker, parent=os.getpid(), follow=in_main_thread),
+            # A fork carries the user's data set over as it is, lambdas and all.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+        )
+
+
+class _Requests:
+    """What torch's loader draws from: the requests of the present epoch."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._requests: Iterable[Tensor] = ()
+        self._asked: deque[Tensor] = deque()
+
+    def begin(self, epoch: int, requests: Iterable[Tensor]) -> deque[Tensor]:
+        """Takes new requests; returns where those that were passed on are noted, in order."""
+        self._epoch, self._requests, self._asked = epoch, requests, deque()
+        return self._asked
+
+    def __iter__(self) -> Iterator[Request]:
+        asked = self._asked
+        for samples in self._requests:
+            asked.append(samples)
+            yield self._epoch, samples.tolist()
+
+
+def _as_it_is(answer: Any) -> Any:
+    """Each answer is a whole batch already."""
+    return answer

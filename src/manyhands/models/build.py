@@ -69,7 +69,9 @@ def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
     if name != options.name or (options.pretrained and published):
         candidates = published
     if not candidates:
-        known = {word for choice in choices for word in choice.names()}
+        prefix = _ORIGINAL if name != options.name else ""
+        fitting = [choice for choice in choices if not prefix or hasattr(choice, "build_pretrained")]
+        known = {prefix + word for choice in fitting for word in choice.names()}
         raise unknown_choice("network", options.name, known, "model.name")
     return name, min(candidates, key=_max_size)
 

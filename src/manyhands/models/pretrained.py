@@ -8,6 +8,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+import warnings
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,7 +38,9 @@ def fetch_weights(url: str) -> Path:
             if not path.is_file():
                 _download(url, path)
     try:
-        torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
+            torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise UserError(f"{path.name} is damaged, or holds more than weights", str(path), _mend(url, path)) from error
     return path

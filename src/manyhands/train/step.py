@@ -28,10 +28,17 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Measured:
-    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it."""
+    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it.
+
+    Attributes:
+        loss: sum of losses.
+        samples: samples that count.
+        first_bad: first step whose loss was not finite, infinite if there is none; kept for good.
+    """
 
     loss: Tensor | float = 0.0
     samples: int = 0
+    first_bad: Tensor | float = math.inf
     _correct: int | Tensor = 0
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -142,7 +149,9 @@ class Updater:
                 raise explain_loss(self.network.inner, part, self.world, step)
             measured.loss += value
         else:
-            measured.loss = measured.loss + loss.double()
+            measured.loss = measured.loss + loss
+            bad = torch.where(torch.isfinite(loss), math.inf, float(step))
+            measured.first_bad = torch.minimum(torch.as_tensor(measured.first_bad, device=bad.device), bad)
         measured.guess(logits, part.batch.labels)
         measured.samples += part.share.count
 

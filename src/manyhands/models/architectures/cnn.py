@@ -9,8 +9,10 @@ from manyhands.models.construct import WHERE, construct
 from manyhands.models.needs import ModelNeeds
 
 SMALLEST = 8
+_COARSE = 16
 _LAST_MAP = 4
 _WIDEST = 4
+_POOLED = 2
 
 
 def names() -> list[str]:
@@ -30,8 +32,11 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
     return construct(make_cnn, name, arguments, {"channels": channels, "size": size, "num_classes": num_classes})
 
 
-def make_cnn(channels: int, size: int, num_classes: int, width: int = 32, dropout: float = 0.0) -> nn.Sequential:
+def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropout: float = 0.0) -> nn.Sequential:
     """Makes blocks of convolution, BatchNorm, ReLU and halving until the map is 4 pixels or less, and a last one.
+
+    Pictures of less than 16 pixels pass a convolution at their full size first, since they have no detail to lose.
+    Seen with one-cycle SGD: MNIST 99.1 % after 1 epoch (rate 0.1, batch 128), 8x8 digits 99 % after 15 (0.05, 64).
 
     Args:
         channels: of the pictures.
@@ -49,12 +54,15 @@ def make_cnn(channels: int, size: int, num_classes: int, width: int = 32, dropou
         raise UserError(f"dropout is {dropout!r}, expected a number from 0 to below 1", f"{WHERE}.dropout")
     layers: list[nn.Module] = []
     inputs, outputs = channels, width
+    if size < _COARSE:
+        layers += _convolution(inputs, outputs)
+        inputs, outputs = outputs, 2 * outputs
     while size > _LAST_MAP:
         layers += [*_convolution(inputs, outputs), nn.MaxPool2d(2)]
         inputs, outputs, size = outputs, min(2 * outputs, _WIDEST * width), size // 2
-    layers += [*_convolution(inputs, outputs), nn.AdaptiveMaxPool2d(1), nn.Flatten()]
+    layers += [*_convolution(inputs, outputs), nn.AdaptiveAvgPool2d(_POOLED), nn.Flatten()]
     layers += [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(*layers, nn.Linear(outputs, num_classes))
+    return nn.Sequential(*layers, nn.Linear(outputs * _POOLED**2, num_classes))
 
 
 def _convolution(inputs: int, outputs: int) -> list[nn.Module]:

@@ -13,6 +13,8 @@ from manyhands.models.pretrained import fetch_weights
 _PUBLISHED_CLASSES = 1000
 # Networks that take one size only, and the argument that sets it; the auxiliary head of inception_v3 asks for 299.
 _SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception": ("", 299)}
+# Published with the size that they were evaluated at as their smallest; they run on any.
+_ANY_SIZE = ("swin", "efficientnet_v2")
 # Left out, torchvision warns that its default is about to change.
 _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
 
@@ -32,8 +34,9 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
             fixed = smallest
         given = arguments.get(argument, fixed)
         fixed = given if isinstance(given, int) else given[0]
-        return ModelNeeds(3, fixed, [f"{name} takes pictures of {fixed} px"])
-    if size < smallest:
+        notes = [] if size == fixed else [f"{name} takes pictures of {fixed} px; they are brought to that"]
+        return ModelNeeds(3, fixed, notes)
+    if size < smallest and not name.startswith(_ANY_SIZE):
         made_for = max(224, smallest)
         return ModelNeeds(3, made_for, [f"{name} needs at least {smallest} px; pictures are enlarged to {made_for}"])
     return ModelNeeds(3)

@@ -1,0 +1,52 @@
+# Everything runs in a virtual environment of the project's own, .venv; the first target that needs it makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo setup test test-slow test-all check format bench clean
+
+help:
+	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
+	@echo "make test      set everything up and run the tests (no network or GPU needed once set up)"
+	@echo "make test-all  the slow ones too"
+	@echo "make check     format, lint, types, import layers"
+	@echo "make bench     measure against other tools, side by side (needs MNIST; see bench/)"
+
+demo: $(VENV)/.package
+	$(BIN)/manyhands train -n 2
+
+setup: $(READY)
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(READY)
+	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format src tests scripts
+	$(BIN)/ruff check --fix src tests scripts
+
+clean:
+	rm -rf $(VENV)
+
+# The package alone is enough for the demo; the tests' tools come on top.
+$(VENV)/.package: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(READY): $(VENV)/.package
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'])")
+	@touch $@

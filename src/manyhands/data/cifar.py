@@ -1,0 +1,128 @@
+"""CIFAR's published files: the binary records and the python batches, in a folder or in their archive.
+
+Binary record: one label byte (CIFAR-100: coarse, then fine), then 3,072 bytes: red, green, blue, row by row.
+Python batch: a pickle of {"data": uint8 [n, 3072], "labels" or "fine_labels": list}.
+
+Source: A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
+"""
+
+import tarfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.data.plain_pickle import as_tensor, read_plain
+from manyhands.data.splits import ImagesInMemory, check_labels
+
+_PIXELS = 3 * 32 * 32
+_MEND = ("fetch it again, or copy it anew",)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of one published form.
+
+    Attributes:
+        folder: what the archive unpacks to.
+        archive: the archive's name.
+        train: files of the training split, in order.
+        test: file of the test split.
+        names: file with the class names.
+        label_bytes: in front of each binary record; 0 for a pickle.
+        key: of labels, or of class names, in a pickle: "labels", "fine_labels".
+    """
+
+    folder: str
+    archive: str
+    train: tuple[str, ...]
+    test: str
+    names: str
+    label_bytes: int = 0
+    key: str = "labels"
+
+
+def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
+    """Reads a layout's files from a folder, or from an archive at any depth; an archive is read once, front to back.
+
+    Returns:
+        Contents by name; the file of class names may be absent.
+
+    Raises:
+        UserError: another one is missing, or the archive is torn.
+    """
+    needed = (*layout.train, layout.test)
+    names = (*needed, layout.names)
+    found: dict[str, bytes] = {}
+    try:
+        if place.is_dir():
+            found = {name: (place / name).read_bytes() for name in names if (place / name).is_file()}
+        else:
+            with tarfile.open(place) as archive:
+                for member in archive:
+                    word = PurePosixPath(member.name).name
+                    content = archive.extractfile(member) if member.isfile() and word in names else None
+                    if content is not None:
+                        found[word] = content.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
+        raise UserError(f"{place.name} can't be read: {error}", str(place), _MEND) from error
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise UserError(f"{place.name} has no {', '.join(missing)}", str(place), _MEND)
+    return found
+
+
+def read_split(files: dict[str, bytes], names: tuple[str, ...], layout: Layout, classes: int) -> ImagesInMemory:
+    """Joins the files of one split: uint8 [N, 3, 32, 32] and int64 [N].
+
+    Raises:
+        UserError: a file has not a whole number of records, or a label that is no class.
+    """
+    read = _read_records if layout.label_bytes else _read_batch
+    parts = [read(files[name], name, layout) for name in names]
+    labels = [check_labels(labels, classes, name) for name, (_, labels) in zip(names, parts, strict=True)]
+    return ImagesInMemory(torch.cat([images for images, _ in parts]).view(-1, 3, 32, 32), torch.cat(labels))
+
+
+def read_class_names(content: bytes, layout: Layout, place: str) -> tuple[str, ...]:
+    """The class names: one on each line, or in the pickle's "label_names" or "fine_label_names"."""
+    if layout.label_bytes:
+        return tuple(content.decode("utf-8", "replace").split())
+    names = _field(read_plain(content, place), layout.key.removesuffix("s") + "_names", place)
+    if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
+        raise UserError(f"{place}: expected a list of class names, found {type(names).__name__}", place, _MEND)
+    return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
+
+
+def _read_records(content: bytes, place: str, layout: Layout) -> tuple[Tensor, Tensor]:
+    length = layout.label_bytes + _PIXELS
+    if not content or len(content) % length:
+        what = f"{place}: expected whole records of {length:,} bytes, found {len(content):,} bytes"
+        raise UserError(what + f" ({len(content) / length:,.3f} records)", place, _MEND)
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, length)
+    return records[:, layout.label_bytes :], records[:, layout.label_bytes - 1]
+
+
+def _read_batch(content: bytes, place: str, layout: Layout) -> tuple[Tensor, Tensor]:
+    batch = read_plain(content, place)
+    images, labels = as_tensor(_field(batch, "data", place)), _field(batch, layout.key, place)
+    if images is None or images.ndim != 2 or images.shape[1] != _PIXELS or not len(images):
+        raise UserError(f'{place}: expected "data" to be bytes [n, {_PIXELS:,}]', place, _MEND)
+    if not isinstance(labels, list) or not all(type(label) is int and abs(label) < 1 << 31 for label in labels):
+        raise UserError(f'{place}: expected "{layout.key}" to be a list of whole numbers', place, _MEND)
+    if len(labels) != len(images):
+        raise UserError(f"{place}: {len(images):,} pictures, but {len(labels):,} labels", place, _MEND)
+    return images, torch.tensor(labels)
+
+
+def _field(content: Any, key: str, place: str) -> Any:
+    """A value of the pickle's dict, whose keys are text or bytes."""
+    if isinstance(content, dict):
+        for word in (key, key.encode()):
+            if word in content:
+                return content[word]
+    raise UserError(f'{place} has no "{key}"', place, _MEND)

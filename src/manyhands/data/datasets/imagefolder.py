@@ -1,0 +1,14 @@
+"""Any folder of class folders, with or without train/ and val/; ImageNet's own layout is one."""
+
+from pathlib import Path
+
+from manyhands.data.gallery import open_folder
+from manyhands.data.options import DataOptions
+from manyhands.data.splits import Splits
+
+NAMES: tuple[str, ...] = ()
+
+
+def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
+    """Opens the folder that the name is the path of."""
+    return open_folder(Path(name).expanduser(), options)

@@ -1,0 +1,34 @@
+"""The user's own function: "file.py:function", which returns (train, test) or Splits."""
+
+from manyhands.core.blame import users_line
+from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.plugins import load_object
+from manyhands.data.objects import splits_of_objects
+from manyhands.data.options import DataOptions
+from manyhands.data.splits import Splits
+
+NAMES: tuple[str, ...] = ()
+
+
+def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
+    """Calls the function, without arguments.
+
+    Raises:
+        UserError: there is no such function, it fails, or what it returns can't be used.
+    """
+    function = load_object(name, "data.name")
+    mend = ("return (train, test): two torch data sets; test may be None",)
+    if not callable(function):
+        raise UserError(f"{name} is a {type(function).__name__}, no function", "data.name", mend)
+    try:
+        made = function()
+    except ManyhandsError:
+        raise
+    except Exception as error:
+        where = users_line(error) or "data.name"
+        raise UserError(f"{name} failed: {type(error).__name__}: {error}", where) from error
+    if isinstance(made, Splits):
+        return made
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise UserError(f"{name} returned a {type(made).__name__}, not a pair", "data.name", mend)
+    return splits_of_objects(made[0], made[1], options, title=name)

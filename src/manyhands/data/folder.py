@@ -1,0 +1,154 @@
+"""Folders of class folders: what lies in them, and which pictures are for evaluation."""
+
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from manyhands.core.errors import UserError
+from manyhands.data.decode import PICTURE_SUFFIXES
+
+_TEST_NAMES = ("val", "validation", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The pictures of one split.
+
+    Attributes:
+        root: the folder that holds the class folders.
+        classes: names of the class folders, sorted.
+        names: each picture's path below root, with "/"; sorted by class, then by name.
+        labels: each picture's class.
+        ignored: how many other files lie there.
+    """
+
+    root: Path
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    labels: tuple[int, ...]
+    ignored: int = 0
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, index: int) -> str:
+        """The file of a picture."""
+        return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
+
+    def part(self, chosen: list[int]) -> "Listing":
+        """The pictures at these indices."""
+        names = tuple(self.names[index] for index in chosen)
+        labels = tuple(self.labels[index] for index in chosen)
+        return Listing(self.root, self.classes, names, labels)
+
+
+def list_splits(root: Path, validation: float) -> tuple[Listing, Listing]:
+    """Lists root/train and root/val (or test), or splits one folder of class folders.
+
+    Raises:
+        UserError: there are no class folders, fewer than two, an empty one, or the two splits differ in classes.
+    """
+    train_root = root / "train"
+    if not train_root.is_dir() or not _folders(train_root):
+        return split(list_classes(root), validation)
+    train = list_classes(train_root)
+    for word in _TEST_NAMES:
+        if (root / word).is_dir():
+            test = list_classes(root / word)
+            _check_same(train, test)
+            return train, test
+    return split(train, validation)
+
+
+def list_classes(root: Path) -> Listing:
+    """Lists the pictures in root's class folders, at any depth.
+
+    Raises:
+        UserError: there are no class folders, only one, or one without pictures.
+    """
+    classes = _folders(root)
+    if not classes:
+        raise _no_classes(root)
+    if len(classes) == 1:
+        mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
+        raise UserError(f'{root} has only one class folder, "{classes[0]}"', str(root), mend)
+    names: list[str] = []
+    labels: list[int] = []
+    ignored = 0
+    for label, name in enumerate(classes):
+        found, others = _pictures(root, name)
+        if not found:
+            mend = ("put pictures into it, or remove it", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
+            raise UserError(f'the class folder "{name}" has no pictures', str(root / name), mend)
+        names += found
+        labels += [label] * len(found)
+        ignored += others
+    return Listing(root, classes, tuple(names), tuple(labels), ignored)
+
+
+def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
+    """Splits into training and evaluation, class by class; depends on the names of the files alone.
+
+    Over all classes the evaluation part is `share` of the pictures, to the nearest whole one; each class gives its
+    part to within one picture. A class of two or more keeps one for training at least.
+    """
+    by_class: dict[int, list[int]] = {}
+    for index, label in enumerate(listing.labels):
+        by_class.setdefault(label, []).append(index)
+    kept: set[int] = set()
+    seen = 0
+    for indices in by_class.values():
+        wanted = int((seen + len(indices)) * share + 0.5) - int(seen * share + 0.5)
+        seen += len(indices)
+        wanted = min(wanted, max(1, len(indices) - 1))
+        kept.update(sorted(indices, key=lambda index: _digest(listing.names[index]))[:wanted])
+    if not kept:
+        kept.add(min(range(len(listing)), key=lambda index: _digest(listing.names[index])))
+    train = listing.part([index for index in range(len(listing)) if index not in kept])
+    return replace(train, ignored=listing.ignored), listing.part(sorted(kept))
+
+
+def _folders(root: Path) -> tuple[str, ...]:
+    with os.scandir(root) as entries:
+        return tuple(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith((".", "__"))))
+
+
+def _pictures(root: Path, name: str) -> tuple[list[str], int]:
+    """Pictures below root/name, sorted, and the number of other files; hidden files count as neither."""
+    found: list[str] = []
+    others = 0
+    for folder, folders, files in os.walk(root / name, followlinks=True):
+        folders[:] = sorted(word for word in folders if not word.startswith("."))
+        below = Path(folder).relative_to(root).as_posix()
+        for file in files:
+            if file.startswith("."):
+                continue
+            if Path(file).suffix.lower() in PICTURE_SUFFIXES:
+                found.append(f"{below}/{file}")
+            else:
+                others += 1
+    return sorted(found), others
+
+
+def _check_same(train: Listing, test: Listing) -> None:
+    for here, there in ((train, test), (test, train)):
+        missing = sorted(set(here.classes) - set(there.classes))
+        if missing:
+            shown = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "")
+            what = f"{here.root.name}/ has {len(missing)} class folders that {there.root.name}/ lacks: {shown}"
+            raise UserError(what, str(there.root), ("both need the same class folders",))
+
+
+def _no_classes(root: Path) -> UserError:
+    loose = sum(entry.suffix.lower() in PICTURE_SUFFIXES for entry in root.iterdir())
+    found = f"; {loose:,} pictures lie in it directly" if loose else ""
+    mend = (
+        "make a folder for each class and put its pictures there",
+        "ImageNet's validation pictures, too, are sorted into class folders first",
+    )
+    return UserError(f"{root} has no class folders{found}", str(root), mend)
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,112 @@
+"""Opens a folder of pictures: small equal ones into memory, all others as files."""
+
+from pathlib import Path
+
+import torch
+
+from manyhands.data.decode import CorruptImageError, decode, probe
+from manyhands.data.folder import Listing, list_splits
+from manyhands.data.memory import Decoded, decode_once, find_corrupt_once
+from manyhands.data.options import DataOptions
+from manyhands.data.random import spread
+from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, describe
+from manyhands.data.statistics import measured_pixels, photograph_pixels
+from manyhands.data.transforms import Pixels
+
+_PROBES = 32
+_SMALL = 64
+_USUAL_SIZE = 224
+
+
+def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
+    """Opens class folders, or train/ and val/ with class folders in them.
+
+    Square pictures of one size up to 64 stay in memory, decoded, while they fit `options.memory_limit_mib`. With
+    `options.skip_corrupt` every picture is decoded once to find those that can't be read; otherwise the first such
+    picture is an error when it is reached.
+
+    Args:
+        root: the folder.
+        options: limits, validation share, and what to do about corrupt pictures.
+        title: for the description; the folder's name if empty.
+        usual: mean, deviation and augmentation that are known for this data.
+
+    Raises:
+        UserError: the folder can't be used.
+    """
+    listings = list_splits(root, options.validation)
+    size, channels, equal = _look(listings[0], options.channels)
+    opened = _in_memory(listings, size, channels, options) if equal else None
+    if opened is None:
+        skipped = [find_corrupt_once(listing) if options.skip_corrupt else () for listing in listings]
+        sources: list[Source] = [_files(listing, bad) for listing, bad in zip(listings, skipped, strict=True)]
+        small = size <= _SMALL
+        augment = "crop-flip" if small else "resized-crop-flip"
+        pixels = photograph_pixels(size if small else _USUAL_SIZE, channels, augment)
+    else:
+        skipped = [decoded.corrupt for decoded in opened]
+        sources = [_memory(listing, decoded) for listing, decoded in zip(listings, opened, strict=True)]
+        pixels = measured_pixels(opened[0].images, "crop-flip")
+    names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
+    text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
+    text += _left_out(sum(listing.ignored for listing in listings), len(names))
+    return Splits(sources[0], sources[1], listings[0].classes, text, usual or pixels, names)
+
+
+def _left_out(ignored: int, skipped: int) -> str:
+    """Words on what isn't used, or nothing."""
+    text = f"; {ignored:,} other files ignored" if ignored else ""
+    return text + (f"; {skipped:,} unreadable pictures left out" if skipped else "")
+
+
+def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
+    """Reads some headers: the larger side, the channels, and whether they are equal squares of at most 64."""
+    seen = []
+    for index in spread(_PROBES, len(listing)).tolist():
+        try:
+            seen.append(probe(listing.path(index)))
+        except CorruptImageError:
+            continue
+    if not seen:
+        return _USUAL_SIZE, channels or 3, False
+    sizes = {side for width, height, _ in seen for side in (width, height)}
+    equal = len(sizes) == 1 and max(sizes) <= _SMALL
+    return max(sizes), channels or (1 if all(grey for _, _, grey in seen) else 3), equal
+
+
+def _in_memory(
+    listings: tuple[Listing, Listing], size: int, channels: int, options: DataOptions
+) -> list[Decoded] | None:
+    """Both splits' pixels, or None where they don't fit or aren't equal; the colours of one make all RGB."""
+    total = sum(map(len, listings)) * channels * size * size
+    if total > options.memory_limit_mib << 20:
+        return None
+    grey_only = channels == 1 and not options.channels
+    opened: list[Decoded] = []
+    for listing in listings:
+        decoded = decode_once(listing, channels, size, grey_only=grey_only)
+        if decoded is None:
+            return _in_memory(listings, size, 3, options) if grey_only else None
+        if decoded.corrupt and not options.skip_corrupt:
+            decode(listing.path(decoded.corrupt[0]), channels)  # raises: it couldn't be read before
+        opened.append(decoded)
+    return opened
+
+
+def _memory(listing: Listing, decoded: Decoded) -> ImagesInMemory:
+    labels = torch.tensor(listing.labels)
+    if not decoded.corrupt:
+        return ImagesInMemory(decoded.images, labels)
+    good = _good(listing, decoded.corrupt)
+    return ImagesInMemory(decoded.images[good], labels[good])
+
+
+def _files(listing: Listing, corrupt: tuple[int, ...]) -> ImageFiles:
+    good = _good(listing, corrupt)
+    paths = tuple(map(listing.path, good))
+    return ImageFiles(paths, torch.tensor(listing.labels)[good])
+
+
+def _good(listing: Listing, corrupt: tuple[int, ...]) -> list[int]:
+    bad = set(corrupt)
+    return [index for index in range(len(listing)) if index not in bad]

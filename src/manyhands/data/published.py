@@ -1,0 +1,34 @@
+"""Where the published files of a named data set lie: found in a few usual places, or fetched."""
+
+from pathlib import Path
+
+from manyhands.core.errors import UserError
+from manyhands.data.download import fetch
+from manyhands.data.options import DataOptions
+
+
+def find_file(name: str, places: list[Path]) -> Path | None:
+    """The file in the first place that has it, packed or unpacked; "x-idx3" may be spelt "x.idx3".
+
+    Args:
+        name: as published, with .gz where it is packed.
+        places: folders, the most likely first.
+    """
+    plain = name.removesuffix(".gz")
+    for place in places:
+        for word in (name, plain, plain.replace("-idx", ".idx")):
+            if (place / word).is_file():
+                return place / word
+    return None
+
+
+def fetch_file(name: str, urls: tuple[str, ...], md5: str, folder: Path, options: DataOptions) -> Path:
+    """Fetches a file into a named data set's folder, where the user allows that.
+
+    Raises:
+        UserError: downloads are off, or the file can't be fetched.
+    """
+    if not options.download:
+        mend = (f"put {name} there", "or allow the download: --data.download")
+        raise UserError(f"{folder} has no {name}", str(folder), mend)
+    return fetch(f"{folder.name}/{name}", urls, md5, folder / name)

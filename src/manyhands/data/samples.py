@@ -1,0 +1,150 @@
+"""Samples that are made when they are asked for: pictures in files, and the user's own data set.
+
+The objects here travel to worker processes. A request is (epoch, indices); the answer is a part (images, labels),
+or the error, which the asking process raises: an exception that passes through torch's queues loses its fields.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.seeds import derive
+from manyhands.data.decode import decode, to_mode
+from manyhands.data.pictures import prepare
+from manyhands.data.random import Draws, augmentation_key
+from manyhands.data.splits import ImageFiles, UserSamples
+from manyhands.data.transforms import Pixels
+
+Request = tuple[int, list[int]]
+Answer = tuple[Tensor, Tensor]
+
+
+class FileSamples:
+    """Decodes, crops and mirrors pictures in files."""
+
+    def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int) -> None:
+        self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
+
+    def __getitems__(self, request: Request) -> Answer | ManyhandsError:
+        """Images uint8 [n, C, S, S] and labels int64 [n], or the error."""
+        epoch, samples = request
+        key = augmentation_key(self._seed, epoch)
+        try:
+            return torch.stack([self._one(key, sample) for sample in samples]), self._source.labels[samples]
+        except ManyhandsError as error:
+            return error
+
+    def _one(self, key: int, sample: int) -> Tensor:
+        image = decode(self._source.paths[sample], self._pixels.channels)
+        return prepare(image, self._pixels, Draws(key, sample) if self._train else None)
+
+
+class OwnSamples:
+    """Reads the user's data set, with every generator that it may use seeded for each sample."""
+
+    def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int) -> None:
+        self._dataset, self._pixels, self._train, self._seed = source.dataset, pixels, train, seed
+        # Plain tensors hold no chance and need no loop.
+        self._tensors = source.dataset.tensors if type(source.dataset) is TensorDataset else None
+
+    @property
+    def cheap(self) -> bool:
+        """True where a worker process would cost more than it saves."""
+        return self._tensors is not None
+
+    def __getitems__(self, request: Request) -> Answer | ManyhandsError:
+        """Images [n, …] (uint8 pictures, or the user's own type) and labels int64 [n], or the error."""
+        epoch, samples = request
+        try:
+            if self._tensors is not None and self._tensors[0].is_floating_point():
+                return self._tensors[0][samples], self._tensors[1][samples].to(torch.int64)
+            with restored_generators():
+                pairs = [self._one(epoch, sample) for sample in samples]
+        except ManyhandsError as error:
+            return error
+        return _stack([image for image, _ in pairs], samples), torch.tensor([label for _, label in pairs])
+
+    def _one(self, epoch: int, sample: int) -> tuple[Tensor, int]:
+        seed_generators(derive(self._seed, "sample", epoch, sample))
+        image, label = read_pair(self._dataset, sample)
+        draws = Draws(augmentation_key(self._seed, epoch), sample) if self._train else None
+        picture = as_picture(image)
+        if picture is not None:
+            return prepare(to_mode(picture, self._pixels.channels), self._pixels, draws), label
+        if str(getattr(image, "dtype", "")).endswith("uint8"):
+            what = f"sample {sample:,} is 8-bit pixels of shape {list(image.shape)}"
+            raise UserError(what, "the data set", ("a picture is [H, W], [1 or 3, H, W] or, as an array, [H, W, 3]",))
+        if isinstance(image, Tensor | numpy.ndarray):
+            return torch.as_tensor(image), label
+        what = f"sample {sample:,} is a {type(image).__name__}, not a tensor, an array or a picture"
+        raise UserError(what, "the data set", ("give (x, y): x as a tensor or a PIL image, y as a whole number",))
+
+
+def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
+    """Reads (x, y) and turns y into an int.
+
+    Raises:
+        UserError: the sample isn't a pair, or y is no whole number.
+    """
+    content = dataset[sample]
+    mend = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
+    if not isinstance(content, tuple | list) or len(content) != 2:
+        raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", mend)
+    image, label = content
+    number = label.item() if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and _single(label) else label
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", mend)
+    return image, number
+
+
+def as_picture(image: Any) -> Image.Image | None:
+    """A PIL image, or 8-bit pixels [H, W], [1 or 3, H, W] (tensor), [H, W, 1 or 3] (array) as one; else None."""
+    if isinstance(image, Image.Image):
+        return image
+    if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim in (2, 3):
+        image = (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+    if not isinstance(image, numpy.ndarray) or image.dtype != numpy.uint8:
+        return None
+    if image.ndim == 3 and image.shape[2] == 1:
+        image = image[:, :, 0]
+    return Image.fromarray(image) if image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3) else None
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds torch's CPU generator, random's and numpy's; touches no accelerator."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Puts the three generators back afterwards, so that reading data here never changes a dropout."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+
+
+def _single(label: Any) -> bool:
+    return all(size == 1 for size in label.shape)
+
+
+def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
+    for image, sample in zip(images, samples, strict=True):
+        if image.shape != images[0].shape or image.dtype != images[0].dtype:
+            first, other = (f"{list(x.shape)} {x.dtype}" for x in (images[0], image))
+            what = f"sample {sample:,} is {other}, but sample {samples[0]:,} is {first}"
+            raise UserError(what, "the data set", ("give every x the same shape and type",))
+    return torch.stack(images)

@@ -1,0 +1,89 @@
+"""The law of every architecture: [N, num_classes] comes out, and gradients reach every trainable parameter."""
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from manyhands.models.build import build_model, describe
+from manyhands.models.options import ModelOptions
+from manyhands.models.outputs import main_and_auxiliary
+
+CLASSES = 7
+OWN = [
+    *[("mlp", channels, size) for channels in (1, 3) for size in (8, 28)],
+    *[("cnn", channels, size) for channels in (1, 3) for size in (8, 9, 15, 16, 28, 32, 65, 224)],
+    *[(name, channels, 32) for name in ("resnet18", "resnet50") for channels in (1, 3)],
+]
+SMALL_ZOO = [("squeezenet1_1", 64), ("mobilenet_v3_small", 64), ("shufflenet_v2_x0_5", 64), ("googlenet", 64)]
+
+
+def build(name: str, channels: int, size: int) -> nn.Module:
+    torch.manual_seed(1)
+    return build_model(ModelOptions(name=name), channels=channels, size=size, num_classes=CLASSES)
+
+
+def check_law(model: nn.Module, channels: int, size: int, kind: torch.dtype = torch.float32) -> None:
+    pictures = torch.rand(2, channels, size, size, dtype=kind)
+    main, heads = main_and_auxiliary(model.train()(pictures))
+    for logits in (main, *(head for head, _ in heads)):
+        assert logits.shape == (2, CLASSES)
+        assert logits.dtype == kind
+    (main.square().sum() + sum(weight * head.square().sum() for head, weight in heads)).backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    with torch.no_grad():
+        assert model.eval()(pictures).shape == (2, CLASSES)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "channels", "size"), OWN)
+def test_own_architectures(name: str, channels: int, size: int, kind: torch.dtype):
+    check_law(build(name, channels, size).to(kind), channels, size, kind)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18", "squeezenet1_1"])
+def test_one_seed_gives_one_network(name: str):
+    first, second = build(name, 3, 32).state_dict(), build(name, 3, 32).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ["resnet34", "resnet101", "resnet152"])
+def test_the_deeper_cifar_resnets(name: str):
+    with torch.device("meta"):
+        check_law(build(name, 3, 32), 3, 32)
+
+
+@pytest.mark.parametrize(("name", "size"), SMALL_ZOO)
+def test_small_networks_of_the_zoo(name: str, size: int):
+    check_law(build(name, 3, size), 3, size)
+
+
+@pytest.mark.slow
+def test_inception_with_its_auxiliary_head():
+    model = build("inception_v3", 3, 299)
+    assert [weight for _, weight in main_and_auxiliary(model(torch.rand(2, 3, 299, 299)))[1]] == [0.4]
+    check_law(model, 3, 299)
+
+
+def smallest_size(name: str) -> int:
+    return describe(ModelOptions(name=name), 64).size or 64
+
+
+@pytest.mark.parametrize("name", ["vit_b_16", "alexnet", "inception_v3", "swin_t", "regnet_y_400mf", "vgg11"])
+def test_the_zoo_by_its_shapes(meta, name: str):
+    check_law(build(f"torchvision:{name}", 3, smallest_size(name)), 3, smallest_size(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.list_models(module=models))
+def test_all_of_the_zoo_by_its_shapes(meta, name: str):
+    check_law(build(f"torchvision:{name}", 3, smallest_size(name)), 3, smallest_size(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.list_models(module=models))
+def test_what_is_said_to_be_the_smallest_size_runs(meta, name: str):
+    size = next(
+        size for size in (8, 16, 32, 48, 64, 224, 299) if describe(ModelOptions(name=name), size).size in (None, size)
+    )
+    check_law(build(name, 3, size), 3, size)

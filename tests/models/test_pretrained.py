@@ -1,0 +1,163 @@
+import functools
+import hashlib
+import http.server
+import pickle
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from manyhands.core.errors import UserError
+from manyhands.models import pretrained
+from manyhands.models.architectures import torchvision as zoo
+from manyhands.models.build import build_model
+from manyhands.models.options import ModelOptions
+
+SQUEEZENET = "squeezenet1_1-b8a52dc0.pth"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def build(name: str, num_classes: int = 1000, size: int = 64) -> nn.Module:
+    return build_model(ModelOptions(name=name, pretrained=True), channels=3, size=size, num_classes=num_classes)
+
+
+def test_weights_on_disk_are_used(cache: Path):
+    published = models.squeezenet1_1()
+    torch.save(published.state_dict(), cache / SQUEEZENET)
+    whole, other = build("squeezenet1_1"), build("squeezenet1_1", 7)
+    for name, tensor in published.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], tensor)
+        if not name.startswith("classifier"):
+            assert torch.equal(other.state_dict()[name], tensor)
+    assert other(torch.rand(2, 3, 64, 64)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("mobilenet_v3_small", 64), ("shufflenet_v2_x0_5", 64), ("googlenet", 64), ("densenet121", 64)]
+)
+def test_heads_are_replaced(cache: Path, name: str, size: int):
+    options = {"init_weights": False} if name == "googlenet" else {}
+    network = models.get_model(name, **options)
+    torch.save(network.state_dict(), cache / models.get_model_weights(name)["DEFAULT"].url.rpartition("/")[2])
+    assert build(name, 7, size)(torch.rand(2, 3, size, size)).shape == (2, 7)
+
+
+KINDS = ["alexnet", "convnext_tiny", "efficientnet_b0", "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2"]
+KINDS += [
+    "regnet_y_400mf",
+    "resnet50",
+    "resnext50_32x4d",
+    "swin_t",
+    "swin_v2_t",
+    "vgg11",
+    "vit_b_32",
+    "wide_resnet50_2",
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_has_a_head_to_replace(meta, name: str):
+    model = models.get_model(name, **({"init_weights": False} if name == "inception_v3" else {}))
+    zoo._replace_heads(model, name, 7)
+    assert all(zoo._outputs(layer) != 1000 for layer in model.modules())
+    assert [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1].out_features == 7
+
+
+class Marker:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_file_with_code_in_the_cache_is_not_run(cache: Path, tmp_path: Path):
+    marker = tmp_path / "marker"
+    for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
+        write({"w": Marker(marker)}, cache / SQUEEZENET)
+        with pytest.raises(UserError, match="holds more than weights"):
+            build("squeezenet1_1")
+    assert not marker.exists()
+
+
+def test_damaged_and_foreign_weights_are_refused(cache: Path):
+    torch.save({"w": torch.ones(1)}, cache / SQUEEZENET)
+    with pytest.raises(UserError, match="another network's weights"):
+        build("squeezenet1_1")
+    (cache / SQUEEZENET).write_bytes(b"half a file")
+    with pytest.raises(UserError, match="damaged"):
+        build("squeezenet1_1")
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield folder, f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+def test_weights_are_downloaded_once_and_checked(cache: Path, server: tuple[Path, str]):
+    folder, address = server
+    torch.save({"w": torch.arange(3)}, folder / "new.pth")
+    name = f"net-{hashlib.sha256((folder / 'new.pth').read_bytes()).hexdigest()[:8]}.pth"
+    (folder / "new.pth").rename(folder / name)
+    path = pretrained.fetch_weights(f"{address}/{name}")
+    assert path == cache / name
+    (folder / name).unlink()
+    assert pretrained.fetch_weights(f"{address}/{name}") == path
+
+
+def test_a_download_that_is_wrong_is_not_kept(cache: Path, server: tuple[Path, str]):
+    folder, address = server
+    torch.save({"w": torch.arange(3)}, folder / "net-01234567.pth")
+    with pytest.raises(UserError, match="SHA-256"):
+        pretrained.fetch_weights(f"{address}/net-01234567.pth")
+    with pytest.raises(UserError, match="File not found"):
+        pretrained.fetch_weights(f"{address}/other.pth")
+    assert [path.name for path in cache.iterdir() if path.suffix != ".lock"] == []
+
+
+@pytest.mark.parametrize("fault", ["refused", "silent", "unknown host", "slow look-up"])
+def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
+    monkeypatch.setattr(pretrained, "TIMEOUT_S", 0.5)
+    monkeypatch.delenv("https_proxy", raising=False)
+
+    def look_up(host, port, *arguments, **options):
+        if fault == "slow look-up":
+            time.sleep(2)
+        raise socket.gaierror("Name or service not known")
+
+    started = time.monotonic()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if fault == "silent":
+            listener.listen()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/net-01234567.pth"
+        if fault in ("unknown host", "slow look-up"):
+            monkeypatch.setattr(pretrained.socket, "getaddrinfo", look_up)
+            monkeypatch.setattr(pretrained.urllib.request, "getproxies", dict)
+        with pytest.raises(UserError, match="can't be downloaded") as caught:
+            pretrained.fetch_weights(url)
+    assert time.monotonic() - started < 5
+    assert f"put it at {cache / 'net-01234567.pth'}" in str(caught.value)
