@@ -26,11 +26,19 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Measured:
-    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it."""
+    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it.
+
+    Attributes:
+        loss: sum of losses.
+        correct: samples guessed right.
+        samples: samples that count.
+        first_bad: first step whose loss was not finite, infinite if there is none; kept for good.
+    """
 
     loss: Tensor | float = 0.0
     correct: Tensor | int = 0
     samples: int = 0
+    first_bad: Tensor | float = math.inf
 
     def take(self) -> tuple[float, int, int]:
         """Loss sum, correct and counted samples; starts again from zero."""
@@ -125,7 +133,9 @@ class Updater:
                 raise explain_loss(self.network.inner, part, self.world, step)
             measured.loss, measured.correct = measured.loss + value, measured.correct + int(correct)
         else:
-            measured.loss, measured.correct = measured.loss + loss.double(), measured.correct + correct
+            measured.loss, measured.correct = measured.loss + loss, measured.correct + correct
+            bad = torch.where(torch.isfinite(loss), math.inf, float(step))
+            measured.first_bad = torch.minimum(torch.as_tensor(measured.first_bad, device=bad.device), bad)
         measured.samples += part.share.count
 
     def _check_and_clip(self, update: Update, step: int) -> None:
