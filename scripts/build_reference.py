@@ -21,6 +21,16 @@ ENGLISH = ROOT / "docs" / "reference.md"
 CHINESE = ROOT / "docs" / "zh" / "reference.md"
 MEANINGS = ROOT / "docs" / "zh" / "meanings.toml"
 
+TYPES_IN_CHINESE = {
+    "whole number": "整数",
+    "list of numbers": "数的列表",
+    "true or false": "true 或 false",
+    "number": "数",
+    "text": "文本",
+    "table": "表",
+    " or ": " 或 ",
+    " and ": " 且 ",
+}
 HEAD = """# All options of a job
 
 [中文](zh/reference.md) · [README](../README.md)
@@ -69,14 +79,12 @@ def type_words(annotation: Any) -> str:
 
 def limits(field: FieldInfo) -> str:
     """The range that a number must lie in."""
-    words = {Ge: "from {}", Gt: "above {}", Le: "up to {}", Lt: "below {}"}
+    words = {Ge: "≥ {}", Gt: "> {}", Le: "≤ {}", Lt: "< {}"}
     values = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
     found = [
-        words[type(item)].format(f"{getattr(item, values[type(item)]):g}")
-        for item in field.metadata
-        if type(item) in words
+        words[type(item)].format(getattr(item, values[type(item)])) for item in field.metadata if type(item) in words
     ]
-    return " ".join(found)
+    return " and ".join(found)
 
 
 def rows(chinese: dict[str, str]) -> dict[str, list[str]]:
@@ -87,10 +95,18 @@ def rows(chinese: dict[str, str]) -> dict[str, list[str]]:
             default = field.get_default(call_default_factory=True)
             default = list(default) if isinstance(default, tuple) else default
             kind = " ".join(filter(None, (type_words(field.annotation), limits(field))))
+            kind = translated(kind) if chinese else kind
             meaning = chinese.get(f"{section}.{name}") or field.description or ""
             cells = (f"`{section}.{name}`", kind, f"`{json.dumps(default)}`", meaning)
             found.setdefault(section, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return found
+
+
+def translated(kind: str) -> str:
+    """A type's words in Chinese."""
+    for english, chinese in TYPES_IN_CHINESE.items():
+        kind = kind.replace(english, chinese)
+    return kind
 
 
 def page(head: str, titles: tuple[str, str, str, str], chinese: dict[str, str]) -> str:
