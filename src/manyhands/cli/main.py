@@ -63,9 +63,11 @@ def _options_by_path(given: list[str]) -> list[str]:
         word = given[position]
         name, equals, value = word.partition("=")
         if word.startswith("--") and "." in name:
-            if not equals and position + 1 < len(given):
-                position += 1
-                value = given[position]
+            if not equals:
+                value = "true"  # a switch, unless a value follows
+                if position + 1 < len(given) and not given[position + 1].startswith("--"):
+                    position += 1
+                    value = given[position]
             rewritten += ["--set", f"{name[2:].replace('-', '_')}={value}"]
         else:
             rewritten.append(word)

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import os
+import platform
 import selectors
 import signal
 import subprocess
@@ -19,6 +19,8 @@ from manyhands.core.records import Failure
 POLL_S = 0.1
 # After a second Ctrl-C the agent has this long to kill its workers.
 KILL_S = 10.0
+# Lines that are shown of what a killed process wrote.
+LAST_WORDS = 8
 
 
 @dataclass
@@ -118,11 +120,11 @@ def first_cause(folder: Path, ending: Ending) -> Failure | None:
         return records[0]
     silent = [rank for rank in ending.failed if rank not in {record.rank for record in records}]
     if silent:
-        return _killed(silent[0], ending.failed[silent[0]])
+        return _killed(silent[0], ending.failed[silent[0]], folder.parent / f"{silent[0]}.log")
     return records[0] if records else None
 
 
-def _killed(rank: int, exit_code: int) -> Failure:
+def _killed(rank: int, exit_code: int, log: Path) -> Failure:
     """The record of a process that could not write its own."""
     name = ""
     if exit_code < 0:
@@ -134,6 +136,16 @@ def _killed(rank: int, exit_code: int) -> Failure:
             "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
         ]
     what = f"rank {rank} was killed by {name}" if name else f"rank {rank} ended with exit code {exit_code}"
+    said = ""
+    with contextlib.suppress(OSError):
+        said = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:])
     return Failure(
-        time=time.time(), rank=rank, host=os.uname().nodename, pid=0, error="ProcessEnded", what=what, mend=mend
+        time=time.time(),
+        rank=rank,
+        host=platform.node(),
+        pid=0,
+        error="ProcessEnded",
+        what=what,
+        mend=mend or [f"what it wrote is in {log}"],
+        excerpt=said and f"rank {rank} wrote last:\n{said}",
     )

@@ -1,7 +1,9 @@
 """The run folder: where everything about one run is kept, and the only meeting place of its programs."""
 
+import contextlib
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -113,5 +115,23 @@ def use_run_folder(path: Path) -> RunFolder:
     return folder
 
 
+def topmost_missing(path: Path) -> Path | None:
+    """The first folder, counted from the root, that is to be made for `path` to be there; None if it is."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    return missing[-1] if missing else None
+
+
+def remove_new(folder: Path, topmost: Path) -> None:
+    """Removes a folder that was made just now, and the empty ones above it, up to `topmost`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for place in folder.parents:
+            if place == topmost.parent:
+                break
+            place.rmdir()
+
+
 def _unwritable(path: Path, error: OSError) -> UserError:
+    if path.is_file():
+        return UserError(f"{path} is a file, not a folder", "--out", ("give --out DIR",))
     return UserError(f"the run folder {path} can't be made: {error.strerror or error}", "--out", ("give --out DIR",))

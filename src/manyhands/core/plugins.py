@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from manyhands.core.blame import users_line
 from manyhands.core.errors import UserError
 
 
@@ -77,5 +78,7 @@ def _run_file(path: Path, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise UserError(f"{path} fails when it is loaded: {type(error).__name__}: {error}", where) from error
+        message = error.msg if isinstance(error, SyntaxError) else error
+        what = f"{path.name} can't be loaded: {type(error).__name__}: {message}"
+        raise UserError(what, users_line(error) or str(path)) from error
     return module

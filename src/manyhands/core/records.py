@@ -94,6 +94,7 @@ class Failure(Record):
     where: str = ""
     mend: list[str] = Field(default_factory=list)
     traceback: str = ""
+    excerpt: str = Field(default="", description="what of it a user should see: the lines of their own files")
     consequence: bool = Field(default=False, description="True when another process's end caused it")
 
 

@@ -2,12 +2,12 @@
 
 import copy
 import inspect
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from manyhands.core.blame import users_line
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import load_object
 from manyhands.models.construct import WHERE, refused
@@ -49,7 +49,5 @@ def _call(builder: Callable[..., Any], reference: str, arguments: dict[str, Any]
     try:
         return builder(**arguments)
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{reference} fails: {type(error).__name__}: {error}", f"{last.filename}:{last.lineno}"
-        ) from error
+        where = users_line(error) or WHERE
+        raise UserError(f"{reference} failed: {type(error).__name__}: {error}", where) from error

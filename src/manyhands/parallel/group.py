@@ -1,16 +1,13 @@
 """Joins the group of processes: finds the store, says who is missing, refuses who doesn't fit, and leaves properly.
 
-Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here. Before torch's own
-initialisation each process writes its name into the store and waits for the others', so that a rank that is missing,
-there twice, or of another job is named instead of waited for in silence.
+Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here. How the processes check that
+they are who they should be is in `meet`.
 """
 
-import contextlib
-import json
 import os
-import platform
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +22,12 @@ import torch.distributed as dist
 from manyhands.core.errors import PeerError, UserError
 from manyhands.core.world import Membership, World
 from manyhands.parallel import ports
+from manyhands.parallel.meet import check_in, linger
 
 Say = Callable[[str], None]
+
+# Who listens and doesn't answer within this time is not a store.
+ANSWER_S = 20.0
 
 
 @dataclass
@@ -36,13 +37,30 @@ class Group:
     world: World
     store: Any = None
     init_file: Path | None = None
+    serves_store: bool = False
 
-    def leave(self) -> None:
-        """Destroys the process group, if there is one, and removes the init file, which would spoil the next run."""
+    def leave(self, *, failed: bool = False) -> None:
+        """Destroys the process group, if there is one, and removes the init file, which would spoil the next run.
+
+        After a failure the store, which goes with this process, is kept until the others have heard the cause.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.init_file and self.world.speaks:
             self.init_file.unlink(missing_ok=True)
+        if failed and self.serves_store:
+            linger(self.store, "failure/heard", self.world.size - 1)
+
+    def publish_failure(self, text: str) -> None:
+        """Tells the other processes the first cause of a failure, unless one has done so before."""
+        self.store.compare_set("failure", "", text)
+
+    def learn_failure(self) -> str:
+        """The first cause that a process has published; waits for it a little, and raises if there is none."""
+        self.store.wait(["failure"], timedelta(seconds=2))
+        text = self.store.get("failure").decode()
+        self.store.add("failure/heard", 1)
+        return text
 
 
 def join(membership: Membership, digest: str, collective_timeout_s: float, say: Say) -> Group:
@@ -62,7 +80,7 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     if membership.size == 1 and not membership.init:
         return Group(World(device=device))
     store = _open_store(membership, say)
-    present = _check_in(store, membership, digest, say)
+    present = check_in(store, membership, digest, say)
     backend = _backend(membership, device)
     _choose_interface(membership, [other["machine"] for other in present.values()])
     if device.startswith("cuda"):
@@ -80,7 +98,8 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     if membership.started_by == "--init" and not world.speaks:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
     url = urlparse(membership.init)
-    return Group(world, store, Path(url.netloc + url.path) if url.scheme == "file" else None)
+    init_file = Path(url.netloc + url.path) if url.scheme == "file" else None
+    return Group(world, store, init_file, serves_store=_serves_store(membership))
 
 
 def _choose_interface(membership: Membership, machines: list[str]) -> None:
@@ -138,7 +157,7 @@ def _open_store(membership: Membership, say: Say) -> Any:
         host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0") or 0)
     if not host or not port:
         raise UserError(f'"{membership.init}" needs an address and a port', "--init", ("tcp://10.0.0.1:23456",))
-    if membership.rank == 0 and not membership.agent_store:
+    if _serves_store(membership):
         listener = ports.listen(host, port)
         if membership.started_by != "manyhands":
             say(ports.describe_exposure(host, port))
@@ -149,7 +168,39 @@ def _open_store(membership: Membership, say: Say) -> Any:
             f"{host} is no address to connect to: it means rank 0's own machine", "--init", ("give rank 0's address",)
         )
     _wait_for_listener(host, port, membership, say)
-    return dist.TCPStore(host, port, None, False, timeout, False)
+    return _connect(host, port, membership)
+
+
+def _serves_store(membership: Membership) -> bool:
+    """True on the process that holds the store of all."""
+    return membership.rank == 0 and not membership.agent_store and not membership.init.startswith("file://")
+
+
+def _connect(host: str, port: int, membership: Membership) -> Any:
+    """Connects to rank 0's store; torch itself would wait for ever for a listener that accepts and says nothing."""
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=membership.join_timeout_s)
+            found.append(dist.TCPStore(host, port, None, False, timeout, False))
+        except (dist.DistError, ValueError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(min(ANSWER_S, membership.join_timeout_s))
+    if not found or isinstance(found[0], Exception):
+        reason = str(found[0]).partition("\n")[0] if found else "no answer"
+        raise PeerError(
+            f"what listens at {host}:{port} is not rank 0 of a run: {reason}",
+            "--init" if membership.started_by == "--init" else "MASTER_ADDR and MASTER_PORT",
+            (
+                "is the port another program's? choose another one on every process",
+                f"to see whose: ss -ltnp | grep {port}",
+            ),
+        )
+    return found[0]
 
 
 def _file_store(path: Path, membership: Membership) -> Any:
@@ -172,7 +223,11 @@ def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -
         except OSError as error:
             waited = time.monotonic() - started
             reason = error.strerror or str(error)
-            if waited > membership.join_timeout_s or isinstance(error, socket.gaierror):
+            if isinstance(error, socket.gaierror):
+                raise UserError(
+                    f"the name {host} has no address: {reason}", "--init", ("give an IP address",)
+                ) from None
+            if waited > membership.join_timeout_s:
                 raise PeerError(
                     f"rank {membership.rank} can't reach rank 0 at {host}:{port}: {reason}",
                     "--init",
@@ -185,109 +240,6 @@ def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -
             time.sleep(0.2)
         else:
             return
-
-
-def _check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[int, dict[str, Any]]:
-    """Writes this process's name into the store and waits until everybody's is there and fits."""
-    names = dist.PrefixStore(f"present/{membership.attempt}", store)
-    me = {
-        "host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(),
-        "size": membership.size, "digest": digest,
-        "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
-    }  # fmt: skip
-    if names.add(f"count/{membership.rank}", 1) > 1:
-        raise _place_taken(names, membership)
-    names.set(str(membership.rank), json.dumps(me))
-    present = _wait_for_names(names, membership, say)
-    for rank, other in present.items():
-        _compare(membership.rank, me, rank, other)
-    return present
-
-
-def _machine() -> str:
-    """Equal for processes that share one network stack: one boot of one machine, one network namespace."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
-        with contextlib.suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())  # noqa: PTH115
-    return " ".join(parts)
-
-
-def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, dict[str, Any]]:
-    started, warned = time.monotonic(), False
-    present: dict[int, dict[str, Any]] = {}
-    while True:
-        for rank in range(membership.size):
-            if rank not in present and names.check([str(rank)]):
-                present[rank] = json.loads(names.get(str(rank)))
-                if present[rank]["size"] != membership.size:
-                    return present
-        missing = [rank for rank in range(membership.size) if rank not in present]
-        if not missing:
-            return present
-        waited = time.monotonic() - started
-        text = f"{len(present)} of {membership.size} processes are here; missing: rank {_ranges(missing)}"
-        if waited > membership.join_timeout_s:
-            raise PeerError(
-                f"{text}, after {waited:.0f} s",
-                membership.init,
-                (
-                    "start the missing ranks with the same --init and --world-size",
-                    "cluster.join_timeout_s waits longer",
-                ),
-            )
-        if waited > membership.join_warn_s and not warned:
-            warned = True
-            say(f"{text}; giving up after {membership.join_timeout_s:.0f} s (cluster.join_timeout_s)")
-        time.sleep(0.01 if waited < 5 else 0.2)
-
-
-def _compare(my_rank: int, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
-    words = {"size": "--world-size", "torch": "torch's version", "digest": "the job (flags or job.toml)"}
-    for key, word in words.items():
-        if me[key] != other[key]:
-            shown = f": {me[key]} here, {other[key]} there" if key != "digest" else ""
-            raise PeerError(
-                f"rank {my_rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}",
-                mend=("start all ranks with the same command, but for --rank",),
-            )
-
-
-def _place_taken(names: Any, membership: Membership) -> PeerError:
-    """Another process has this rank: a second start, or an earlier run's init file."""
-    other: dict[str, Any] = {}
-    with contextlib.suppress(Exception):
-        if names.check([str(membership.rank)]):
-            other = json.loads(names.get(str(membership.rank)))
-    who = f" by process {other['pid']} on {other['host']}" if other else ""
-    if membership.init.startswith("file://"):
-        path = membership.init.removeprefix("file://")
-        return PeerError(
-            f"the init file {path} already has a rank {membership.rank}, written{who}",
-            "--init",
-            (
-                f"left by an earlier run? then: rm {path}, or use a new name",
-                "or are two processes started with one --rank?",
-            ),
-        )
-    return PeerError(
-        f"rank {membership.rank} is taken{who}",
-        "--rank",
-        (f"give each process its own --rank, 0 to {membership.size - 1}",),
-    )
-
-
-def _ranges(ranks: list[int]) -> str:
-    """[1, 2, 3, 7] as "1-3, 7"."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], None]:
-        if rank is not None and rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank if rank is not None else -1
-    return ", ".join(parts)
 
 
 def say_on_stderr(text: str) -> None:

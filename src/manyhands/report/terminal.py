@@ -28,7 +28,6 @@ LEVELS = {
     "stopping": "INFO",
     "stopped": "INFO",
     "warning": "WARNING",
-    "failed": "ERROR",
 }
 _STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}
 

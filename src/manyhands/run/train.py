@@ -4,7 +4,8 @@ import os
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,15 +17,19 @@ from manyhands.cluster.rendezvous import participate
 from manyhands.cluster.start import LocalStart, start_agent
 from manyhands.cluster.supervise import Ending, first_cause, supervise
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SAVED, ManyhandsError, UserError
-from manyhands.core.folder import RunFolder, new_run_folder, use_run_folder
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SAVED, EXIT_USAGE, ManyhandsError, UserError
+from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder
+from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.world import Membership
 from manyhands.report.page import write_report
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.worker import Failed, as_error, train_here
+from manyhands.run.worker import Failed, Say, as_error, train_here
 
 WORK = "manyhands.run.worker:work"
+RUNS = Path("runs")
+# Ranks other than 0 learn from it where the run is kept.
+UNKNOWN = RunFolder(Path(os.devnull))
 
 
 @dataclass(frozen=True)
@@ -66,12 +71,11 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None) -> Outcome:
 
 
 def _train_by_agent(job: Job, processes: int, *, quiet: bool, objects: Any) -> Outcome:
-    folder = open_folder(job)
-    with tempfile.TemporaryDirectory(prefix="manyhands-") as private:
+    with _run_folder(job) as folder, tempfile.TemporaryDirectory(prefix="manyhands-") as private:
         argument = {"task": "train", "job": job.model_dump(mode="json"), "folder": str(folder.path.resolve())}
         argument.update(_hand_over(objects, Path(private)))
         ending = _run_agent(job, argument, processes, folder, quiet=quiet)
-    return _conclude(job, folder, ending)
+        return _conclude(job, folder, ending)
 
 
 def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
@@ -97,9 +101,13 @@ def _run_agent(job: Job, argument: dict[str, Any], processes: int, folder: RunFo
 def _conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
     """Report, exit code, or the first cause of a failure."""
     if not ending.ok:
-        _report(job, folder)
         if ending.interrupted and not list(folder.failures.glob("*.json")):
+            _report(job, folder)
             raise _interrupted()
+        cause = first_cause(folder.failures, ending)
+        if cause:
+            _note_failure(folder, cause)
+        _report(job, folder)
         raise failure_of(folder, ending)
     statuses = {value["status"] for value in ending.returned.values()}
     status = "stopped" if "stopped" in statuses else "finished"
@@ -111,6 +119,17 @@ def _interrupted() -> ManyhandsError:
     error = ManyhandsError("stopped before anything could be saved", mend=("the last checkpoint, if any, is whole",))
     error.exit_code = EXIT_INTERRUPTED
     return error
+
+
+def _note_failure(folder: RunFolder, cause: Failure) -> None:
+    """The first cause in the run's diary, and in full where the process couldn't leave its record itself."""
+    with suppress(OSError):
+        append(
+            folder.events, Event(time=cause.time, kind="failed", rank=cause.rank, step=cause.step, message=cause.what)
+        )
+        record = folder.failures / f"{cause.rank}.json"
+        if not record.exists():
+            write_json(record, cause)
 
 
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
@@ -133,6 +152,21 @@ def _report(job: Job, folder: RunFolder) -> None:
         sys.stderr.write(f"manyhands: no report: {error}\n")
 
 
+@contextmanager
+def _run_folder(job: Job) -> Iterator[RunFolder]:
+    """The run folder; one that is new goes again when the user's mistake ends the run before its first update."""
+    base = Path(job.run.out).expanduser() if job.run.out else RUNS
+    missing = topmost_missing(base)
+    folder = open_folder(job)
+    topmost = missing or (folder.path if not job.run.out else None)
+    try:
+        yield folder
+    except ManyhandsError as error:
+        if error.exit_code == EXIT_USAGE and topmost and not folder.metrics.exists():
+            remove_new(folder.path, topmost)
+        raise
+
+
 def open_folder(job: Job) -> RunFolder:
     """The run folder, new or gone on with, with the whole job in it.
 
@@ -140,7 +174,7 @@ def open_folder(job: Job) -> RunFolder:
         UserError: it can't be used, or holds a run that the user doesn't want to go on with.
     """
     if not job.run.out:
-        folder = new_run_folder(Path("runs"), job.data.name, job.model.name, datetime.now())
+        folder = new_run_folder(RUNS, job.data.name, job.model.name, datetime.now())
     else:
         folder = use_run_folder(Path(job.run.out).expanduser())
         if folder.exists() and job.checkpoint.resume == "never":
@@ -168,19 +202,31 @@ def _set_aside(path: Path) -> None:
 
 def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: Any) -> Outcome:
     """Takes part as the process that this is: under torchrun, with --init, or on its own in Python."""
-    speaks = membership.rank == 0
-    folder = open_folder(job) if speaks else RunFolder(Path())
-    screen = _ScreenThread(folder, quiet=quiet) if speaks else None
-    say = _say if speaks or membership.started_by == "--init" else _say_nothing
-    try:
-        result = train_here(job, membership, folder, {"live": objects}, say)
-    except Failed as failed:
-        raise as_error(failed.record) from failed.__cause__
-    finally:
-        if screen:
+    # What torch's C++ parts log, each error with fifty lines of addresses, they raise as well.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if membership.rank:
+        say = _say if membership.started_by == "--init" else _say_nothing
+        return _outcome(UNKNOWN, _take_part(job, membership, UNKNOWN, objects, say), speaks=False)
+    with _run_folder(job) as folder:
+        screen = _ScreenThread(folder, quiet=quiet)
+        try:
+            result = _take_part(job, membership, folder, objects, _say)
+        finally:
             screen.close()
-    if speaks:
         _report(job, folder)
+        return _outcome(folder, result, speaks=True)
+
+
+def _take_part(job: Job, membership: Membership, folder: RunFolder, objects: Any, say: Say) -> dict[str, Any]:
+    try:
+        return train_here(job, membership, folder, {"live": objects}, say)
+    except Failed as failed:
+        if membership.rank == 0:
+            _note_failure(folder, failed.record)
+        raise as_error(failed.record) from failed.__cause__
+
+
+def _outcome(folder: RunFolder, result: dict[str, Any], *, speaks: bool) -> Outcome:
     stopped = result["status"] == "stopped"
     return Outcome(folder, result["status"], EXIT_SAVED if stopped else EXIT_OK, speaks=speaks)
 

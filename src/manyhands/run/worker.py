@@ -13,7 +13,7 @@ from typing import Any
 from manyhands import __version__
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
-from manyhands.core.errors import ManyhandsError
+from manyhands.core.errors import EXIT_USAGE, ManyhandsError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.records import Failure, write_json
@@ -38,8 +38,6 @@ def work(argument: dict[str, Any]) -> dict[str, Any]:
     try:
         return task(job, membership, folder, argument, _note_in_log)
     except Failed as failed:
-        sys.stderr.write(failed.record.traceback or failed.record.what + "\n")
-        sys.stderr.flush()
         raise SystemExit(failed.record.exit_code) from None
 
 
@@ -68,6 +66,7 @@ def train_here(
     from manyhands.train.failing import describe_failure
 
     parts = group = None
+    failed = False
     try:
         group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
         folder = share_folder(group.world, folder)
@@ -78,21 +77,36 @@ def train_here(
         parts.journal.event(status, _closing_words(status, parts.progress.step), parts.progress.step)
         return {"status": status, "step": parts.progress.step}
     except BaseException as error:
+        failed = True
         step = parts.progress.step if parts else None
         phase = parts.phase if parts else "build" if group else "join"
         record = describe_failure(_explained(error, parts), rank=membership.rank, step=step, phase=phase)
         if group and membership.started_by != "manyhands":
-            record = _first_of_all(group.store, record)
-        with suppress(OSError):
-            write_json(folder.failures / f"{membership.rank}.json", record)
-        if parts:
-            parts.journal.event("failed", record.what, step)
-        raise Failed(record) from error
+            record = _first_of_all(group, record)
+        raise Failed(leave_record(record, folder)) from error
     finally:
         if parts:
             parts.release()
         if group:
-            group.leave()
+            group.leave(failed=failed)
+
+
+def leave_record(record: Failure, folder: RunFolder) -> Failure:
+    """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
+
+    Nothing is made anew: the folder may not be known yet, or be gone already.
+    """
+    if not folder.failures.is_dir():
+        return record
+    log = folder.ranks / f"{record.rank}.log"
+    with suppress(OSError):
+        if record.traceback:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(record.traceback)
+            if record.exit_code != EXIT_USAGE and not record.mend:
+                record = record.model_copy(update={"mend": [f"the whole traceback is in {log}"]})
+        write_json(folder.failures / f"{record.rank}.json", record)
+    return record
 
 
 def _closing_words(status: str, step: int) -> str:
@@ -101,29 +115,29 @@ def _closing_words(status: str, step: int) -> str:
 
 def _explained(error: BaseException, parts: Any) -> BaseException:
     """An error that can be told better, told better."""
-    from manyhands.train.failing import explain_memory, is_out_of_memory
+    from manyhands.train.failing import explain_early_memory, explain_memory, is_out_of_memory
 
-    if parts is not None and is_out_of_memory(error):
-        explained = explain_memory(error, parts)
+    if is_out_of_memory(error):
+        explained = explain_memory(error, parts) if parts else explain_early_memory(error)
         explained.__cause__ = error
         return explained
     return error
 
 
-def _first_of_all(store: Any, record: Failure) -> Failure:
+def _first_of_all(group: Any, record: Failure) -> Failure:
     """Publishes the first cause for the other processes, or learns it from them where this is a mere consequence."""
-    if store is None:
+    if group.store is None:
         return record
     with suppress(Exception):
-        from datetime import timedelta
-
         if not record.consequence:
-            store.compare_set("failure", "", record.model_dump_json())
+            group.publish_failure(record.model_dump_json())
             return record
-        store.wait(["failure"], timedelta(seconds=2))
-        first = Failure.model_validate_json(store.get("failure"))
+        first = Failure.model_validate_json(group.learn_failure())
         what = f"rank {first.rank} on {first.host} failed first: {first.what}"
-        return record.model_copy(update={"what": what, "mend": first.mend, "traceback": first.traceback})
+        return record.model_copy(update={"what": what, "mend": first.mend, "excerpt": first.excerpt})
+    if record.consequence:
+        mend = ["the other processes' own last words say why"]
+        return record.model_copy(update={"what": "another process has gone", "mend": mend, "excerpt": ""})
     return record
 
 
@@ -135,12 +149,9 @@ def digest(job: Job) -> str:
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
     """Rank 0's run folder, by its path, made on every machine where it doesn't exist."""
-    if not world.alone:
-        import torch.distributed as dist
+    from manyhands.parallel.plain import broadcast_plain
 
-        paths = [str(folder.path)]
-        dist.broadcast_object_list(paths, src=0)
-        folder = RunFolder(Path(paths[0]))
+    folder = RunFolder(Path(broadcast_plain(str(folder.path), world)))
     folder.failures.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -258,20 +269,18 @@ def evaluate_here(
         return evaluate_checkpoint(job, Path(argument["checkpoint"]), group.world, load_objects(argument))
     except (Exception, KeyboardInterrupt) as error:
         record = describe_failure(error, rank=membership.rank, step=None, phase="evaluate")
-        with suppress(OSError):
-            write_json(folder.failures / f"{membership.rank}.json", record)
-        raise Failed(record) from error
+        raise Failed(leave_record(record, folder)) from error
     finally:
         if group:
             group.leave()
 
 
 def as_error(record: Failure) -> ManyhandsError:
-    """A failure's record as an error for the user's screen, with the traceback of the process it happened in."""
+    """A failure's record as an error for the user's screen, with what of its traceback is the user's own."""
     step = f", step {record.step}" if record.step is not None else ""
     where = record.where or f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
     error = ManyhandsError(record.what, where, tuple(record.mend))
     error.exit_code = record.exit_code
-    if record.traceback:
-        error.add_note(record.traceback)
+    if record.excerpt:
+        error.add_note(record.excerpt)
     return error

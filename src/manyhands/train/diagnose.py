@@ -4,11 +4,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
 from manyhands.core.world import World
+from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import Pass, Update
 
 if TYPE_CHECKING:
@@ -62,11 +62,7 @@ def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
         if parameter.grad is not None and not _finite(parameter.grad):
             mine = f"the gradient of {name} is {_kind(parameter.grad)}"
             break
-    everybody: list[str] = [""] * updater.world.size
-    if updater.world.alone:
-        everybody = [mine]
-    else:
-        dist.all_gather_object(everybody, mine)
+    everybody: list[str] = gather_plain(mine, updater.world)
     rank = next((rank for rank, text in enumerate(everybody) if text), 0)
     what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
     return RunError(what, f"rank {rank}, step {step}", MEND)
@@ -80,9 +76,7 @@ def explain_lost(model: nn.Module, world: World, first_bad: Tensor | float) -> R
         world: who takes part.
         first_bad: this process's first step with a loss that was not finite, infinite if it saw none.
     """
-    everybody = [float(first_bad)] * world.size
-    if not world.alone:
-        dist.all_gather_object(everybody, float(first_bad))
+    everybody: list[float] = gather_plain(float(first_bad), world)
     step = min(everybody)
     rank = everybody.index(step)
     lost = next((name for name, parameter in model.named_parameters() if not _finite(parameter)), "")

@@ -4,15 +4,18 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from manyhands.core.blame import users_traceback
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.records import Failure
 
 if TYPE_CHECKING:
+    from manyhands.data.loader import Batch
     from manyhands.train.job import Parts
 
 # What torch says on a process whose peer has gone. Such an error is a consequence, not a cause.
@@ -35,6 +38,8 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
     """The record of a failure on this process."""
     known = error if isinstance(error, ManyhandsError) else None
     text = "".join(traceback.format_exception(error))
+    cause = known.__cause__ if known else error
+    excerpt = users_traceback(cause) if cause else ""
     what = known.what if known else f"{type(error).__name__}: {error}".strip()
     return Failure(
         time=time.time(),
@@ -49,6 +54,7 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
         where=known.where if known else "",
         mend=list(known.mend) if known else [],
         traceback="" if known and known.__cause__ is None else text,
+        excerpt=excerpt or ("" if known else text),
         consequence=is_consequence(error),
     )
 
@@ -71,37 +77,68 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def explain_memory(error: BaseException, parts: "Parts") -> RunError:
     """The error for a lack of memory: says which micro-batch fits, by trying smaller ones on this process."""
-    share = -(-parts.feed.order.batch // parts.world.size)
-    taken = min(parts.job.train.micro_batch or share, share)
-    fits = _largest_that_fits(parts, taken)
-    mend = [f"--set train.micro_batch={fits}: the global batch stays {parts.job.train.batch}"] if fits else []
-    if fits and isinstance(parts.job.train.norm_group, int) and fits < parts.job.train.norm_group:
-        mend.append(f"with --set train.norm_group={max(2, fits)}, since BatchNorm needs a group in one pass")
-    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+    # The error's frames hold the tensors of the pass that failed.
+    traceback.clear_frames(error.__traceback__)
+    options, evaluating = parts.job.train, parts.phase == "evaluate"
+    if evaluating:
+        taken = options.evaluate_batch
+        fits = _largest_that_fits(parts, taken, _try_evaluation)
+        mend = [f"--set train.evaluate_batch={fits}"] if fits else []
+    else:
+        share = -(-parts.feed.order.batch // parts.world.size)
+        taken = min(options.micro_batch or share, share)
+        fits = _largest_that_fits(parts, taken, _try_update)
+        mend = [f"--set train.micro_batch={fits}: the global batch stays {options.batch}"] if fits else []
+        if fits and parts.update.norm.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
+            mend.append(f"with --set train.norm_group={max(2, fits)}, since BatchNorm needs a group in one pass")
     return RunError(
-        f"out of memory at {taken} pictures in one pass: {first_line[:200]}",
+        f"out of memory at {taken} pictures in one pass{' of the evaluation' * evaluating}: {_first_line(error)}",
         f"rank {parts.world.rank} on {socket.gethostname()}, {parts.world.device}",
-        (*mend, "or a smaller image_size, or --set train.precision=bf16"),
+        (*mend, f"{'or ' * bool(mend)}a smaller data.image_size, or --set train.precision=bf16"),
     )
 
 
-def _largest_that_fits(parts: "Parts", taken: int) -> int:
+def explain_early_memory(error: BaseException) -> RunError:
+    """The error for a lack of memory before the first update."""
+    mend = (
+        "a smaller network or data.image_size",
+        "or --parallel fsdp over several processes, which share the network",
+    )
+    return RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), mend)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _largest_that_fits(parts: "Parts", taken: int, attempt: "Callable[[Parts, Batch], None]") -> int:
     """Halves the pass until it fits; 0 when not even one picture does."""
-    update, size = parts.update, taken // 2
+    size = taken // 2
     while size >= 1:
-        update.optimizer.zero_grad(set_to_none=True)
+        parts.update.optimizer.zero_grad(set_to_none=True)
         try:
             samples = torch.arange(size) % parts.feed.order.length
-            batch = next(iter(parts.feed.loader.batches(0, [samples])))
-            update.norm.begin_pass((), (), size, size)
-            loss, _ = update.criterion(parts.network.inner(batch.images), batch.labels)
-            loss.backward()
+            attempt(parts, next(iter(parts.feed.loader.batches(0, [samples]))))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 return 0
+            traceback.clear_frames(error.__traceback__)
             size //= 2
         else:
             return size
         finally:
-            update.optimizer.zero_grad(set_to_none=True)
+            parts.update.optimizer.zero_grad(set_to_none=True)
     return 0
+
+
+def _try_update(parts: "Parts", batch: "Batch") -> None:
+    count = len(batch.labels)
+    parts.update.norm.begin_pass((), (), count, count)
+    loss, _ = parts.update.criterion(parts.network.inner(batch.images), batch.labels)
+    loss.backward()
+
+
+def _try_evaluation(parts: "Parts", batch: "Batch") -> None:
+    parts.network.inner.eval()
+    with torch.inference_mode():
+        parts.network.inner(batch.images)

@@ -200,7 +200,8 @@ def open_splits(job: Job, world: World, objects: Objects) -> Splits:
         splits = open_data(job.data)
     for split, word in ((splits.train, "training"), (splits.test, "test")):
         if not len(split):
-            raise UserError(f"the {word} split holds no samples", "data.name")
+            mend = ("give more samples", "or another share for evaluation, such as --set data.validation=0.3")
+            raise UserError(f"the {word} split holds no samples", "data.name", mend)
     drift = compare_replicas({name: t.to(world.device) for name, t in _fingerprints(splits).items()}, world)
     if drift:
         name, ranks = drift

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.load import load, newest, resolve
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.tensors import flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
+from manyhands.parallel.plain import broadcast_plain, broadcast_tensors
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,21 @@ def find_state(job: Job, folder: RunFolder, world: World) -> Found | None:
     identity = torch.tensor([_identity(found)], device=world.device)
     if compare_replicas({"checkpoint": identity}, world) is None:
         return found
-    shared = [found]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+    return _share(found, world)
+
+
+def _share(found: Found | None, world: World) -> Found | None:
+    """Rank 0's state on every process."""
+    tensors: dict[str, Tensor] = {}
+    tree = None
+    if found and world.speaks:
+        snapshot = {"model": found.snapshot.model, "optimizer": found.snapshot.optimizer, "state": found.snapshot.state}
+        tree = {"snapshot": flatten(snapshot, "snapshot", tensors), "path": str(found.path)}
+    tree = broadcast_plain(tree, world)
+    if tree is None:
+        return None
+    content = unflatten(tree["snapshot"], broadcast_tensors(tensors, world))
+    return found if world.speaks else Found(Snapshot(**content), Path(tree["path"]))
 
 
 def _find(job: Job, folder: RunFolder) -> Found | None:
@@ -59,6 +73,9 @@ def _find(job: Job, folder: RunFolder) -> Found | None:
         return None
     if resume == "auto":
         path, passed_over = newest(folder.checkpoints)
+        if path is None and passed_over:
+            mend = (*passed_over[:3], "another --out starts afresh")
+            raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), mend)
         return Found(load(path), path, tuple(passed_over)) if path else None
     reference = Path(resume).expanduser()
     if not reference.exists():
@@ -66,7 +83,10 @@ def _find(job: Job, folder: RunFolder) -> Found | None:
             f"there is nothing at {resume}", "--resume", ("auto, never, a run folder, a checkpoint or a file",)
         )
     path = resolve(reference, "last")
-    return Found(load(path) if path.is_dir() else read_foreign(path), path)
+    if path.is_dir():
+        passed_over = () if path == reference else tuple(newest(path.parent)[1])
+        return Found(load(path), path, passed_over)
+    return Found(read_foreign(path), path)
 
 
 def _identity(found: Found | None) -> int:

@@ -1,5 +1,6 @@
 """The user's own function: "file.py:function", which returns (train, test) or Splits."""
 
+from manyhands.core.blame import users_line
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.plugins import load_object
 from manyhands.data.objects import splits_of_objects
@@ -24,7 +25,8 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     except ManyhandsError:
         raise
     except Exception as error:
-        raise UserError(f"{name} failed: {type(error).__name__}: {error}", "data.name", mend) from error
+        where = users_line(error) or "data.name"
+        raise UserError(f"{name} failed: {type(error).__name__}: {error}", where) from error
     if isinstance(made, Splits):
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:

@@ -1,0 +1,169 @@
+"""How processes meet: each writes its name into the store and waits for the others' before torch's own initialisation.
+
+So a rank that is missing, there twice, or of another job is named instead of waited for in silence.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from manyhands.core.errors import ManyhandsError, PeerError, UserError
+from manyhands.core.world import Membership
+
+Say = Callable[[str], None]
+
+# A process that holds the store and gives up waits so long for the others to see why.
+LINGER_S = 3.0
+
+
+def check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[int, dict[str, Any]]:
+    """Writes this process's name into the store and waits until everybody's is there and fits.
+
+    Returns:
+        What each rank said of itself: host, machine, pid and so on.
+
+    Raises:
+        UserError: this rank is taken, or a process is of another job.
+        PeerError: somebody didn't come, or rank 0 went away.
+    """
+    names = dist.PrefixStore(f"present/{membership.attempt}", store)
+    me = {
+        "host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(),
+        "size": membership.size, "digest": digest,
+        "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
+    }  # fmt: skip
+    try:
+        if names.add(f"count/{membership.rank}", 1) > 1:
+            raise _place_taken(names, membership)
+        names.set(str(membership.rank), json.dumps(me))
+        present = _wait_for_names(names, membership, say)
+        names.add("read", 1)
+        for rank, other in present.items():
+            _compare(membership, me, rank, other)
+    except dist.DistError:
+        raise PeerError(
+            "rank 0 left while the processes were meeting", membership.init, ("its own last words say why",)
+        ) from None
+    except ManyhandsError:
+        if membership.rank == 0:
+            linger(names, "read", sum(names.check([str(rank)]) for rank in range(membership.size)))
+        raise
+    return present
+
+
+def linger(store: Any, key: str, count: int) -> None:
+    """Waits until `count` processes have added themselves to a key, for a few seconds at most."""
+    until = time.monotonic() + LINGER_S
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        while store.add(key, 0) < count and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _machine() -> str:
+    """Equal for processes that share one network stack and see each other's ids: one machine, one container."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())  # noqa: PTH115
+    return " ".join(parts)
+
+
+def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, dict[str, Any]]:
+    started, warned = time.monotonic(), False
+    present: dict[int, dict[str, Any]] = {}
+    while True:
+        for rank in range(membership.size):
+            if rank not in present and names.check([str(rank)]):
+                present[rank] = json.loads(names.get(str(rank)))
+                _refuse_dead(present[rank], rank, membership)
+                if present[rank]["size"] != membership.size:
+                    return present
+        missing = [rank for rank in range(membership.size) if rank not in present]
+        if not missing:
+            return present
+        waited = time.monotonic() - started
+        text = f"{len(present)} of {membership.size} processes are here; missing: rank {_ranges(missing)}"
+        if waited > membership.join_timeout_s:
+            raise PeerError(
+                f"{text}, after {waited:.0f} s",
+                membership.init,
+                (
+                    "start the missing ranks with the same --init and --world-size",
+                    "cluster.join_timeout_s waits longer",
+                ),
+            )
+        if waited > membership.join_warn_s and not warned:
+            warned = True
+            say(f"{text}; giving up after {membership.join_timeout_s:.0f} s (cluster.join_timeout_s)")
+        time.sleep(0.01 if waited < 5 else 0.2)
+
+
+def _refuse_dead(other: dict[str, Any], rank: int, membership: Membership) -> None:
+    """An init file may hold the name of a process that has ended long ago."""
+    here = other["machine"] == _machine()
+    if membership.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
+        path = membership.init.removeprefix("file://")
+        raise UserError(
+            f"the init file {path} is an earlier run's: its rank {rank}, process {other['pid']}, has ended",
+            "--init",
+            (f"rm {path}, or use a new name",),
+        )
+
+
+def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
+    words = {"size": "--world-size", "torch": "torch's version", "digest": "the job (flags or job.toml)"}
+    for key, word in words.items():
+        if me[key] != other[key]:
+            shown = f": {me[key]} here, {other[key]} there" if key != "digest" else ""
+            raise UserError(
+                f"rank {membership.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}",
+                membership.init,
+                ("start all ranks with the same command, but for --rank",),
+            )
+
+
+def _place_taken(names: Any, membership: Membership) -> UserError:
+    """Another process has this rank: a second start, or an earlier run's init file."""
+    other: dict[str, Any] = {}
+    with contextlib.suppress(Exception):
+        if names.check([str(membership.rank)]):
+            other = json.loads(names.get(str(membership.rank)))
+    who = f" by process {other['pid']} on {other['host']}" if other else ""
+    if membership.init.startswith("file://"):
+        path = membership.init.removeprefix("file://")
+        return UserError(
+            f"the init file {path} already has a rank {membership.rank}, written{who}",
+            "--init",
+            (
+                f"left by an earlier run? then: rm {path}, or use a new name",
+                "or are two processes started with one --rank?",
+            ),
+        )
+    return UserError(
+        f"rank {membership.rank} is taken{who}",
+        "--rank",
+        (f"give each process its own --rank, 0 to {membership.size - 1}",),
+    )
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[1, 2, 3, 7] as "1-3, 7"."""
+    parts: list[str] = []
+    start = previous = ranks[0]
+    for rank in [*ranks[1:], None]:
+        if rank is not None and rank == previous + 1:
+            previous = rank
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = rank if rank is not None else -1
+    return ", ".join(parts)

@@ -1,0 +1,146 @@
+"""The real command as a subprocess, what it left, and small data to try it on."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+NETS = Path(__file__).with_name("nets.py")
+# Nothing here waits so long unless it hangs.
+PATIENCE_S = 240
+QUICK = ["--set", "run.report=false"]
+
+
+@dataclass
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more):
+    """This process's, without what a launcher of the tests themselves may have set."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
+
+
+def start(*arguments, program=("-m", "manyhands"), cwd=None, **variables):
+    """Starts `python -m manyhands …`; its standard error is not to be filled beyond a pipe's size."""
+    return subprocess.Popen(
+        [sys.executable, *program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=cwd,
+        env=environment(**variables),
+    )
+
+
+def finish(process):
+    """Waits for a command's end."""
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        end(process)
+        raise
+    return Ended(process.returncode, out, err)
+
+
+def run(*arguments, **others):
+    """Runs a command to its end."""
+    return finish(start(*arguments, **others))
+
+
+def end(process):
+    """Ends a command and everything that it started, whatever state it is in."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.communicate()
+
+
+@contextlib.contextmanager
+def running(*arguments, **others):
+    """A command that is ended with the block, if it hasn't ended before."""
+    process = start(*arguments, **others)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            end(process)
+        else:
+            process.communicate()
+
+
+def wait_until(condition, process=None, patience=PATIENCE_S):
+    """Waits for a condition, and fails loudly where it doesn't come true or the process ends before it does."""
+    until = time.monotonic() + patience
+    while not (found := condition()):
+        ended = process is not None and process.poll() is not None
+        if time.monotonic() > until or ended:
+            if not ended and process is not None:
+                process.send_signal(signal.SIGKILL)
+            raise AssertionError(f"waited in vain; {process.communicate() if process else ''}")
+        time.sleep(0.05)
+    return found
+
+
+def events(folder, kind=None):
+    """The run's events so far."""
+    path = Path(folder) / "events.jsonl"
+    if not path.is_file():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    found = [json.loads(line) for line in lines]
+    return [event for event in found if kind in (None, event["kind"])]
+
+
+def marked(text):
+    """Processes with a text in their command line or environment: those that a run started, directly or not."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = " ".join([*process.cmdline(), *process.environ().values()])
+            if text in words and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def final_weights(folder):
+    """The tensors of the newest checkpoint, by name."""
+    newest = max((Path(folder) / "checkpoints").glob("step-*"))
+    return load_file(newest / "model.safetensors")
+
+
+def assert_equal_weights(one, other):
+    """To the last bit."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def assert_one_screen(text, *, most=15):
+    """What, where, what to do; nothing of our own machinery or torch's."""
+    lines = [line for line in text.splitlines() if not re.match(r"\d{4}-\d\d-\d\dT.* (INFO|WARNING) ", line)]
+    assert len(lines) <= most, text
+    told = [line for line in lines if line.startswith("manyhands: ")]
+    assert told, text
+    assert "\n  where: " in text, text
+    assert "src/manyhands/" not in text, text
+    assert "site-packages" not in text, text

@@ -1,0 +1,92 @@
+"""A user's networks, each with a fault: named on the command line as nets.py:NAME."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def rank():
+    """However this process got its place."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Net(nn.Module):
+    """Sound."""
+
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.LazyLinear(24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, num_classes)
+        )
+        self.layers(torch.zeros(2, 1, 8, 8))
+        self.calls = 0
+
+    def forward(self, images):
+        if self.training:
+            self.calls += 1
+            self.act()
+        return self.layers(images)
+
+    def act(self):
+        """What goes wrong, at some call."""
+
+
+class Raises(Net):
+    """On rank 1 alone."""
+
+    def act(self):
+        if rank() == 1 and self.calls > 6:
+            raise KeyError("the user's own mistake")
+
+
+class RaisesOnRank0(Net):
+    """On rank 0 alone."""
+
+    def act(self):
+        if rank() == 0 and self.calls > 6:
+            raise KeyError("the user's own mistake")
+
+
+class Leaves(Net):
+    """Without a word, on rank 1 alone."""
+
+    def act(self):
+        if rank() == 1 and self.calls > 6:
+            print("about to leave", flush=True)
+            os._exit(3)
+
+
+class Killed(Net):
+    """Once, on rank 1, at a step that the environment says."""
+
+    def act(self):
+        marker = Path(os.environ["FAULT_MARKER"])
+        if rank() == 1 and self.calls == int(os.environ["FAULT_CALL"]) and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class NotANumber(Net):
+    """From rank 1's samples alone."""
+
+    def forward(self, images):
+        output = super().forward(images)
+        return output * float("nan") if rank() == 1 and self.calls > 6 else output
+
+
+class Hungry(Net):
+    """Has memory for 20 pictures in one pass of training, and for 200 in one of evaluation."""
+
+    def forward(self, images):
+        if len(images) > (20 if self.training else 200):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it.")
+        return super().forward(images)
+
+
+def broken():
+    """A function that fails."""
+    raise RuntimeError("the weights are elsewhere")

@@ -1,0 +1,93 @@
+"""Runs that fail: the first cause, on the right rank, with the user's own lines and nobody else's."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import NETS, QUICK, assert_one_screen, events, run
+
+pytestmark = pytest.mark.timeout(300)
+LONG = [*QUICK, "--epochs", "3"]
+
+
+def test_too_small_a_batch_leaves_no_folder():
+    ended = run("train", "digits", "mlp", "--batch", "1", "-n", "2", *LONG)
+    assert ended.code == 2, ended.err
+    assert_one_screen(ended.err)
+    assert "--batch 2 or more" in ended.err
+    assert not Path("runs").exists()
+
+
+def test_a_module_that_raises_on_one_rank():
+    ended = run("train", "digits", f"{NETS}:Raises", "-n", "2", "--out", "run", *LONG)
+    assert ended.code == 1, ended.err
+    assert_one_screen(ended.err)
+    assert 'KeyError: "the user\'s own mistake"' in ended.err
+    assert "rank 1 on" in ended.err
+    assert "nets.py" in ended.err
+    assert "in act" in ended.err
+    for word in ("closed by peer", "Timed out", "reset by peer"):
+        assert word not in ended.err, ended.err
+    assert "torch/nn/modules" in Path("run/ranks/1.log").read_text()
+    (failed,) = events("run", "failed")
+    assert failed["rank"] == 1
+
+
+def test_a_process_that_leaves_without_a_word():
+    ended = run("train", "digits", f"{NETS}:Leaves", "-n", "2", "--out", "run", *LONG)
+    assert ended.code == 1
+    assert_one_screen(ended.err)
+    assert "rank 1 ended with exit code 3" in ended.err
+    assert "about to leave" in ended.err
+    assert Path("run/ranks/failures/1.json").exists()
+
+
+def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
+    ended = run("train", "digits", f"{NETS}:NotANumber", "-n", "2", "--out", "run", *LONG)
+    assert ended.code == 1
+    assert_one_screen(ended.err)
+    assert "the output of the network is NaN" in ended.err
+    assert "rank 1, step 4" in ended.err
+    assert not list(Path("run/checkpoints").glob("step-*"))
+
+
+def test_out_of_memory_says_what_fits_and_that_is_right():
+    ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run", *LONG)
+    assert ended.code == 1
+    assert_one_screen(ended.err)
+    assert "out of memory at 64 pictures in one pass: CUDA out of memory" in ended.err
+    assert "--set train.micro_batch=16: the global batch stays 128" in ended.err
+    assert "--set train.norm_group=16" in ended.err
+    fitting = ["--set", "train.micro_batch=16", "--set", "train.norm_group=16"]
+    ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run2", *LONG, *fitting)
+    assert ended.code == 1
+    assert "out of memory at 256 pictures in one pass of the evaluation" in ended.err
+    assert "--set train.evaluate_batch=128" in ended.err
+    fitting += ["--set", "train.evaluate_batch=128"]
+    ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run3", *LONG, *fitting)
+    assert ended.code == 0, ended.err
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if os.name != "posix" or os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
+    big = ["--set", "model.arguments={hidden = [800, 400]}"]
+    ended = run("train", "digits", "mlp", "--out", small_disk / "run", *LONG, *big)
+    assert ended.code == 0, ended.err
+    assert "the disk is full" in ended.err
+    warnings = [event["message"] for event in events(small_disk / "run", "warning")]
+    assert any("no checkpoint at step" in text for text in warnings)
+    assert not list((small_disk / "run" / "checkpoints").glob("*"))
+    assert "top-1" in ended.out

@@ -1,0 +1,167 @@
+"""Processes that meet by hand: who is missing, there twice, of another job, or not ours at all is named."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from manyhands.cli.main import main
+from manyhands.parallel import meet
+from tests.e2e.command import NETS, QUICK, assert_one_screen, finish, running, start, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+SOON = ["--set", "cluster.join_warn_s=1", "--set", "cluster.join_timeout_s=4", "--epochs", "2", *QUICK]
+# For those who must wait for slow starters.
+LATE = ["--set", "cluster.join_warn_s=100", "--set", "cluster.join_timeout_s=200", "--epochs", "2", *QUICK]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def alone(capsys, *arguments):
+    """One process, here."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "mlp", *map(str, arguments)])
+    return ended.value.code, capsys.readouterr().err
+
+
+def by_hand(address, size, rank, *arguments, model="mlp"):
+    return ("train", "digits", model, "--init", address, "--world-size", size, "--rank", rank, *arguments)
+
+
+def place(address, size, rank):
+    return ["--init", address, "--world-size", size, "--rank", rank]
+
+
+def test_a_busy_port_names_its_holder(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{port}", 2, 0))
+    assert code == 2
+    assert_one_screen(err)
+    assert f"port {port} is in use by process {os.getpid()}" in err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "rank", "text"),
+    [
+        ("tcp://192.0.2.77:23456", 0, "192.0.2.77 is not an address of this machine"),
+        ("tcp://no.such.host.invalid:23456", 0, "the name no.such.host.invalid has no address"),
+        ("tcp://no.such.host.invalid:23456", 1, "the name no.such.host.invalid has no address"),
+        ("tcp://127.0.0.1", 0, "needs an address and a port"),
+        ("tcp://0.0.0.0:23456", 1, "0.0.0.0 is no address to connect to"),
+        ("file:///no/such/folder/meet", 0, "there is no folder /no/such/folder"),
+        ("tcp://127.0.0.1:23456", 2, "--rank 2 is outside 0 … 1"),
+        ("smb://there", 0, "cluster.init"),
+    ],
+)
+def test_an_address_that_cannot_be(address, rank, text, capsys):
+    code, err = alone(capsys, *SOON, *place(address, 2, rank))
+    assert code == 2
+    assert_one_screen(err)
+    assert text in err
+    assert not any(Path().iterdir())
+
+
+def test_a_listener_that_says_nothing_is_not_waited_for(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{port}", 2, 1))
+    assert code == 1
+    assert_one_screen(err)
+    assert f"what listens at 127.0.0.1:{port} is not rank 0 of a run: no answer" in err
+
+
+def test_nobody_listens(capsys):
+    code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{free_port()}", 2, 1))
+    assert code == 1
+    assert_one_screen(err)
+    assert "still waiting for rank 0" in err
+    assert "rank 1 can't reach rank 0" in err
+    assert not any(Path().iterdir())
+
+
+def test_an_earlier_runs_init_file(capsys):
+    """Its rank 0 has ended: both a new rank 0 and a new rank 1 are told."""
+    meeting = Path.cwd() / "meet"
+    names = dist.PrefixStore("present/0", dist.FileStore(str(meeting), 2))
+    names.add("count/0", 1)
+    names.set("0", json.dumps({"host": "here", "machine": meet._machine(), "pid": 2**22 + 1, "size": 2}))
+    for rank, text in ((0, "already has a rank 0"), (1, "is an earlier run's")):
+        code, err = alone(capsys, *SOON, *place(f"file://{meeting}", 2, rank))
+        assert code == 2
+        assert_one_screen(err)
+        assert text in err
+        assert f"rm {meeting}" in err
+
+
+def test_a_missing_rank_is_named(capsys):
+    code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{free_port()}", 3, 0))
+    assert code == 1
+    assert_one_screen(err)
+    assert "1 of 3 processes are here; missing: rank 1-2; giving up after 4 s" in err
+    assert "1 of 3 processes are here; missing: rank 1-2, after 4 s" in err
+
+
+def test_one_rank_twice():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with (
+        running(*by_hand(address, 3, 0, *LATE)) as first,
+        running(*by_hand(address, 3, 1, *LATE)) as one,
+        running(*by_hand(address, 3, 1, *LATE)) as other,
+    ):
+        wait_until(lambda: one.poll() is not None or other.poll() is not None)
+        refused, waiting = (one, other) if one.poll() is not None else (other, one)
+        ended = finish(refused)
+        assert ended.code == 2, ended.err
+        assert_one_screen(ended.err)
+        assert f"rank 1 is taken by process {waiting.pid}" in ended.err
+        assert first.poll() is None
+
+
+def test_world_sizes_that_differ():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    for ended in [finish(process) for process in [start(*by_hand(address, 2 + rank, rank, *LATE)) for rank in (0, 1)]]:
+        assert ended.code == 2, ended.err
+        assert_one_screen(ended.err)
+        assert "differ in --world-size: " in ended.err
+    assert not any(Path().iterdir())
+
+
+def test_jobs_that_differ():
+    address = f"file://{Path.cwd()}/meet"
+    for ended in [
+        finish(by) for by in [start(*by_hand(address, 2, rank, *LATE, "--lr", 0.1 + rank)) for rank in (0, 1)]
+    ]:
+        assert ended.code == 2, ended.err
+        assert "differ in the job (flags or job.toml)" in ended.err
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_every_process_hears_the_first_cause(culprit):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    model = f"{NETS}:Raises{'OnRank0' if culprit == 0 else ''}"
+    ended = [finish(by) for by in [start(*by_hand(address, 2, rank, *LATE, model=model)) for rank in (0, 1)]]
+    for rank, each in enumerate(ended):
+        assert each.code == 1, each.err
+        assert_one_screen(each.err, most=20)
+        assert 'KeyError: "the user\'s own mistake"' in each.err
+        assert ("failed first" in each.err) == (rank != culprit)
+        assert "closed by peer" not in each.err
+
+
+def test_two_by_hand_train_and_tidy_up():
+    meeting = Path.cwd() / "meet"
+    out = ["--out", "run"]
+    ended = [finish(by) for by in [start(*by_hand(f"file://{meeting}", 2, rank, *LATE, *out)) for rank in (0, 1)]]
+    assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
+    assert "top-1" in ended[0].out
+    assert ended[1].out == ""
+    assert not meeting.exists()
+    assert {path.name for path in Path().iterdir()} == {"run"}

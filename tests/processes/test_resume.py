@@ -1,0 +1,98 @@
+"""A run goes on at the exact next sample: to the last bit at the same number of processes, alike at another."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.train.job import Objects, build
+from manyhands.train.loop import fit
+from manyhands.train.state import capture
+from tests.processes.ranks import run_on_ranks
+
+# 103 samples in batches of 29 are 4 updates an epoch; 7 lies within the second epoch.
+SAVED, TOTAL = 7, 11
+
+
+def _network():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6 * 64, 5)
+    )
+
+
+def _train(world, folder, max_steps, settings, elsewhere=False):
+    flags = {
+        "data.name": "synthetic:103x1x8x8x5", "data.augment": "crop-flip", "train.batch": 29, "train.epochs": 9,
+        "train.max_steps": max_steps, "train.norm_group": 4, "checkpoint.every": f"{SAVED}steps",
+        "checkpoint.keep": 9, **settings,
+    }  # fmt: skip
+    job = load_job(flags, environment={}).job
+    place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
+    place.mkdir(exist_ok=True)
+    mode = "single" if world.alone else settings.get("parallel.mode", "data")
+    parts = build(job, RunFolder(place), world, mode, Objects(_network()))
+    first = parts.progress.step
+    fit(parts)
+    snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
+    parts.release()
+    return first, snapshot.model, (snapshot.optimizer or {}).get("state")
+
+
+def _undisturbed_and_resumed(size, resumed_size, settings):
+    with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as broken:
+        undisturbed = run_on_ranks(_train, size, whole, TOTAL, settings)[0]
+        run_on_ranks(_train, size, broken, SAVED, settings)
+        resumed = run_on_ranks(_train, resumed_size, broken, TOTAL, settings)[0]
+    assert resumed[0] == SAVED
+    return undisturbed, resumed
+
+
+@pytest.mark.parametrize("settings", [{}, {"train.optimizer": "adamw", "train.lr": 0.002}, {"train.precision": "fp16"}],
+                         ids=["sgd", "adamw", "fp16"])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_same_number_gives_the_same_bits(size, settings):
+    undisturbed, resumed = _undisturbed_and_resumed(size, size, settings)
+    for name, wanted in undisturbed[1].items():
+        assert torch.equal(resumed[1][name], wanted), name
+    for name, values in undisturbed[2].items():
+        for key, wanted in values.items():
+            if isinstance(wanted, torch.Tensor):
+                assert torch.equal(resumed[2][name][key], wanted), (name, key)
+
+
+def test_sharded_parameters_go_on_too():
+    undisturbed, resumed = _undisturbed_and_resumed(2, 2, {"parallel.mode": "fsdp"})
+    for name, wanted in undisturbed[1].items():
+        torch.testing.assert_close(resumed[1][name], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
+def test_another_number_makes_the_same_updates(sizes):
+    # Without dropout, whose draws are a stated exception.
+    settings = {"train.precision": "fp64", "train.momentum": 0.5}
+    undisturbed, resumed = _with_no_dropout(lambda: _undisturbed_and_resumed(*sizes, settings))
+    for name, wanted in undisturbed[1].items():
+        scale = max(1e-12, wanted.abs().max().item())
+        assert (resumed[1][name] - wanted).abs().max().item() <= 1e-9 * scale, name
+
+
+def _with_no_dropout(run):
+    kept, nn.Dropout.forward = nn.Dropout.forward, lambda _self, values: values
+    try:
+        return run()
+    finally:
+        nn.Dropout.forward = kept
+
+
+def test_a_machine_without_the_checkpoint_is_given_it():
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_ranks(_train, 1, f"{folder}/machine-0", SAVED, {})
+        first, second = run_on_ranks(_train, 2, folder, TOTAL, {}, True)
+    assert first[0] == second[0] == SAVED
+    for name, wanted in first[1].items():
+        assert torch.equal(second[1][name], wanted), name
