@@ -160,7 +160,9 @@ def _open_store(membership: Membership, say: Say) -> Any:
     else:
         host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0") or 0)
     if not host or not port:
-        raise UserError(f'"{membership.init}" needs an address and a port', "--init", ("tcp://10.0.0.1:23456",))
+        what = f'"{membership.init}" needs an address and a port'
+        mend = "--init tcp://10.0.0.1:23456" if url.scheme == "tcp" else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456"
+        raise UserError(what, "--init" if url.scheme == "tcp" else "MASTER_ADDR and MASTER_PORT", (mend,))
     if membership.rank == 0 and not membership.agent_store:
         listener = ports.listen(host, port)
         if membership.started_by != "manyhands":
