@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -90,3 +91,21 @@ class Hungry(Net):
 def broken():
     """A function that fails."""
     raise RuntimeError("the weights are elsewhere")
+
+
+class Sleepy(Net):
+    """Falls asleep at its tenth call; notes that it does, and that it was asked to stop meanwhile."""
+
+    def act(self):
+        if self.calls == 10:
+            handler = signal.getsignal(signal.SIGTERM)
+
+            def note(*given):
+                handler(*given)
+                Path("asked").touch()
+
+            signal.signal(signal.SIGTERM, note)
+            Path("asleep").touch()
+            end = time.monotonic() + 200
+            while time.monotonic() < end:
+                time.sleep(0.1)

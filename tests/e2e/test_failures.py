@@ -83,7 +83,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
-    big = ["--set", "model.arguments={hidden = [800, 400]}"]
+    big = ["--set", "model.arguments={hidden = 4000}"]
     ended = run("train", "digits", "mlp", "--out", small_disk / "run", *LONG, *big)
     assert ended.code == 0, ended.err
     assert "the disk is full" in ended.err

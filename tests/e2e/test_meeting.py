@@ -10,17 +10,12 @@ import torch.distributed as dist
 
 from manyhands.cli.main import main
 from manyhands.parallel import meet
-from tests.e2e.command import NETS, QUICK, assert_one_screen, finish, running, start, wait_until
+from tests.e2e.command import NETS, QUICK, assert_one_screen, finish, free_port, running, start, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SOON = ["--set", "cluster.join_warn_s=1", "--set", "cluster.join_timeout_s=4", "--epochs", "2", *QUICK]
 # For those who must wait for slow starters.
 LATE = ["--set", "cluster.join_warn_s=100", "--set", "cluster.join_timeout_s=200", "--epochs", "2", *QUICK]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def alone(capsys, *arguments):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and leaves with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = make_app()(_options_by_path(given), exit_on_error=False, print_error=False)
+        code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)
     except ManyhandsError as error:
         _show(error, as_json="--json" in given)
         code = error.exit_code
@@ -60,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 0
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _without_local_rank(given: list[str]) -> list[str]:
+    """Leaves out what torch.distributed.launch puts in front of all words; the environment says the same."""
+    return [word for word in given if not re.fullmatch(r"--local[-_]rank=\d+", word)]
 
 
 def _options_by_path(given: list[str]) -> list[str]:

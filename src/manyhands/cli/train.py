@@ -53,13 +53,11 @@ def train(  # noqa: PLR0913 - one argument for each flag
         bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
     ] = False,
     quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")] = False,
-    local_rank: Annotated[int | None, Parameter(name=["--local-rank", "--local_rank"], show=False)] = None,
 ) -> int:
     """Train a classifier.
 
     Every option of the job can be given by its path, such as --train.momentum 0.8; --show-config lists them.
     """
-    del local_rank  # torch.distributed.launch gives it beside the environment, which says the same
     flags: dict[str, Any] = {
         "model.name": model,
         "cluster.processes": processes,

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from manyhands.core.errors import PeerError, UserError
 from manyhands.core.world import Membership, World
 from manyhands.parallel import ports
-from manyhands.parallel.meet import check_in, linger
+from manyhands.parallel.cause import Cause
+from manyhands.parallel.meet import check_in
 
 Say = Callable[[str], None]
 
@@ -32,35 +33,37 @@ ANSWER_S = 20.0
 
 @dataclass
 class Group:
-    """This process's place and the store that all processes share (None when it is alone)."""
+    """This process's place and the store that all processes share (None when it is alone).
+
+    Attributes:
+        world: its place.
+        store: for small words between processes.
+        init_file: of file://; removed in the end, since it would spoil the next run.
+        keeps_store: True on the process that the store goes with.
+        cause: hears why another process failed; None until `listen`.
+    """
 
     world: World
     store: Any = None
     init_file: Path | None = None
-    serves_store: bool = False
+    keeps_store: bool = False
+    cause: Cause | None = None
+
+    def listen(self, attempt: int) -> None:
+        """Has this process hear of the others' failures, where no agent of manyhands watches them."""
+        if self.store is not None and not self.world.alone:
+            self.cause = Cause(self.store, attempt)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Destroys the process group, if there is one, and removes the init file, which would spoil the next run.
-
-        After a failure the store, which goes with this process, is kept until the others have heard the cause.
-        """
+        """Destroys the process group, if there is one; after a failure not before the others have heard why."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.cause:
+            if failed and self.keeps_store:
+                self.cause.keep_until_heard(self.world.size)
+            self.cause.close()
         if self.init_file and self.world.speaks:
             self.init_file.unlink(missing_ok=True)
-        if failed and self.serves_store:
-            linger(self.store, "failure/heard", self.world.size - 1)
-
-    def publish_failure(self, text: str) -> None:
-        """Tells the other processes the first cause of a failure, unless one has done so before."""
-        self.store.compare_set("failure", "", text)
-
-    def learn_failure(self) -> str:
-        """The first cause that a process has published; waits for it a little, and raises if there is none."""
-        self.store.wait(["failure"], timedelta(seconds=2))
-        text = self.store.get("failure").decode()
-        self.store.add("failure/heard", 1)
-        return text
 
 
 def join(membership: Membership, digest: str, collective_timeout_s: float, say: Say) -> Group:
@@ -99,7 +102,8 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
     url = urlparse(membership.init)
     init_file = Path(url.netloc + url.path) if url.scheme == "file" else None
-    return Group(world, store, init_file, serves_store=_serves_store(membership))
+    keeps_store = membership.rank == 0 and not membership.agent_store
+    return Group(world, store, init_file, keeps_store)
 
 
 def _choose_interface(membership: Membership, machines: list[str]) -> None:
@@ -156,8 +160,10 @@ def _open_store(membership: Membership, say: Say) -> Any:
     else:
         host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0") or 0)
     if not host or not port:
-        raise UserError(f'"{membership.init}" needs an address and a port', "--init", ("tcp://10.0.0.1:23456",))
-    if _serves_store(membership):
+        what = f'"{membership.init}" needs an address and a port'
+        mend = "--init tcp://10.0.0.1:23456" if url.scheme == "tcp" else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456"
+        raise UserError(what, "--init" if url.scheme == "tcp" else "MASTER_ADDR and MASTER_PORT", (mend,))
+    if membership.rank == 0 and not membership.agent_store:
         listener = ports.listen(host, port)
         if membership.started_by != "manyhands":
             say(ports.describe_exposure(host, port))
@@ -169,11 +175,6 @@ def _open_store(membership: Membership, say: Say) -> Any:
         )
     _wait_for_listener(host, port, membership, say)
     return _connect(host, port, membership)
-
-
-def _serves_store(membership: Membership) -> bool:
-    """True on the process that holds the store of all."""
-    return membership.rank == 0 and not membership.agent_store and not membership.init.startswith("file://")
 
 
 def _connect(host: str, port: int, membership: Membership) -> Any:

@@ -69,6 +69,8 @@ def train_here(
     failed = False
     try:
         group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
+        if membership.started_by != "manyhands":
+            group.listen(membership.attempt)
         folder = share_folder(group.world, folder)
         parts = _build(job, folder, group.world, argument)
         from manyhands.train.loop import fit
@@ -81,7 +83,7 @@ def train_here(
         step = parts.progress.step if parts else None
         phase = parts.phase if parts else "build" if group else "join"
         record = describe_failure(_explained(error, parts), rank=membership.rank, step=step, phase=phase)
-        if group and membership.started_by != "manyhands":
+        if group and group.cause:
             record = _first_of_all(group, record)
         raise Failed(leave_record(record, folder)) from error
     finally:
@@ -126,19 +128,16 @@ def _explained(error: BaseException, parts: Any) -> BaseException:
 
 def _first_of_all(group: Any, record: Failure) -> Failure:
     """Publishes the first cause for the other processes, or learns it from them where this is a mere consequence."""
-    if group.store is None:
+    if not record.consequence:
+        group.cause.publish(record.model_dump_json())
         return record
-    with suppress(Exception):
-        if not record.consequence:
-            group.publish_failure(record.model_dump_json())
-            return record
-        first = Failure.model_validate_json(group.learn_failure())
-        what = f"rank {first.rank} on {first.host} failed first: {first.what}"
-        return record.model_copy(update={"what": what, "mend": first.mend, "excerpt": first.excerpt})
-    if record.consequence:
+    told = group.cause.learn()
+    if not told:
         mend = ["the other processes' own last words say why"]
         return record.model_copy(update={"what": "another process has gone", "mend": mend, "excerpt": ""})
-    return record
+    first = Failure.model_validate_json(told)
+    what = f"rank {first.rank} on {first.host} failed first: {first.what}"
+    return record.model_copy(update={"what": what, "mend": first.mend, "excerpt": first.excerpt})
 
 
 def digest(job: Job) -> str:

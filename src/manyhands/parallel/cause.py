@@ -1,0 +1,57 @@
+"""Passes the first cause of a failure to the other processes, who would only see that a connection was closed."""
+
+import contextlib
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from manyhands.parallel.meet import linger
+
+LISTEN_S = 0.5
+# A process that sees a peer gone waits so long for the reason.
+LEARN_S = 2.0
+
+
+class Cause:
+    """What the first process that failed has said.
+
+    Args:
+        store: of all processes; it goes with rank 0.
+        attempt: how many times a launcher has restarted the processes.
+    """
+
+    def __init__(self, store: Any, attempt: int) -> None:
+        self._store = dist.PrefixStore(f"failure/{attempt}", store)
+        self._heard = ""
+        self._known, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def publish(self, text: str) -> None:
+        """Tells the others why this process fails, unless one has failed before."""
+        with contextlib.suppress(dist.DistError):
+            self._store.compare_set("text", "", text)
+
+    def learn(self) -> str:
+        """What the first said, or an empty string where nobody has said anything soon."""
+        self._known.wait(LEARN_S)
+        return self._heard
+
+    def keep_until_heard(self, processes: int) -> None:
+        """On the process that the store goes with: waits, not for long, until so many have heard."""
+        linger(self._store, "heard", processes)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._over.set()
+        self._thread.join(LEARN_S)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(dist.DistError):
+            while not self._over.wait(LISTEN_S):
+                if self._store.check(["text"]):
+                    self._heard = self._store.get("text").decode()
+                    self._store.add("heard", 1)
+                    self._known.set()
+                    return
