@@ -37,6 +37,11 @@ format: $(READY)
 	$(BIN)/ruff format src tests scripts
 	$(BIN)/ruff check --fix src tests scripts
 
+bench: $(VENV)/.package
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check accelerate lightning
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check mindspore
+	$(BIN)/python -m bench.mnist_mlp
+
 clean:
 	rm -rf $(VENV)
 

@@ -13,7 +13,6 @@ LIGHT = {
     "help": COMMAND.format(["--help"]),
     "train help": COMMAND.format(["train", "--help"]),
     "config": COMMAND.format(["train", "--show-config"]),
-    "dry run": COMMAND.format(["train", "--dry-run"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
     "launcher": "import manyhands.cluster.start, manyhands.cluster.supervise, manyhands.cluster.rendezvous",
 }

@@ -93,7 +93,7 @@ def _plain(text: str) -> str:
 
 
 def _help_for(given: list[str]) -> str:
-    command = given[0] if given and not given[0].startswith("-") else ""
+    command = given[0] if given and given[0] in COMMANDS else ""
     return f"manyhands {command} --help".replace("  ", " ")
 
 

@@ -106,6 +106,9 @@ def settings(words: list[str]) -> dict[str, Any]:
 def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool) -> int:
     """Trains and prints the result."""
     if dry_run:
+        from manyhands.run.check import check_names
+
+        check_names(loaded.job)
         for line in describe(loaded):
             print(line)
         return 0
@@ -125,13 +128,15 @@ def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool) -> int:
 
 
 def describe(loaded: LoadedJob) -> list[str]:
-    """What a run would do, as far as it can be told without torch and data."""
+    """What a run would do, as far as it can be told without the data."""
     job = loaded.job
     from manyhands.cluster.rendezvous import participate
 
     place = participate(job.cluster)
     if place.membership is None:
-        who = f"{place.processes or 'one process per accelerator, or one'} process(es) on this machine"
+        count = place.processes
+        who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one for each accelerator"
+        who += " on this machine"
     else:
         who = f"rank {place.membership.rank} of {place.membership.size}, by {place.membership.started_by}"
     return [

@@ -68,7 +68,7 @@ class ClusterOptions(Options):
 
     processes: int = Field(default=0, ge=0, le=1024, description="on this machine; 0: one per accelerator, else one")
     init: str = Field(
-        default="", pattern=r"^($|tcp://.+|file://.+|env://.*)", description="meet by hand: tcp://, file://"
+        default="", pattern=r"^($|tcp://.+|file://.+|env://.*)", description="meet by hand: tcp://, file://, env://"
     )
     world_size: int = Field(default=0, ge=0, description="processes over all machines, with init")
     rank: int = Field(default=-1, ge=-1, description="this process's place, with init")
@@ -84,7 +84,9 @@ class RunOptions(Options):
     """Where the run is kept and how it speaks."""
 
     out: str = Field(default="", description="the run folder; empty: runs/<date>-<data>-<model>")
-    log_every_s: float = Field(default=1.0, gt=0.0, description="about how often progress is recorded")
+    log_every_s: float = Field(
+        default=0.5, gt=0.0, le=60.0, description="about how often progress is recorded, and a wish to stop is heard"
+    )
     report: bool = Field(default=True, description="write report.html at the end")
 
 

@@ -21,7 +21,7 @@ from manyhands.core.plugins import did_you_mean
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on.
-ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR", "MANYHANDS_LANG"}
+ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR"}
 # Sections that may be written as one word: data = "mnist" is data.name = "mnist".
 ONE_WORD = {"data": "name", "model": "name", "parallel": "mode", "sync": "method"}
 
@@ -68,6 +68,9 @@ def load_job(
         _overlay(values, origins, layer, name)
     chosen = recipe_for(values.get("data.name", "digits"), values.get("model.name", ""))
     merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
+    if values.get("train.loss", "cross-entropy") != "cross-entropy":
+        # A recipe's smoothing is for its own loss.
+        merged.pop("train.label_smoothing", None)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
     return LoadedJob(_check(merged, merged_origins), merged_origins)

@@ -135,3 +135,16 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     if path.is_file():
         return UserError(f"{path} is a file, not a folder", "--out", ("give --out DIR",))
     return UserError(f"the run folder {path} can't be made: {error.strerror or error}", "--out", ("give --out DIR",))
+
+
+def write_job(folder: RunFolder, text: str) -> None:
+    """Writes the job file; an earlier one that says otherwise is kept under a number."""
+    path = folder.job
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        number = 1
+        while (aside := path.with_name(f"job-{number}.toml")).exists():
+            number += 1
+        path.rename(aside)
+    temporary = path.with_name(f".job.toml.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

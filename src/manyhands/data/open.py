@@ -22,7 +22,7 @@ def open_data(options: DataOptions) -> Splits:
     Raises:
         UserError: there is no such data set, or it can't be used as it is.
     """
-    choice = load_choice(_CHOICES, _find(options.name))
+    choice = load_choice(_CHOICES, find_choice(options.name))
     return _limited(choice.open(options.name, options), options)
 
 
@@ -60,7 +60,7 @@ def resolve_pixels(
     )
 
 
-def _find(name: str) -> str:
+def find_choice(name: str) -> str:
     """The choice file for a word: by its names, by a prefix that ends in ":", or as an object or a folder."""
     known: list[str] = []
     for module in module_names(_CHOICES):

@@ -79,5 +79,8 @@ def predict_files(
     """
     from manyhands.train.inspect import predict_pictures
 
+    for picture in pictures:
+        if not picture.is_file():
+            raise UserError(f"there is no picture {picture}", "", ("name picture files",))
     job = job_of(reference, {"cluster.device": None})
     yield from predict_pictures(job, resolve_checkpoint(reference, which), pictures)

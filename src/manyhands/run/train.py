@@ -18,7 +18,7 @@ from manyhands.cluster.start import LocalStart, start_agent
 from manyhands.cluster.supervise import Ending, first_cause, supervise
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SAVED, EXIT_USAGE, ManyhandsError, UserError
-from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder
+from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder, write_job
 from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.world import Membership
 from manyhands.report.page import write_report
@@ -183,21 +183,10 @@ def open_folder(job: Job) -> RunFolder:
     folder.failures.mkdir(exist_ok=True)
     for stale in folder.failures.glob("*.json"):
         stale.unlink()
-    text = tomli_w.dumps(job.model_dump(mode="json"))
-    if folder.exists() and folder.job.read_text(encoding="utf-8") != text:
-        _set_aside(folder.job)
-    temporary = folder.job.with_name(f".job.toml.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder.job)
+    if not folder.exists():
+        # An earlier run's job file is replaced only once everything is known to fit (see worker.py).
+        write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
     return folder
-
-
-def _set_aside(path: Path) -> None:
-    """Keeps an earlier job file under a number."""
-    number = 1
-    while (aside := path.with_name(f"job-{number}.toml")).exists():
-        number += 1
-    path.rename(aside)
 
 
 def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: Any) -> Outcome:

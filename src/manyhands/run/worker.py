@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from manyhands import __version__
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_USAGE, ManyhandsError
-from manyhands.core.folder import RunFolder
+from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
+from manyhands.core.folder import RunFolder, write_job
 from manyhands.core.journal import Journal
 from manyhands.core.records import Failure, write_json
 from manyhands.core.world import Membership
@@ -163,12 +165,13 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     mode = resolve_mode(job.parallel.mode, world)
     resolve_method(job.sync.method, mode)
     if world.speaks:
-        write_json(folder.environment, environment(world))
         Journal(folder, world.rank).event(
             "started", processes=world.size, device=world.device, backend=world.backend, mode=mode
         )
     parts = build(job, folder, world, mode, load_objects(argument))
     if world.speaks:
+        write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
+        write_json(folder.environment, environment(world))
         write_json(folder.plan, plan(parts))
     return parts
 
@@ -280,7 +283,8 @@ def as_error(record: Failure) -> ManyhandsError:
     """A failure's record as an error for the user's screen, with what of its traceback is the user's own."""
     step = f", step {record.step}" if record.step is not None else ""
     where = record.where or f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
-    error = ManyhandsError(record.what, where, tuple(record.mend))
+    kind = UserError if record.exit_code == EXIT_USAGE else RunError
+    error = kind(record.what, where, tuple(record.mend))
     error.exit_code = record.exit_code
     if record.excerpt:
         error.add_note(record.excerpt)

@@ -1,7 +1,7 @@
 """Every so often all processes agree: what was measured, whether to save, whether to stop.
 
-One small collective every quarter of a second or so carries it all, so that a wish to stop on one process (a signal)
-stops all of them at the same step, and the records speak for everybody.
+One small collective every half second or so (run.log_every_s) carries it all, so that a wish to stop on one process
+(a signal) stops all of them at the same step, and the records speak for everybody.
 """
 
 import time
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from manyhands.core.world import World
 from manyhands.train.step import Measured
 
-TARGET_S = 0.25
 MOST_STEPS = 1000
 
 
@@ -45,11 +44,12 @@ class Agreement:
 
     Args:
         world: who takes part.
+        every_s: about how often to agree.
         save_every_s: seconds between checkpoints by rank 0's clock; infinite for none by time.
     """
 
-    def __init__(self, world: World, save_every_s: float) -> None:
-        self._world, self._save_every_s = world, save_every_s
+    def __init__(self, world: World, every_s: float, save_every_s: float) -> None:
+        self._world, self._every_s, self._save_every_s = world, every_s, save_every_s
         self._last = self._saved = time.perf_counter()
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
@@ -75,7 +75,7 @@ class Agreement:
             dist.all_reduce(total)
         loss, correct, count, stops, saves, seconds_sum = total.tolist()
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
-        self._next_step = step + min(MOST_STEPS, max(1, round(TARGET_S / max(mean_s, 1e-6))))
+        self._next_step = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
         verdict = Verdict(
             stop=stops > 0,
             save=saves > 0,

@@ -175,7 +175,7 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         network=network,
         update=update,
         evaluate=lambda: evaluator(network.call if network.sharded else network.inner, update.autocast()),
-        agreement=Agreement(world, seconds_between_saves(job.checkpoint.every)),
+        agreement=Agreement(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every)),
         progress=Progress(),
         total_steps=total_steps(job, order),
         digest=training_digest(job, order.length),

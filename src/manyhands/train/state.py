@@ -139,5 +139,5 @@ def check_fits(saved: dict[str, Tensor], model: nn.Module, where: str) -> None:
         raise UserError(
             f"the checkpoint is of another network: {'; '.join(problems[:3])}{more}",
             where,
-            ("use the model it was made with", "or --resume never to start afresh"),
+            ("use the model it was made with", "another --out starts afresh"),
         )

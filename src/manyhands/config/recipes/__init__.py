@@ -1,6 +1,6 @@
 """Recipes: settings known to reach good accuracy, one TOML file per data set, by its name.
 
-A section [model."NAME"] of a recipe holds what differs for that network.
+A section [for."PATTERN"] of a recipe holds what differs for networks whose name fits the pattern.
 """
 
 import fnmatch
@@ -8,6 +8,8 @@ import tomllib
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
+
+from manyhands.core.plugins import is_object_reference
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,11 @@ class Recipe:
 
 
 def recipe_for(data: str, model: str) -> Recipe:
-    """The recipe of a named data set, and "folder" for anything else; empty `model` takes the recipe's own."""
-    base = data.partition(":")[0]
+    """The recipe of a named data set, "objects" for data from the user's code, and "folder" for anything else.
+
+    An empty `model` takes the recipe's own.
+    """
+    base = "objects" if is_object_reference(data) else data.partition(":")[0]
     folder = files("manyhands.config.recipes")
     known = folder / f"{base}.toml"
     name = base if base.isidentifier() or base.replace("-", "").isalnum() else "folder"

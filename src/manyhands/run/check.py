@@ -1,0 +1,31 @@
+"""What can be checked of a job before anything is started or read."""
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import module_names, unknown_choice
+
+
+def check_names(job: Job) -> None:
+    """Looks up the data set, network, mode and method that a job names; reads no data and builds nothing.
+
+    Raises:
+        UserError: one of them doesn't exist.
+    """
+    from manyhands.data.open import find_choice
+    from manyhands.models.build import describe
+    from manyhands.parallel.apply import MODES
+    from manyhands.sync.choose import METHODS
+
+    find_choice(job.data.name)
+    describe(job.model, job.data.image_size or 32)
+    modes, methods = [*module_names(MODES), "auto"], module_names(METHODS)
+    if job.parallel.mode not in modes:
+        raise unknown_choice("parallel mode", job.parallel.mode, modes, "parallel.mode")
+    if job.sync.method not in methods:
+        raise unknown_choice("sync method", job.sync.method, methods, "sync.method")
+    if job.cluster.processes > job.train.batch:
+        raise UserError(
+            f"train.batch is {job.train.batch}, and there are {job.cluster.processes} processes to share it",
+            "train.batch",
+            (f"--batch {job.cluster.processes} or more", "or fewer processes"),
+        )
