@@ -13,7 +13,7 @@ from typing import Any
 from manyhands import __version__
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_USAGE, ManyhandsError
+from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.records import Failure, write_json
@@ -281,7 +281,8 @@ def as_error(record: Failure) -> ManyhandsError:
     """A failure's record as an error for the user's screen, with what of its traceback is the user's own."""
     step = f", step {record.step}" if record.step is not None else ""
     where = record.where or f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
-    error = ManyhandsError(record.what, where, tuple(record.mend))
+    kind = UserError if record.exit_code == EXIT_USAGE else RunError
+    error = kind(record.what, where, tuple(record.mend))
     error.exit_code = record.exit_code
     if record.excerpt:
         error.add_note(record.excerpt)
