@@ -52,6 +52,11 @@ def test_sizes_that_networks_ask_for(name: str, arguments: dict, size: int, expe
     assert bool(needs.notes) == (expected is not None)
 
 
+def test_nothing_is_noted_where_pictures_suit():
+    needs = describe(ModelOptions(name="vit_b_16"), 224)
+    assert (needs.channels, needs.size, needs.notes) == (3, 224, [])
+
+
 def test_pictures_that_do_not_suit_are_refused():
     with pytest.raises(UserError, match="3 channels, these have 1"):
         build("squeezenet1_1", size=64, channels=1)

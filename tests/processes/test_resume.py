@@ -1,5 +1,6 @@
-"""A run that goes on at another number of processes makes the same global batches, and the same updates."""
+"""A run goes on at the exact next sample: to the last bit at the same number of processes, alike at another."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,59 +10,89 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.train.job import Objects, build
-from manyhands.train.keep import save
+from manyhands.train.loop import fit
+from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 
-# Four steps an epoch; the stop lies within the second one.
-SAMPLES, BATCH, STOP, LAST = 103, 29, 6, 14
+# 103 samples in batches of 29 are 4 updates an epoch; 7 lies within the second epoch.
+SAVED, TOTAL = 7, 11
 
 
-def _train(world, folder, until):
-    """From the folder's checkpoint, if it has one, to a step; each step's own samples and loss."""
+def _network():
     torch.manual_seed(3)
-    network = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 5))
-    mode = "single" if world.alone else "data"
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6 * 64, 5)
+    )
+
+
+def _train(world, folder, max_steps, settings, elsewhere=False):
     flags = {
-        "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "data.augment": "crop-flip", "model.num_classes": 5,
-        "train.batch": BATCH, "train.epochs": 9, "train.precision": "fp64", "train.norm_group": 4,
+        "data.name": "synthetic:103x1x8x8x5", "data.augment": "crop-flip", "train.batch": 29, "train.epochs": 9,
+        "train.max_steps": max_steps, "train.norm_group": 4, "checkpoint.every": f"{SAVED}steps",
+        "checkpoint.keep": 9, **settings,
     }  # fmt: skip
-    parts = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
-    seen, losses = {}, {}
-    while parts.progress.step < until:
-        for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
-            step = parts.progress.step
-            seen[step] = [part.batch.samples[: part.share.count].tolist() for part in update.passes]
-            parts.update(update, step)
-            losses[step] = parts.update.measured.take()[0]
-            parts.progress.advance(parts.feed.order.steps_per_epoch)
-            if parts.progress.step == until:
-                break
-    save(parts)
-    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    job = load_job(flags, environment={}).job
+    place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
+    place.mkdir(exist_ok=True)
+    mode = "single" if world.alone else settings.get("parallel.mode", "data")
+    parts = build(job, RunFolder(place), world, mode, Objects(_network()))
+    first = parts.progress.step
+    fit(parts)
+    snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
     parts.release()
-    return seen, losses, weights
+    return first, snapshot.model, (snapshot.optimizer or {}).get("state")
 
 
-def _together(results):
-    """Global batches, in the order of the passes and ranks, and losses over all processes."""
-    steps = results[0][0]
-    batches = {step: [sample for each in zip(*(r[0][step] for r in results), strict=True) for part in each
-                      for sample in part] for step in steps}  # fmt: skip
-    return batches, {step: sum(r[1][step] for r in results) for step in steps}
+def _undisturbed_and_resumed(size, resumed_size, settings):
+    with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as broken:
+        undisturbed = run_on_ranks(_train, size, whole, TOTAL, settings)[0]
+        run_on_ranks(_train, size, broken, SAVED, settings)
+        resumed = run_on_ranks(_train, resumed_size, broken, TOTAL, settings)[0]
+    assert resumed[0] == SAVED
+    return undisturbed, resumed
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
-def test_the_same_global_batches_at_another_number(before, after, tmp_path):
-    whole, first = tmp_path / "whole", tmp_path / "run"
-    wanted = run_on_ranks(_train, 1, str(whole), LAST)
-    wanted_batches, wanted_losses = _together(wanted)
-    run_on_ranks(_train, before, str(first), STOP)
-    results = run_on_ranks(_train, after, str(first), LAST)
-    batches, losses = _together(results)
-    assert list(batches) == list(range(STOP, LAST))
-    for step, samples in batches.items():
-        assert samples == wanted_batches[step]
-        assert losses[step] == pytest.approx(wanted_losses[step], rel=1e-9)
-    for name, tensor in wanted[0][2].items():
-        for result in results:
-            torch.testing.assert_close(result[2][name], tensor, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("settings", [{}, {"train.optimizer": "adamw", "train.lr": 0.002}, {"train.precision": "fp16"}],
+                         ids=["sgd", "adamw", "fp16"])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_same_number_gives_the_same_bits(size, settings):
+    undisturbed, resumed = _undisturbed_and_resumed(size, size, settings)
+    for name, wanted in undisturbed[1].items():
+        assert torch.equal(resumed[1][name], wanted), name
+    for name, values in undisturbed[2].items():
+        for key, wanted in values.items():
+            if isinstance(wanted, torch.Tensor):
+                assert torch.equal(resumed[2][name][key], wanted), (name, key)
+
+
+def test_sharded_parameters_go_on_too():
+    undisturbed, resumed = _undisturbed_and_resumed(2, 2, {"parallel.mode": "fsdp"})
+    for name, wanted in undisturbed[1].items():
+        torch.testing.assert_close(resumed[1][name], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
+def test_another_number_makes_the_same_updates(sizes):
+    # Without dropout, whose draws are a stated exception.
+    settings = {"train.precision": "fp64", "train.momentum": 0.5}
+    undisturbed, resumed = _with_no_dropout(lambda: _undisturbed_and_resumed(*sizes, settings))
+    for name, wanted in undisturbed[1].items():
+        scale = max(1e-12, wanted.abs().max().item())
+        assert (resumed[1][name] - wanted).abs().max().item() <= 1e-9 * scale, name
+
+
+def _with_no_dropout(run):
+    kept, nn.Dropout.forward = nn.Dropout.forward, lambda _self, values: values
+    try:
+        return run()
+    finally:
+        nn.Dropout.forward = kept
+
+
+def test_a_machine_without_the_checkpoint_is_given_it():
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_ranks(_train, 1, f"{folder}/machine-0", SAVED, {})
+        first, second = run_on_ranks(_train, 2, folder, TOTAL, {}, True)
+    assert first[0] == second[0] == SAVED
+    for name, wanted in first[1].items():
+        assert torch.equal(second[1][name], wanted), name

@@ -1,5 +1,6 @@
 """The result and the page: every number from the records, and nothing a class name says is obeyed."""
 
+import dataclasses
 import json
 import re
 import statistics
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.records import EvaluationDetail
+from manyhands.report.curves import curves
 from manyhands.report.drawing import smooth, thin
 from manyhands.report.mistakes import class_scores, confused_pairs
 from manyhands.report.page import render, write_report
@@ -215,3 +217,16 @@ def test_no_torch_and_no_early_matplotlib(finished):
         "assert 'torch' not in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(finished)], check=True, timeout=60)
+
+
+def test_a_loss_over_many_decades_has_plain_numbers_on_its_axis(tmp_path):
+    complete(tmp_path)
+    run = read_run(tmp_path)
+    steps = [step.model_copy(update={"loss": step.loss**6}) for step in run.steps]
+    figure = curves(dataclasses.replace(run, steps=steps))
+    figure.draw_without_rendering()
+    axis = figure.axes[0]
+    assert axis.get_yscale() == "log"
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert all(float(text) > 0 for text in labels if text)
+    assert any(labels)

@@ -11,15 +11,24 @@ from rich.console import Console
 from rich.text import Text
 
 from manyhands import __version__
-from manyhands.cli import evaluate, predict, report, resume, schema, train
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 
 HELP = """Train an image classifier on one laptop or many machines, with one command.
 
-manyhands train                              real handwritten digits, in half a minute
+manyhands train                              real handwritten digits
 manyhands train cifar10 resnet18 -n 2        two processes on this machine
 manyhands train ./pets resnet50 --epochs 30  any folder of class folders
 """
+
+
+COMMANDS = {
+    "train": "Train a classifier.",
+    "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
+    "predict": "Say what is on pictures: the most likely classes of each.",
+    "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
+    "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
+    "schema": "Print the JSON Schema of job.toml, for editors.",
+}
 
 
 def make_app() -> cyclopts.App:
@@ -27,12 +36,10 @@ def make_app() -> cyclopts.App:
     app = cyclopts.App(
         name="manyhands", help=HELP, version=__version__, help_format="plaintext", result_action="return_value"
     )
-    app.command(train.train, name="train")
-    app.command(evaluate.evaluate, name="eval")
-    app.command(predict.predict, name="predict")
-    app.command(resume.resume, name="resume")
-    app.command(report.report, name="report")
-    app.command(schema.schema, name="schema")
+    for name, explanation in COMMANDS.items():
+        # By name, so that a command's file is imported only when it is used.
+        function = "evaluate" if name == "eval" else name
+        app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation)
     return app
 
 

@@ -15,27 +15,31 @@ from manyhands.sync.options import SyncOptions
 class TrainOptions(Options):
     """How the network learns. Nothing here depends on the number of processes."""
 
-    epochs: int = Field(default=10, ge=0, le=1_000_000)
+    epochs: int = Field(default=10, ge=0, le=1_000_000, description="passes over the training data")
     batch: int = Field(default=128, ge=1, description="samples per update over all processes")
     micro_batch: int = Field(
         default=0, ge=0, description="most samples a process takes in one pass; 0: its whole share"
     )
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw"] = Field(default="sgd", description="sgd with momentum, or adamw")
     lr: float = Field(default=0.05, gt=0.0, description="the peak learning rate")
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="for sgd")
     nesterov: bool = Field(default=True, description="for sgd with momentum")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="for adamw")
-    weight_decay: float = Field(default=5e-4, ge=0.0)
+    weight_decay: float = Field(default=5e-4, ge=0.0, description="of weights; see decay_norm_and_bias")
     decay_norm_and_bias: bool = Field(default=False, description="let weight decay act on biases and norms too")
-    schedule: Literal["constant", "step", "cosine", "one-cycle"] = "cosine"
+    schedule: Literal["constant", "step", "cosine", "one-cycle"] = Field(
+        default="cosine", description="how the learning rate moves over the run"
+    )
     warmup_epochs: float = Field(default=0.0, ge=0.0, description="linear rise at the start")
     step_epochs: int = Field(default=30, ge=1, description="for step: the rate falls after so many epochs")
     step_factor: float = Field(default=0.1, gt=0.0, le=1.0, description="for step: what it falls by")
     loss: str = Field(default="cross-entropy", description="cross-entropy, nll, or file.py:function")
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="for cross-entropy")
     clip: float = Field(default=0.0, ge=0.0, description="largest norm of all gradients together; 0: no limit")
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    channels_last: bool = False
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32", description="bf16 and fp16 are autocast, fp16 with a loss scaler; fp64 is for tests"
+    )
+    channels_last: bool = Field(default=False, description="memory format of the network and its pictures")
     compile: bool = Field(default=False, description="torch.compile the network")
     norm_group: int | Literal["global", "local"] = Field(
         default=32,
@@ -43,7 +47,7 @@ class TrainOptions(Options):
         "local: whatever a process has, so that the result depends on the number of processes",
     )
     drop_last: bool = Field(default=False, description="leave out an epoch's last, smaller batch")
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63, description="decides every random choice")
     deterministic: bool = Field(default=False, description="only torch's deterministic algorithms")
     evaluate_every: float = Field(default=1.0, ge=0.0, description="epochs between evaluations; 0: only at the end")
     evaluate_batch: int = Field(default=256, ge=1, description="samples in one pass of an evaluation")

@@ -10,7 +10,7 @@ EXIT_SAVED = 75
 EXIT_INTERRUPTED = 130
 
 
-@dataclass
+@dataclass(eq=False)
 class ManyhandsError(Exception):
     """An error with a mend.
 

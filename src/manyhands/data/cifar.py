@@ -46,12 +46,17 @@ class Layout:
     key: str = "labels"
 
 
-def read_files(place: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Reads files by name from a folder, or from an archive at any depth; an archive is read once, front to back.
+def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
+    """Reads a layout's files from a folder, or from an archive at any depth; an archive is read once, front to back.
+
+    Returns:
+        Contents by name; the file of class names may be absent.
 
     Raises:
-        UserError: one is missing, or the archive is torn.
+        UserError: another one is missing, or the archive is torn.
     """
+    needed = (*layout.train, layout.test)
+    names = (*needed, layout.names)
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():
@@ -65,7 +70,7 @@ def read_files(place: Path, names: tuple[str, ...]) -> dict[str, bytes]:
                         found[word] = content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
         raise UserError(f"{place.name} can't be read: {error}", str(place), _MEND) from error
-    missing = [name for name in names if name not in found]
+    missing = [name for name in needed if name not in found]
     if missing:
         raise UserError(f"{place.name} has no {', '.join(missing)}", str(place), _MEND)
     return found

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.core.errors import UserError
@@ -40,7 +40,7 @@ class Listing:
         """The pictures at these indices."""
         names = tuple(self.names[index] for index in chosen)
         labels = tuple(self.labels[index] for index in chosen)
-        return Listing(self.root, self.classes, names, labels, self.ignored)
+        return Listing(self.root, self.classes, names, labels)
 
 
 def list_splits(root: Path, validation: float) -> tuple[Listing, Listing]:
@@ -105,10 +105,8 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
         kept.update(sorted(indices, key=lambda index: _digest(listing.names[index]))[:wanted])
     if not kept:
         kept.add(min(range(len(listing)), key=lambda index: _digest(listing.names[index])))
-    return (
-        listing.part([index for index in range(len(listing)) if index not in kept]),
-        listing.part(sorted(kept)),
-    )
+    train = listing.part([index for index in range(len(listing)) if index not in kept])
+    return replace(train, ignored=listing.ignored), listing.part(sorted(kept))
 
 
 def _folders(root: Path) -> tuple[str, ...]:

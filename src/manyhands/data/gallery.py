@@ -48,11 +48,15 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
         sources = [_memory(listing, decoded) for listing, decoded in zip(listings, opened, strict=True)]
         pixels = measured_pixels(opened[0].images, "crop-flip")
     names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
-    ignored = sum(listing.ignored for listing in {id(x): x for x in listings}.values())
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
-    text += f"; {ignored:,} other files ignored" if ignored else ""
-    text += f"; {len(names):,} unreadable pictures left out" if names else ""
+    text += _left_out(sum(listing.ignored for listing in listings), len(names))
     return Splits(sources[0], sources[1], listings[0].classes, text, usual or pixels, names)
+
+
+def _left_out(ignored: int, skipped: int) -> str:
+    """Words on what isn't used, or nothing."""
+    text = f"; {ignored:,} other files ignored" if ignored else ""
+    return text + (f"; {skipped:,} unreadable pictures left out" if skipped else "")
 
 
 def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:

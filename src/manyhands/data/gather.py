@@ -28,8 +28,10 @@ class MemoryFeed:
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:
         self._pixels, self._normalise, self._train, self._seed = pixels, normalise, train, seed
         self._cuts = train and pixels.augment == "resized-crop-flip"
-        images = source.images if self._cuts else _resized_once(source.images, pixels)
-        images = _on_device(images, normalise.device)
+        images = _on_device(source.images, normalise.device)
+        self._sized = not self._cuts and _fits(images, pixels)
+        if self._sized:
+            images = _resized(images, pixels)
         self._shape = images.shape[1:]
         self._flat = images.reshape(len(images), -1)  # rows of bytes: the fastest gather
         self._labels = source.labels.to(images.device)
@@ -54,7 +56,7 @@ class MemoryFeed:
         images = self._flat.index_select(0, where).view(-1, *self._shape).to(self._normalise.device)
         labels = self._labels.index_select(0, where).to(self._normalise.device)
         images = set_channels(images, self._pixels.channels)
-        if not self._cuts:
+        if not (self._cuts or self._sized):
             images = middle(images, self._pixels)
         if self._train:
             images = augment(images, self._pixels, key, samples)
@@ -75,11 +77,15 @@ def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]
         yield group
 
 
-def _resized_once(images: Tensor, pixels: Pixels) -> Tensor:
-    """Brings all pictures to their channels and size where the result stays small; otherwise leaves them."""
-    count, channels, height, width = images.shape
-    fits = count * channels * pixels.size**2 <= _RESIZED_BYTES
-    if (height, width) == (pixels.size, pixels.size) == (pixels.resized_to,) * 2 or not fits:
+def _fits(images: Tensor, pixels: Pixels) -> bool:
+    """True where the pictures have their size already, or the whole set may be resized at once."""
+    ready = images.shape[2:] == (pixels.size, pixels.size) and pixels.resized_to == pixels.size
+    return ready or len(images) * images.shape[1] * pixels.size**2 <= _RESIZED_BYTES
+
+
+def _resized(images: Tensor, pixels: Pixels) -> Tensor:
+    """Brings uint8 [N, C, H, W] to uint8 [N, C, S, S], without a copy where it is so already."""
+    if images.shape[2:] == (pixels.size, pixels.size) and pixels.resized_to == pixels.size:
         return images
     return torch.cat([middle(block, pixels) for block in images.split(_BLOCK)])
 

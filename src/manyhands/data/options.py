@@ -29,5 +29,5 @@ class DataOptions(Options):
     memory_limit_mib: int = Field(
         default=2048, ge=0, description="a set of equally sized pictures up to this size stays in memory, decoded"
     )
-    train_samples: int = Field(default=0, ge=0, description="use the first so many training samples; 0: all")
-    test_samples: int = Field(default=0, ge=0, description="use the first so many test samples; 0: all")
+    train_samples: int = Field(default=0, ge=0, description="use so many training samples, spread evenly; 0: all")
+    test_samples: int = Field(default=0, ge=0, description="use so many test samples, spread evenly; 0: all")

@@ -29,7 +29,8 @@ def prepare(image: Image.Image, pixels: Pixels, draws: Draws | None) -> Tensor:
         return to_tensor(_middle(image, pixels))
     if pixels.augment == "resized-crop-flip":
         box = crop_box(image.width, image.height, draws)
-        image = image.resize((pixels.size, pixels.size), Image.Resampling.BILINEAR, box=box)
+        # Cut first: with `box=` Pillow would blend in what lies around the part.
+        image = image.crop(box).resize((pixels.size, pixels.size), Image.Resampling.BILINEAR)
     else:
         image = _shifted(_middle(image, pixels), draws)
     if pixels.augment != "crop" and draws.below(DRAW_MIRROR, 2):

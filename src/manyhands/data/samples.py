@@ -79,6 +79,9 @@ class OwnSamples:
         picture = as_picture(image)
         if picture is not None:
             return prepare(to_mode(picture, self._pixels.channels), self._pixels, draws), label
+        if str(getattr(image, "dtype", "")).endswith("uint8"):
+            what = f"sample {sample:,} is 8-bit pixels of shape {list(image.shape)}"
+            raise UserError(what, "the data set", ("a picture is [H, W], [1 or 3, H, W] or, as an array, [H, W, 3]",))
         if isinstance(image, Tensor | numpy.ndarray):
             return torch.as_tensor(image), label
         what = f"sample {sample:,} is a {type(image).__name__}, not a tensor, an array or a picture"
@@ -96,7 +99,7 @@ def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
     if not isinstance(content, tuple | list) or len(content) != 2:
         raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", mend)
     image, label = content
-    number = label.item() if isinstance(label, Tensor | numpy.generic) and numpy.size(label) == 1 else label
+    number = label.item() if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and _single(label) else label
     if isinstance(number, bool) or not isinstance(number, int):
         raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", mend)
     return image, number
@@ -132,6 +135,10 @@ def restored_generators() -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         numpy.random.set_state(states[2])
+
+
+def _single(label: Any) -> bool:
+    return all(size == 1 for size in label.shape)
 
 
 def _stack(images: list[Tensor], samples: list[int]) -> Tensor:

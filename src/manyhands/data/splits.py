@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
 from manyhands.data.transforms import Pixels
@@ -129,4 +130,6 @@ def take(source: Source, samples: Tensor) -> Source:
     if isinstance(source, ImageFiles):
         return ImageFiles(tuple(source.paths[index] for index in samples.tolist()), source.labels[samples])
     labels = None if source.labels is None else source.labels[samples]
-    return UserSamples(torch.utils.data.Subset(source.dataset, samples.tolist()), labels)
+    if type(source.dataset) is TensorDataset:
+        return UserSamples(TensorDataset(*(tensor[samples] for tensor in source.dataset.tensors)), labels)
+    return UserSamples(Subset(source.dataset, samples.tolist()), labels)

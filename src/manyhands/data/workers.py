@@ -1,9 +1,7 @@
 """Serves samples that must be made, with worker processes or in this one; the numbers are the same."""
 
-import ctypes
 import functools
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -15,12 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from manyhands.core.errors import ManyhandsError, RunError
+from manyhands.data.child import begin_worker
 from manyhands.data.samples import Answer, FileSamples, OwnSamples, Request
 from manyhands.data.transforms import Normalise
 
 _MOST_WORKERS = 8
-_GRACE_S = 20
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 Part = tuple[Tensor, Tensor, Tensor]  # images, labels, samples
 
@@ -45,56 +42,61 @@ class WorkerFeed:
         self._samples, self._normalise = samples, normalise
         self._requests = _Requests()
         cheap = isinstance(samples, OwnSamples) and samples.cheap
-        count = 0 if cheap else worker_count(workers)
-        self._processes = self._start(count) if count else None
+        self._count = 0 if cheap else worker_count(workers)
+        self._loader: DataLoader[Any] | None = None
+        self._answers: Any = None  # torch's iterator; owns the processes
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Part]:
         """One part for each request int64 [n], in order; looks ahead by two requests for each worker."""
         asked = self._requests.begin(epoch, requests)
-        for answer in self._answers():
+        answers = self._from_workers() if self._count else map(self._samples.__getitems__, self._requests)
+        for answer in answers:
             if isinstance(answer, ManyhandsError):
+                self.close()
                 raise answer
             images, labels = (values.to(self._normalise.device, non_blocking=True) for values in answer)
             yield self._normalise(images), labels, asked.popleft()
 
     def close(self) -> None:
-        """Ends the worker processes; they would end with this process, too."""
-        self._processes = None
+        """Ends the worker processes; a later request starts new ones.
 
-    def _answers(self) -> Iterator[Answer | ManyhandsError]:
-        if self._processes is None:
-            yield from map(self._samples.__getitems__, self._requests)
-            return
+        torch would end them when its iterator is collected. Where that happens in a cycle (any exception makes one)
+        the queues may go first, and the wait for the workers takes ten seconds; so it is told here.
+        """
+        end = getattr(self._answers, "_shutdown_workers", None)
+        self._answers = self._loader = None
+        if end is not None:
+            end()
+
+    def _from_workers(self) -> Iterator[Answer | ManyhandsError]:
         try:
             with warnings.catch_warnings():
                 # Python 3.12 warns of fork beside threads, torch of more workers than cores: both are known here.
                 warnings.simplefilter("ignore")
-                answers = iter(self._processes)
-            yield from answers
-        except RuntimeError as error:
+                self._loader = self._start() if self._loader is None else self._loader
+                self._answers = iter(self._loader)
+            yield from self._answers
+        except Exception as error:
+            self.close()
             if not str(error).startswith("DataLoader worker (pid"):
                 raise
             mend = ("is memory or /dev/shm full? try --data.workers 0, or fewer",)
             raise RunError(f"a process that decodes pictures died: {error}", "data.workers", mend) from error
 
-    def _start(self, count: int) -> DataLoader[Any]:
+    def _start(self) -> DataLoader[Any]:
         """Makes torch's loader; its processes start with the first request and stay over the epochs."""
-        begin = functools.partial(
-            _begin_worker, parent=os.getpid(), follow=threading.current_thread() is threading.main_thread()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        return DataLoader(
+            self._samples,  # pyright: ignore[reportArgumentType]  # torch calls __getitems__ alone
+            batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]
+            num_workers=self._count,
+            collate_fn=_as_it_is,
+            persistent_workers=True,
+            pin_memory=self._normalise.device.type == "cuda",
+            worker_init_fn=functools.partial(begin_worker, parent=os.getpid(), follow=in_main_thread),
+            # A fork carries the user's data set over as it is, lambdas and all.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return DataLoader(
-                self._samples,  # pyright: ignore[reportArgumentType]  # torch calls __getitems__ alone
-                batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]
-                num_workers=count,
-                collate_fn=_as_it_is,
-                persistent_workers=True,
-                pin_memory=self._normalise.device.type == "cuda",
-                worker_init_fn=begin,
-                # A fork carries the user's data set over as it is, lambdas and all.
-                multiprocessing_context="fork" if sys.platform == "linux" else None,
-            )
 
 
 class _Requests:
@@ -120,21 +122,3 @@ class _Requests:
 def _as_it_is(answer: Any) -> Any:
     """Each answer is a whole batch already."""
     return answer
-
-
-def _begin_worker(_number: int, *, parent: int, follow: bool) -> None:
-    """Runs first in a worker: makes it end with its parent, and not before.
-
-    Ctrl-C and SIGTERM reach the whole process group, but the parent still saves its work then and must not see its
-    workers die; so they take no notice, or leave later. `follow` asks the kernel to end the worker at once when its
-    parent is gone (the files and ports that a fork inherits would stay open until torch's own watch sees it).
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "alarm"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_S))
-    if follow and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-    warnings.filterwarnings("ignore", module="PIL")  # of broken EXIF data and the like, once for each worker

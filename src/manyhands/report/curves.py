@@ -23,6 +23,9 @@ def curves(run: RunData) -> "Figure | None":
     loss.set_title("loss")
     if _spans_decades([*(step.loss for step in run.steps), *(e.loss for e in run.evaluations)]):
         loss.set_yscale("log")
+        # Mathematical text is off, since class names may hold a "$"; so powers of ten are written out.
+        loss.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+        loss.yaxis.set_minor_formatter(lambda _value, _place: "")
     _pair(
         accuracy,
         run,

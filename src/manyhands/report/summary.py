@@ -99,6 +99,8 @@ def result_lines(run: RunData) -> list[str]:
     lines.append(f"run    {run.folder.path}")
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")
+    if status(run) != "finished":
+        lines.append(f"go on  manyhands resume {run.folder.path}")
     return lines
 
 

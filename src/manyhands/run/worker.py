@@ -148,21 +148,20 @@ def digest(job: Job) -> str:
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
     """Rank 0's run folder, by its path, made on every machine where it doesn't exist."""
-    if not world.alone:
-        import torch.distributed as dist
+    from manyhands.parallel.plain import broadcast_plain
 
-        paths = [str(folder.path)]
-        dist.broadcast_object_list(paths, src=0)
-        folder = RunFolder(Path(paths[0]))
+    folder = RunFolder(Path(broadcast_plain(str(folder.path), world)))
     folder.failures.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import resolve_mode
+    from manyhands.sync.choose import resolve_method
     from manyhands.train.job import build
 
     mode = resolve_mode(job.parallel.mode, world)
+    resolve_method(job.sync.method, mode)
     if world.speaks:
         write_json(folder.environment, environment(world))
         Journal(folder, world.rank).event(

@@ -68,9 +68,10 @@ class Agreement:
         loss, correct, samples = measured.take()
         save = self._world.rank == 0 and now - self._saved > self._save_every_s
         mine = [loss, correct, samples, float(stop), float(save), now - self._last]
-        total = torch.tensor(mine, dtype=torch.float64, device="cpu" if self._world.device == "cpu" else None)
+        # Apple's devices know no float64.
+        kind = torch.float32 if self._world.device == "mps" else torch.float64
+        total = torch.tensor(mine, dtype=kind, device=self._world.device)
         if not self._world.alone:
-            total = total.to(self._world.device)
             dist.all_reduce(total)
         loss, correct, count, stops, saves, seconds_sum = total.tolist()
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)

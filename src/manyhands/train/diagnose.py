@@ -1,13 +1,14 @@
 """Finds out where the first value that is not finite came from, after it was seen."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
 from manyhands.core.world import World
+from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import Pass, Update
 
 if TYPE_CHECKING:
@@ -61,14 +62,28 @@ def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
         if parameter.grad is not None and not _finite(parameter.grad):
             mine = f"the gradient of {name} is {_kind(parameter.grad)}"
             break
-    everybody: list[str] = [""] * updater.world.size
-    if updater.world.alone:
-        everybody = [mine]
-    else:
-        dist.all_gather_object(everybody, mine)
+    everybody: list[str] = gather_plain(mine, updater.world)
     rank = next((rank for rank, text in enumerate(everybody) if text), 0)
     what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
     return RunError(what, f"rank {rank}, step {step}", MEND)
+
+
+def explain_lost(model: nn.Module, world: World, first_bad: Tensor | float) -> RunError:
+    """The error for accelerators, where losses are looked at every so often: called by all processes at once.
+
+    Args:
+        model: its parameters are looked through.
+        world: who takes part.
+        first_bad: this process's first step with a loss that was not finite, infinite if it saw none.
+    """
+    everybody: list[float] = gather_plain(float(first_bad), world)
+    step = min(everybody)
+    rank = everybody.index(step)
+    lost = next((name for name, parameter in model.named_parameters() if not _finite(parameter)), "")
+    what = f"; by now parameter {lost} is not finite either" if lost else ""
+    where = f"rank {rank}, step {step:.0f}" if math.isfinite(step) else "an update: no loss was seen to be lost before"
+    mend = (*MEND, "the last checkpoint is from before: manyhands resume goes on from it")
+    return RunError(f"the loss is not finite{what}", where, mend)
 
 
 def _finite(tensor: Tensor) -> bool:

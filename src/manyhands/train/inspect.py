@@ -18,6 +18,7 @@ from manyhands.core.world import World
 from manyhands.data.transforms import Pixels
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.job import Objects, check_labels, class_names, make_loader, make_model, open_splits, pixels_for
+from manyhands.train.recover import outputs_of
 from manyhands.train.state import check_fits
 from manyhands.train.step import AUTOCAST
 
@@ -36,7 +37,7 @@ def evaluate_checkpoint(job: Job, path: Path, world: World, objects: Objects | N
     objects = objects or Objects()
     snapshot = read_any(path)
     splits = open_splits(job, world, objects)
-    classes = tuple(snapshot.state.get("classes") or class_names(job, splits))
+    classes = tuple(snapshot.state.get("classes") or class_names(job, splits, outputs_of(snapshot)))
     check_labels(splits, len(classes))
     pixels = pixels_for(job, splits, objects)
     model = _network(job, pixels, classes, world, objects, snapshot, path)
@@ -96,7 +97,7 @@ def predict_pictures(
     objects = Objects()
     snapshot = read_any(path)
     splits = open_splits(job, world, objects)
-    classes = tuple(snapshot.state.get("classes") or class_names(job, splits))
+    classes = tuple(snapshot.state.get("classes") or class_names(job, splits, outputs_of(snapshot)))
     pixels = pixels_for(job, splits, objects)
     model = _network(job, pixels, classes, world, objects, snapshot, path)
     source = ImageFiles(tuple(map(str, pictures)), torch.zeros(len(pictures), dtype=torch.int64))

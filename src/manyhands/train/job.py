@@ -22,6 +22,7 @@ from manyhands.data.open import from_objects, open_data, resolve_pixels
 from manyhands.data.order import Cut, Order
 from manyhands.data.splits import Splits, UserSamples
 from manyhands.data.transforms import Pixels
+from manyhands.data.workers import worker_count
 from manyhands.models.build import build_model, describe
 from manyhands.parallel.apply import apply_mode, check_replicas, compare_replicas, make_equal, normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
@@ -31,7 +32,7 @@ from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.recover import check_position, find_state, training_digest
+from manyhands.train.recover import Found, check_position, find_state, outputs_of, training_digest
 from manyhands.train.rehearse import rehearse, warm_up
 from manyhands.train.state import Progress, check_fits, restore
 from manyhands.train.step import Updater
@@ -136,7 +137,8 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
     splits = open_splits(job, world, objects)
     pixels = pixels_for(job, splits, objects)
     criterion = make_criterion(job.train, objects.loss)
-    classes = class_names(job, splits)
+    found = find_state(job, folder, world)
+    classes = class_names(job, splits, outputs_of(found.snapshot) if found else 0)
     check_labels(splits, len(classes))
     order, cut = order_and_cut(job, splits, world, mode)
     train_loader = make_loader(job, splits.train, pixels, world, train=True)
@@ -179,7 +181,8 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         digest=training_digest(job, order.length),
         release=lambda: _release(train_loader, test_loader, restore_norms),
     )
-    resume(parts)
+    if found:
+        resume(parts, found)
     return parts
 
 
@@ -230,13 +233,13 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
     return resolve_pixels(job.data, splits.pixels, model_channels=needs.channels, model_size=needs.size)
 
 
-def class_names(job: Job, splits: Splits) -> tuple[str, ...]:
-    """A name for each output of the network."""
+def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
+    """A name for each output of the network; `outputs` is what a checkpoint from elsewhere has."""
     names = splits.classes
     if not names:
         found = [source.labels for source in (splits.train, splits.test) if source.labels is not None]
         names = tuple(str(n) for n in range(1 + max((int(labels.max()) for labels in found), default=-1)))
-    wanted = job.model.num_classes
+    wanted = job.model.num_classes or outputs
     if not names and not wanted:
         raise UserError(
             "the data does not say how many classes it has",
@@ -296,11 +299,10 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
 
 def loader_workers(job: Job, source: Any, world: World) -> int:
     """Decoding processes for this rank: what the user says, else a share of the cores."""
-    if job.data.workers >= 0:
-        return job.data.workers
-    if isinstance(source, UserSamples):
-        return 0 if world.device == "cpu" else 2
-    return max(1, min(8, torch.get_num_threads() if world.device == "cpu" else 4))
+    if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
+        # Most data sets of users' own are light, and their objects need not survive another process.
+        return 0
+    return worker_count(job.data.workers, world.local_size)
 
 
 def make_model(job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal) -> nn.Module:
@@ -336,14 +338,11 @@ def total_steps(job: Job, order: Order) -> int:
     return min(steps, job.train.max_steps) if job.train.max_steps else steps
 
 
-def resume(parts: Parts) -> None:
-    """Goes on where the job says, if it says so."""
+def resume(parts: Parts, found: Found) -> None:
+    """Goes on where a checkpoint was."""
     names = [name for name, parameter in parts.network.inner.named_parameters() if parameter.requires_grad]
-    found = find_state(parts.job, parts.folder, names)
-    if found is None:
-        return
     where = str(found.path)
-    check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, where)
+    check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, names, where)
     parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where)
     if parts.update.scaler and "scaler" in found.snapshot.state:
         parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])

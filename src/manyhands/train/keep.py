@@ -7,10 +7,15 @@ import torch.distributed as dist
 
 from manyhands.checkpoint.save import SaveError, prune
 from manyhands.checkpoint.save import save as commit
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.core.errors import RunError
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, write_json
+from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.job import Parts
 from manyhands.train.state import capture
+
+SAVED, NOT_SAVED, NOT_FINITE = 1, 0, 2
 
 
 def evaluate(parts: Parts) -> bool:
@@ -70,26 +75,35 @@ def save(parts: Parts) -> None:
     if parts.update.scaler:
         extra["scaler"] = parts.update.scaler.state_dict()
     snapshot = capture(parts.network, parts.update.optimizer, progress, extra)
-    saved = 1.0
-    if parts.world.speaks:
-        # What is saved says of itself that it is.
-        snapshot.state["saved_step"] = progress.step
-        started = time.perf_counter()
-        try:
-            path = commit(parts.folder.checkpoints, progress.step, snapshot)
-            best = parts.folder.checkpoints / f"step-{progress.best_step:08d}"
-            prune(parts.folder.checkpoints, parts.job.checkpoint.keep, best if best.is_dir() else None)
-            parts.journal.event("saved", str(path.name), progress.step, seconds=time.perf_counter() - started)
-        except SaveError as error:
-            saved = 0.0
-            parts.journal.event("warning", f"no checkpoint at step {progress.step}: {error.what}", progress.step)
+    outcome = _commit(parts, snapshot) if parts.world.speaks else SAVED
     if not parts.world.alone:
-        flag = torch.tensor([saved], device=parts.world.device)
+        flag = torch.tensor([outcome], device=parts.world.device)
         dist.broadcast(flag, src=0)
-        saved = float(flag)
-    if saved:
+        outcome = int(flag)
+    if outcome == NOT_FINITE:
+        raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
+    if outcome == SAVED:
         progress.saved_step = progress.step
     parts.saves += 1
     parts.agreement.saved()
     parts.agreement.reset(progress.step)
     parts.phase = "train"
+
+
+def _commit(parts: Parts, snapshot: Snapshot) -> int:
+    """Writes the checkpoint on the process that speaks; says how that went, so that all processes can act alike."""
+    progress, folder = parts.progress, parts.folder.checkpoints
+    # What is saved says of itself that it is.
+    snapshot.state["saved_step"] = progress.step
+    started = time.perf_counter()
+    try:
+        path = commit(folder, progress.step, snapshot)
+    except SaveError as error:
+        parts.journal.event("warning", f"no checkpoint at step {progress.step}: {error.what}", progress.step)
+        return NOT_SAVED
+    except RunError:
+        return NOT_FINITE
+    best = folder / f"step-{progress.best_step:08d}"
+    prune(folder, parts.job.checkpoint.keep, best if best.is_dir() else None)
+    parts.journal.event("saved", path.name, progress.step, seconds=time.perf_counter() - started)
+    return SAVED

@@ -1,10 +1,12 @@
 """The order of events of a whole run. No tensor maths here: read it first."""
 
+import math
 import time
 from collections.abc import Iterator
 
 from manyhands.core.records import StepMetrics
 from manyhands.train.agree import Verdict
+from manyhands.train.diagnose import explain_lost
 from manyhands.train.feed import Update
 from manyhands.train.job import Parts
 from manyhands.train.keep import evaluate, save
@@ -61,6 +63,8 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
             save(parts)
         return False
     verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop))
+    if not math.isfinite(verdict.loss):
+        raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
     _record(parts, verdict, order.steps_per_epoch)
     if verdict.stop:
         parts.journal.event("stopping", "saving, then stopping", progress.step)

@@ -22,8 +22,9 @@ def make_optimizer(model: nn.Module, options: TrainOptions, *, sharded: bool) ->
 
 def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [p for p in trainable if p.ndim > 1 or options.decay_norm_and_bias]
-    others = [p for p in trainable if p.ndim <= 1 and not options.decay_norm_and_bias]
+    alike = options.decay_norm_and_bias or not options.weight_decay
+    decayed = [p for p in trainable if p.ndim > 1 or alike]
+    others = [p for p in trainable if p.ndim <= 1 and not alike]
     groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": options.weight_decay}]
     if others:
         groups.append({"params": others, "weight_decay": 0.0})

@@ -1,15 +1,23 @@
 """Finds where a run goes on: its own newest checkpoint, another's, or imagenet main.py's file."""
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.load import load, newest, resolve
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.tensors import flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
+from manyhands.parallel.apply import compare_replicas
+from manyhands.parallel.plain import broadcast_plain, broadcast_tensors
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,39 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-def find_state(job: Job, folder: RunFolder, parameter_names: list[str]) -> Found | None:
-    """The state that the job says to go on from, or None for a fresh start.
+def find_state(job: Job, folder: RunFolder, world: World) -> Found | None:
+    """The state that the job says to go on from, or None for a fresh start; equal on all processes.
+
+    Rank 0 decides. A process that doesn't see the same files (another machine) is given rank 0's state.
 
     Raises:
         UserError: the named state is missing, torn, or holds code.
     """
+    found = None
+    # Another machine may not have what rank 0 has; then it is given it below.
+    with contextlib.nullcontext() if world.speaks else contextlib.suppress(UserError):
+        found = _find(job, folder)
+    identity = torch.tensor([_identity(found)], device=world.device)
+    if compare_replicas({"checkpoint": identity}, world) is None:
+        return found
+    return _share(found, world)
+
+
+def _share(found: Found | None, world: World) -> Found | None:
+    """Rank 0's state on every process."""
+    tensors: dict[str, Tensor] = {}
+    tree = None
+    if found and world.speaks:
+        snapshot = {"model": found.snapshot.model, "optimizer": found.snapshot.optimizer, "state": found.snapshot.state}
+        tree = {"snapshot": flatten(snapshot, "snapshot", tensors), "path": str(found.path)}
+    tree = broadcast_plain(tree, world)
+    if tree is None:
+        return None
+    content = unflatten(tree["snapshot"], broadcast_tensors(tensors, world))
+    return found if world.speaks else Found(Snapshot(**content), Path(tree["path"]))
+
+
+def _find(job: Job, folder: RunFolder) -> Found | None:
     resume = job.checkpoint.resume
     if resume == "never":
         return None
@@ -51,10 +86,24 @@ def find_state(job: Job, folder: RunFolder, parameter_names: list[str]) -> Found
     if path.is_dir():
         passed_over = () if path == reference else tuple(newest(path.parent)[1])
         return Found(load(path), path, passed_over)
-    snapshot = read_foreign(path)
-    if snapshot.optimizer is not None:
-        snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
-    return Found(snapshot, path)
+    return Found(read_foreign(path), path)
+
+
+def _identity(found: Found | None) -> int:
+    """A number that is equal for equal states: of the manifest, which holds every file's hash, or of the file."""
+    if found is None:
+        return 0
+    file = found.path / "manifest.json" if found.path.is_dir() else found.path
+    with file.open("rb") as content:
+        return int.from_bytes(hashlib.file_digest(content, "sha256").digest()[:7], "big")
+
+
+def outputs_of(snapshot: Snapshot) -> int:
+    """Outputs of the network that a foreign checkpoint holds: the length of its last tensor; 0 for our own."""
+    if not snapshot.state.get("foreign") or not snapshot.model:
+        return 0
+    last = list(snapshot.model.values())[-1]
+    return last.shape[0] if last.ndim else 0
 
 
 def training_digest(job: Job, length: int) -> str:
@@ -63,7 +112,9 @@ def training_digest(job: Job, length: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, where: str) -> None:
+def check_position(
+    snapshot: Snapshot, digest: str, steps_per_epoch: int, parameter_names: list[str], where: str
+) -> None:
     """Places a foreign or changed run at the start of an epoch, or refuses what can't be placed.
 
     Raises:
@@ -71,6 +122,8 @@ def check_position(snapshot: Snapshot, digest: str, steps_per_epoch: int, where:
     """
     state = snapshot.state
     if state.get("foreign"):
+        if snapshot.optimizer is not None:
+            snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
         epoch = int(state.get("epoch", 0))
         best = state.get("best", {})
         state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1, best_step=0)

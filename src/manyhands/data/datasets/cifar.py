@@ -18,13 +18,14 @@ _FIVE = range(1, 6)
 
 @dataclass(frozen=True)
 class _Published:
-    """One of the two sets: title, classes, forms (the first is fetched), its checksum, pixels."""
+    """One of the two sets: title, classes, forms (the first is fetched), its checksum, pixels, names if known."""
 
     title: str
     classes: int
     layouts: tuple[Layout, ...]
     md5: str
     pixels: Pixels
+    names: tuple[str, ...] = ()
 
 
 _SETS = {
@@ -50,6 +51,7 @@ _SETS = {
         ),
         "c58f30108f718f92721af3b95e74349a",
         Pixels(32, 3, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop-flip"),
+        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     ),
     "cifar100": _Published(
         "CIFAR-100",
@@ -95,12 +97,12 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
 
 
 def _read(published: _Published, layout: Layout, place: Path) -> Splits:
-    files = read_files(place, (*layout.train, layout.test, layout.names))
+    files = read_files(place, layout)
     train = read_split(files, layout.train, layout, published.classes)
     test = read_split(files, (layout.test,), layout, published.classes)
-    names = read_class_names(files[layout.names], layout, layout.names)
+    names = read_class_names(files[layout.names], layout, layout.names) if layout.names in files else ()
     if len(names) != published.classes:
-        names = tuple(f"class {number}" for number in range(published.classes))
+        names = published.names or tuple(f"class {number}" for number in range(published.classes))
     return Splits(train, test, names, describe(published.title, train, test, str(place)), published.pixels)
 
 

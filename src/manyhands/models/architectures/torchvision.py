@@ -34,7 +34,8 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
             fixed = smallest
         given = arguments.get(argument, fixed)
         fixed = given if isinstance(given, int) else given[0]
-        return ModelNeeds(3, fixed, [f"{name} takes pictures of {fixed} px"])
+        notes = [] if size == fixed else [f"{name} takes pictures of {fixed} px; they are brought to that"]
+        return ModelNeeds(3, fixed, notes)
     if size < smallest and not name.startswith(_ANY_SIZE):
         made_for = max(224, smallest)
         return ModelNeeds(3, made_for, [f"{name} needs at least {smallest} px; pictures are enlarged to {made_for}"])

@@ -19,6 +19,15 @@ _NO_BUFFERS: dict[str, Any] = {
 }
 
 
+class Replica(DistributedDataParallel):
+    """DDP whose forward pass carries no mark for the profiler, which costs a small network a twentieth of a step."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the network; its backward agrees on gradients."""
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+
 def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
     """Wraps the network in DDP, or leaves it as it is where there is nobody to share with.
 
@@ -32,7 +41,7 @@ def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)
-    wrapped = DistributedDataParallel(
+    wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
         **_NO_BUFFERS,

@@ -1,0 +1,40 @@
+"""How a worker process lives and dies: with its parent, not before."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import warnings
+
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
+    """Runs first in a worker.
+
+    Ctrl-C and SIGTERM are sent to whole process groups, but the parent still saves its work then and must not see
+    its workers die; so they heed only a SIGTERM of the parent itself.
+
+    Args:
+        parent: the process that started this one.
+        follow: asks the kernel to end this process at once when its parent's starting thread is gone. Files and
+            ports that a fork inherits would stay open until torch's own watch sees it, seconds later. False where
+            that thread may end before the process does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_heed, args=(parent,), daemon=True).start()
+        if follow:
+            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+    warnings.filterwarnings("ignore", module="PIL")  # of broken EXIF data and the like, once for each worker
+
+
+def _heed(parent: int) -> None:
+    """Waits for SIGTERM, and ends the process when its parent sent it."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        continue
+    os._exit(0)

@@ -1,0 +1,67 @@
+"""Plain data and tensors from process to process, as JSON and bytes.
+
+torch's own collectives for objects pickle them, and unpickling runs whatever code a peer sends.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core.world import World
+
+
+def broadcast_plain(value: Any, world: World) -> Any:
+    """Rank 0's value (JSON data; an infinite number is allowed), on every process; a collective."""
+    if world.alone:
+        return value
+    content = _encode(value) if world.rank == 0 else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([content.numel()], device=world.device)
+    dist.broadcast(length, src=0)
+    buffer = content.to(world.device) if world.rank == 0 else _room(int(length), world)
+    dist.broadcast(buffer, src=0)
+    return _decode(buffer)
+
+
+def gather_plain(value: Any, world: World) -> list[Any]:
+    """Every process's value by its rank, on every process; a collective."""
+    if world.alone:
+        return [value]
+    content = _encode(value)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
+    dist.all_gather(lengths, torch.tensor([content.numel()], device=world.device))
+    longest = max(int(length) for length in lengths)
+    mine = _room(longest, world)
+    mine[: content.numel()] = content.to(world.device)
+    everybody = [_room(longest, world) for _ in range(world.size)]
+    dist.all_gather(everybody, mine)
+    return [_decode(buffer[: int(length)]) for buffer, length in zip(everybody, lengths, strict=True)]
+
+
+def broadcast_tensors(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Rank 0's CPU tensors by name, one at a time, on every process's CPU; a collective."""
+    if world.alone:
+        return tensors
+    mine = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]
+    received: dict[str, Tensor] = {}
+    for name, kind, shape in broadcast_plain(mine, world):
+        room = torch.empty(shape, dtype=getattr(torch, kind), device=world.device)
+        tensor = tensors[name].to(world.device).contiguous() if world.rank == 0 else room
+        # As bytes, since not every backend carries every type.
+        dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.ndim else tensor[None].view(torch.uint8), src=0)
+        received[name] = tensor.cpu()
+    return received
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(buffer: Tensor) -> Any:
+    return json.loads(bytes(buffer.cpu().numpy()))
+
+
+def _room(length: int, world: World) -> Tensor:
+    return torch.zeros(length, dtype=torch.uint8, device=world.device)

@@ -1,0 +1,164 @@
+import contextlib
+import io
+import struct
+import zlib
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from manyhands.core.errors import UserError
+from manyhands.data.decode import CorruptImageError, decode
+
+RAMP = numpy.arange(256, dtype=numpy.uint8).reshape(16, 16)
+COLOURS = numpy.stack([RAMP, RAMP.T, 255 - RAMP], axis=2)
+
+
+def save(path, image, **options):
+    image.save(path, **options)
+    return str(path)
+
+
+def near(image, wanted, level=1):
+    found = numpy.asarray(image).astype(int)
+    assert found.shape == wanted.shape
+    assert numpy.abs(found - wanted.astype(int)).max() <= level
+
+
+def grey_in_rgb(values):
+    return numpy.repeat(values[:, :, None], 3, axis=2)
+
+
+def test_plain_modes(tmp_path):
+    rgb = Image.fromarray(COLOURS)
+    near(decode(save(tmp_path / "rgb.png", rgb), 3), COLOURS, 0)
+    near(decode(save(tmp_path / "l.png", Image.fromarray(RAMP)), 3), grey_in_rgb(RAMP), 0)
+    near(decode(save(tmp_path / "l.png", Image.fromarray(RAMP)), 1), RAMP, 0)
+    near(decode(save(tmp_path / "rgb.png", rgb), 1), numpy.asarray(rgb.convert("L")), 0)
+    near(decode(save(tmp_path / "rgba.png", rgb.convert("RGBA")), 3), COLOURS, 0)
+    near(decode(save(tmp_path / "la.png", Image.fromarray(RAMP).convert("LA")), 3), grey_in_rgb(RAMP), 0)
+    bits = Image.fromarray(RAMP).convert("1")
+    near(decode(save(tmp_path / "1.png", bits), 3), grey_in_rgb(numpy.asarray(bits) * 255), 0)
+    near(decode(save(tmp_path / "cmyk.tif", rgb.convert("CMYK")), 3), COLOURS, 2)
+    assert decode(save(tmp_path / "cmyk.jpg", rgb.convert("CMYK")), 3).mode == "RGB"
+
+
+@pytest.mark.parametrize("transparency", [None, 3, bytes(range(256))])
+def test_palettes(tmp_path, transparency):
+    palette = Image.fromarray(RAMP)
+    palette.putpalette([value for level in range(256) for value in (level, 255 - level, 7)])
+    options = {} if transparency is None else {"transparency": transparency}
+    found = decode(save(tmp_path / "p.png", palette, **options), 3)
+    near(found, numpy.stack([RAMP, 255 - RAMP, RAMP * 0 + 7], axis=2), 0)
+
+
+def test_wide_pixels_are_scaled_not_cut_off(tmp_path):
+    wide = RAMP.astype(numpy.uint16) * 257
+    near(decode(save(tmp_path / "16.png", Image.fromarray(wide)), 3), grey_in_rgb(RAMP))
+    near(decode(save(tmp_path / "16.tif", Image.fromarray(wide)), 1), RAMP)
+    dark = decode(save(tmp_path / "dark.png", Image.fromarray(wide // 4)), 1)
+    near(dark, RAMP // 4)
+    big = Image.fromarray(RAMP.astype(">u2") * 257)
+    near(decode(save(tmp_path / "big.tif", big), 1), RAMP)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (RAMP.astype(numpy.float32) / 255, RAMP),
+        (RAMP.astype(numpy.float32), RAMP),
+        (RAMP.astype(numpy.int32), RAMP),
+        (RAMP.astype(numpy.int32) * 257, RAMP),
+        (RAMP.astype(numpy.float32) * 1000 - 5000, RAMP),
+        (RAMP.astype(numpy.int32) * -1, 255 - RAMP),
+        (numpy.full((4, 4), numpy.nan, numpy.float32), numpy.zeros((4, 4))),
+    ],
+)
+def test_numbers_without_a_range(tmp_path, values, wanted):
+    near(decode(save(tmp_path / "x.tif", Image.fromarray(values)), 1), wanted)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_camera(tmp_path, orientation):
+    stored = Image.fromarray(COLOURS[:8])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    found = decode(save(tmp_path / "x.png", stored, exif=exif), 3)
+    assert found.size == ((16, 8) if orientation < 5 else (8, 16))
+    if orientation == 3:
+        near(found, COLOURS[:8][::-1, ::-1], 0)
+    if orientation == 6:
+        near(found, numpy.rot90(COLOURS[:8], -1), 0)
+
+
+def test_broken_exif_leaves_the_picture(tmp_path):
+    path = save(tmp_path / "x.png", Image.fromarray(COLOURS), exif=b"Exif\0\0II*\0" + b"\xff" * 20)
+    near(decode(path, 3), COLOURS, 0)
+
+
+def test_the_first_frame_of_an_animation(tmp_path):
+    frames = [Image.fromarray(numpy.full((4, 4), level, numpy.uint8)) for level in (40, 200)]
+    path = save(tmp_path / "x.gif", frames[0], save_all=True, append_images=frames[1:])
+    near(decode(path, 1), numpy.full((4, 4), 40), 0)
+
+
+def bomb():
+    header = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + header
+        + struct.pack(">I", zlib.crc32(header))
+        + b"\0\0\0\0IDAT\x35\xaf\x06\x1e"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "the file is empty"),
+        (b"no picture", "no picture that Pillow knows"),
+        (bomb(), "decompression bomb|exceeds"),
+    ],
+)
+def test_what_is_no_picture_is_named(tmp_path, content, word):
+    path = tmp_path / "x.png"
+    path.write_bytes(content)
+    with pytest.raises(CorruptImageError, match=word) as caught:
+        decode(str(path), 3)
+    assert caught.value.where == str(path)
+    assert any("--data.skip-corrupt" in line for line in caught.value.mend)
+    assert isinstance(caught.value, UserError)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    with pytest.raises(CorruptImageError, match="the file is gone"):
+        decode(str(tmp_path / "x.png"), 3)
+    with pytest.raises(CorruptImageError):
+        decode(str(tmp_path), 3)
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "bmp", "gif", "webp", "tiff", "ppm"])
+def test_a_picture_cut_short_is_corrupt(kind, tmp_path):
+    buffer = io.BytesIO()
+    noise = numpy.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=numpy.uint8)
+    Image.fromarray(noise).save(buffer, kind)
+    whole = buffer.getvalue()
+    for length in range(0, len(whole) * 9 // 10, 61):
+        with pytest.raises(CorruptImageError):
+            decode("x", 3, whole[:length])
+
+
+@given(st.sampled_from(["png", "jpeg", "gif", "tiff"]), st.integers(0, 10**6), st.binary(min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_changed_bytes_never_end_in_another_error(kind, place, change):
+    buffer = io.BytesIO()
+    Image.fromarray(COLOURS).save(buffer, kind)
+    content = bytearray(buffer.getvalue())
+    start = place % len(content)
+    content[start : start + len(change)] = change
+    with contextlib.suppress(CorruptImageError):
+        assert decode("x", 3, bytes(content)).mode == "RGB"

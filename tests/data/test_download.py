@@ -1,0 +1,123 @@
+import dataclasses
+import functools
+import hashlib
+import http.server
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+
+from manyhands.core.errors import UserError
+from manyhands.data.datasets import mnist
+from manyhands.data.download import fetch
+from manyhands.data.idx import write_idx
+from manyhands.data.once import one_at_a_time
+from manyhands.data.open import open_data
+from manyhands.data.options import DataOptions
+
+CONTENT = bytes(range(256)) * 5000
+MD5 = hashlib.md5(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A server on loopback that counts what it is asked for; `folder` is what it serves."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    folder = tmp_path / "served"
+    (folder / "mnist").mkdir(parents=True)
+    (folder / "mnist" / "x.gz").write_bytes(CONTENT)
+    serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    thread = threading.Thread(target=serving.serve_forever)
+    thread.start()
+    serving.asked, serving.folder = asked, folder
+    monkeypatch.setenv("MANYHANDS_MIRROR", f"http://127.0.0.1:{serving.server_port}/")
+    yield serving
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def test_a_file_is_fetched_once(server, tmp_path):
+    into = tmp_path / "data" / "mnist" / "x.gz"
+    for _ in range(2):
+        assert fetch("mnist/x.gz", (), MD5, into).read_bytes() == CONTENT
+    assert server.asked == ["/mnist/x.gz"]
+    assert [path.name for path in into.parent.iterdir() if not path.name.endswith(".lock")] == ["x.gz"]
+
+
+def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
+    into = tmp_path / "data" / "x.gz"
+    with pytest.raises(UserError, match=r"mnist/x\.gz can't be fetched") as caught:
+        fetch("mnist/x.gz", (), "0" * 32, into)
+    text = str(caught.value)
+    assert f"the checksum of what came is {MD5}" in text
+    assert f"put x.gz into {into.parent} by hand" in text
+    assert "MANYHANDS_DATA" in text
+    assert not into.exists()
+    assert not list(into.parent.glob("*.part"))
+    assert fetch("mnist/x.gz", (), MD5, into).is_file()  # a later run tries again
+
+
+def test_a_missing_file_and_a_dead_server_are_told(server, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="File not found"):
+        fetch("mnist/none.gz", (), MD5, tmp_path / "none.gz")
+    monkeypatch.delenv("MANYHANDS_MIRROR")
+    urls = ("http://127.0.0.1:9/x", "http://name.invalid/x")
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        fetch("mnist/x.gz", urls, MD5, tmp_path / "x.gz")
+    assert time.monotonic() - began < 15
+    assert all(url in str(caught.value) for url in urls)
+
+
+def _fetch_in_process(into, md5, results):
+    try:
+        results.put(fetch("mnist/x.gz", (), md5, into).read_bytes() == CONTENT)
+    except UserError:
+        results.put("refused")
+
+
+@pytest.mark.parametrize("md5", [MD5, "0" * 32])
+def test_processes_of_a_host_ask_once(server, tmp_path, md5):
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    into = tmp_path / "data" / "x.gz"
+    processes = [context.Process(target=_fetch_in_process, args=(into, md5, results)) for _ in range(4)]
+    (tmp_path / "data").mkdir()
+    with one_at_a_time(into):
+        for process in processes:
+            process.start()
+        time.sleep(0.3)  # all four wait for the lock
+    for process in processes:
+        process.join(30)
+    assert [results.get() for _ in processes] == [True if md5 == MD5 else "refused"] * 4
+    assert server.asked == ["/mnist/x.gz"]
+
+
+def test_a_named_set_is_fetched_into_its_folder(server, tmp_path, monkeypatch):
+    checksums = {}
+    for part, count in (("train", 4), ("t10k", 2)):
+        images = torch.zeros(count, 28, 28, dtype=torch.uint8)
+        for word, values in (("images-idx3", images), ("labels-idx1", torch.arange(count, dtype=torch.uint8))):
+            path = server.folder / "mnist" / f"{part}-{word}-ubyte.gz"
+            write_idx(path, values)
+            checksums[path.name] = hashlib.md5(path.read_bytes()).hexdigest()
+    monkeypatch.setitem(mnist._SETS, "mnist", dataclasses.replace(mnist._SETS["mnist"], checksums=checksums))
+    monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path / "data"))
+    splits = open_data(DataOptions(name="mnist"))
+    assert (len(splits.train), len(splits.test)) == (4, 2)
+    assert len(server.asked) == 4
+    open_data(DataOptions(name="mnist", download=False))
+    with pytest.raises(UserError, match=r"has no train-images-idx3-ubyte\.gz"):
+        open_data(DataOptions(name="fashion-mnist", download=False))

@@ -1,0 +1,229 @@
+import subprocess
+import sys
+import textwrap
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
+
+from manyhands.core.errors import UserError
+from manyhands.data.idx import write_idx
+from manyhands.data.loader import Loader
+from manyhands.data.objects import known_labels
+from manyhands.data.open import from_objects, open_data, resolve_pixels
+from manyhands.data.options import DataOptions
+from manyhands.data.splits import ImagesInMemory, UserSamples
+from manyhands.data.transforms import Pixels
+
+PIXELS = Pixels(32, 3, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "crop-flip")
+PLAIN = DataOptions()
+
+
+def test_options_win_then_the_model_then_the_data():
+    assert resolve_pixels(PLAIN, PIXELS) == PIXELS
+    model = resolve_pixels(PLAIN, PIXELS, model_channels=1, model_size=224)
+    assert (model.size, model.channels) == (224, 1)
+    assert model.mean == pytest.approx((0.2,))
+    assert model.std == pytest.approx((0.5,))
+    user = DataOptions(image_size=64, channels=3, mean=(0.5,), std=(0.1, 0.2, 0.3), augment="none")
+    found = resolve_pixels(user, PIXELS, model_channels=1, model_size=224)
+    assert found == Pixels(64, 3, (0.5,) * 3, (0.1, 0.2, 0.3), "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"mean": (0.1, 0.2)}, "2 values were given for 3 channels"),
+        ({"std": (0.1, 0.0, 0.1)}, "must be above zero"),
+        ({"mean": (0.1, 0.2, 0.3, 0.4), "channels": 1}, "4 values were given for 1 channels"),
+    ],
+)
+def test_mean_and_deviation_must_fit(options, word):
+    with pytest.raises(UserError, match=word):
+        resolve_pixels(DataOptions(**options), PIXELS)
+
+
+def test_unknown_words_get_a_suggestion():
+    with pytest.raises(UserError, match='no data set is called "mnits"') as caught:
+        open_data(DataOptions(name="mnits"))
+    assert 'did you mean "mnist"?' in caught.value.mend
+    for name in ("./none", "a/b", "pets.d"):
+        with pytest.raises(UserError, match="there is no folder"):
+            open_data(DataOptions(name=name))
+    with pytest.raises(UserError, match="no torchvision data set"):
+        open_data(DataOptions(name="torchvision:MNITS"))
+    with pytest.raises(UserError, match="no synthetic data set"):
+        open_data(DataOptions(name="synthetic:1x2"))
+
+
+def test_limits_are_spread_and_nested():
+    few, more = (open_data(DataOptions(train_samples=count, test_samples=7)) for count in (20, 60))
+    assert (len(few.train), len(few.test)) == (20, 7)
+    assert few.description.endswith("of which 20 + 7 are used")
+    rows = {bytes(image.flatten().tolist()) for image in more.train.images}
+    assert all(bytes(image.flatten().tolist()) in rows for image in few.train.images)
+    assert len(more.train.labels.unique()) == 10
+    assert len(open_data(DataOptions(train_samples=10**6)).train) == 1437
+
+
+def test_synthetic_pictures_are_always_the_same():
+    first, second = (open_data(DataOptions(name="synthetic:50x1x6x6x5")) for _ in range(2))
+    assert torch.equal(first.train.images, second.train.images)
+    assert first.train.images.shape == (50, 1, 6, 6)
+    assert (len(first.test), len(first.classes)) == (10, 5)
+
+
+def tensors(count=20, dtype=torch.uint8, classes=4):
+    images = torch.arange(count * 3 * 5 * 5).view(count, 3, 5, 5).remainder(251).to(dtype)
+    return TensorDataset(images, torch.arange(count) % classes)
+
+
+def test_bytes_in_tensors_go_to_memory():
+    splits = from_objects(tensors(), tensors(8), PLAIN)
+    assert isinstance(splits.train, ImagesInMemory)
+    assert splits.classes == ("0", "1", "2", "3")
+    assert (splits.pixels.size, splits.pixels.channels, splits.pixels.augment) == (5, 3, "none")
+    assert splits.description == "your TensorDataset: 20 + 8 pictures"
+
+
+def test_without_a_test_set_a_fixed_share_is_kept():
+    for dtype in (torch.uint8, torch.float32):
+        splits = from_objects(tensors(dtype=dtype), None, DataOptions(validation=0.25))
+        again = from_objects(tensors(dtype=dtype), None, DataOptions(validation=0.25))
+        assert (len(splits.train), len(splits.test)) == (15, 5)
+        assert torch.equal(splits.test.labels, again.test.labels)
+    assert isinstance(splits.train, UserSamples)
+    batch = next(Loader(splits.train, splits.pixels, train=True, seed=0).batches(0, [torch.arange(15)]))
+    rest = next(Loader(splits.test, splits.pixels, train=True, seed=0).batches(0, [torch.arange(5)]))
+    found = torch.cat([batch.images, rest.images]).flatten(1).sum(1).sort().values
+    assert torch.equal(found, tensors(dtype=torch.float32).tensors[0].flatten(1).sum(1).sort().values)
+
+
+class Pictures:
+    """A data set without labels of its own, and with classes where asked."""
+
+    def __init__(self, size=(9, 7), mode="RGB", **attributes):
+        values = numpy.arange(size[0] * size[1] * 3, dtype=numpy.uint8).reshape(size[1], size[0], 3)
+        self.image = Image.fromarray(values).convert(mode)
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index >= 12:
+            raise IndexError
+        return self.image, index % 3
+
+
+def test_classes_are_found():
+    assert from_objects(Pictures(), None, PLAIN).classes == ("0", "1", "2")
+    assert from_objects(Pictures(classes=["a", "b", "c"]), None, PLAIN).classes == ("a", "b", "c")
+    assert from_objects(Subset(Pictures(classes=["a", "b", "c"]), [1, 2, 3]), None, PLAIN).classes == ("a", "b", "c")
+    assert from_objects(Pictures(num_classes=4), None, PLAIN).classes == ("0", "1", "2", "3")
+
+
+def test_labels_are_known_without_reading():
+    numbers = [0, 1, 2] * 4
+    assert known_labels(Pictures()) is None
+    assert known_labels(Pictures(targets=numbers)).tolist() == numbers
+    assert known_labels(Pictures(targets=numbers, target_transform=abs)) is None
+    assert known_labels(Pictures(labels=["a"] * 12)) is None
+    assert known_labels(Subset(Pictures(targets=torch.tensor(numbers)), [2, 0])).tolist() == [2, 0]
+    both = ConcatDataset([tensors(3), Pictures(targets=numpy.array(numbers))])
+    assert known_labels(both).tolist() == [0, 1, 2, *numbers]
+
+
+def test_the_size_of_pictures_is_looked_up():
+    assert from_objects(Pictures((9, 9), "L"), None, PLAIN).pixels.size == 9
+    assert from_objects(Pictures((9, 9), "L"), None, PLAIN).pixels.channels == 1
+    assert from_objects(Pictures((9, 7)), None, PLAIN).pixels.size == 9
+    assert from_objects(Pictures((90, 70)), None, PLAIN).pixels.size == 224
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "word"),
+    [
+        (Stream(), None, "no data set with an index"),
+        ("words", None, "no data set with an index"),
+        (tensors(0), None, "the train set is empty"),
+        (tensors(), tensors(0), "the test set is empty"),
+        (tensors(classes=1), None, "only one class"),
+        (TensorDataset(torch.zeros(3, 1), torch.tensor([0, -1, 1])), None, "the label of sample 1 is -1"),
+        (tensors(1, classes=2), None, "one class"),
+    ],
+)
+def test_objects_that_can_t_be_used_are_refused(train, test, word):
+    with pytest.raises(UserError, match=word):
+        from_objects(train, test, PLAIN)
+
+
+MADE = """
+    import torch
+    from torch.utils.data import TensorDataset
+    from manyhands.data.open import open_data
+    from manyhands.data.options import DataOptions
+
+    def pair():
+        data = TensorDataset(torch.zeros(6, 4), torch.arange(6) % 2)
+        return data, None
+
+    def splits():
+        return open_data(DataOptions(name="synthetic:10x1x4x4x2"))
+
+    def fails():
+        return 1 / 0
+
+    def single():
+        return 3
+
+    value = 3
+"""
+
+
+def test_the_users_own_function(tmp_path):
+    path = tmp_path / "made_for_tests.py"
+    path.write_text(textwrap.dedent(MADE))
+
+    def opened(word):
+        return open_data(DataOptions(name=f"{path}:{word}"))
+
+    assert len(opened("pair").train) == 5
+    assert opened("pair").description == f"{path}:pair: 5 + 1 pictures"
+    assert len(opened("splits").train) == 10
+    for word, text in (
+        ("fails", "failed: ZeroDivisionError: division by zero"),
+        ("single", "returned a int, not a pair"),
+        ("value", "is a int, no function"),
+        ("pairs", "has no object pairs"),
+    ):
+        with pytest.raises(UserError, match=text):
+            opened(word)
+
+
+def test_torchvision_s_data_sets(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 12), ("t10k", 4)):
+        write_idx(raw / f"{part}-images-idx3-ubyte", torch.ones(count, 28, 28, dtype=torch.uint8))
+        write_idx(raw / f"{part}-labels-idx1-ubyte", torch.arange(count, dtype=torch.uint8) % 10)
+    splits = open_data(DataOptions(name="torchvision:MNIST", dir=str(tmp_path), download=False))
+    assert (len(splits.train), len(splits.test), len(splits.classes)) == (12, 4, 10)
+    assert (splits.pixels.size, splits.pixels.channels) == (28, 1)
+    assert splits.train.labels.tolist() == [*range(10), 0, 1]
+    batch = next(Loader(splits.train, splits.pixels, train=True, seed=0).batches(0, [torch.arange(3)]))
+    assert batch.images.shape == (3, 1, 28, 28)
+    with pytest.raises(UserError, match="torchvision's FashionMNIST can't be opened"):
+        open_data(DataOptions(name="torchvision:FashionMNIST", dir=str(tmp_path), download=False))
+
+
+def test_options_need_no_torch():
+    code = "import sys, manyhands.data.options; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,253 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy
+import psutil
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, TensorDataset
+
+from manyhands.core.errors import UserError
+from manyhands.data.decode import CorruptImageError
+from manyhands.data.loader import Loader
+from manyhands.data.splits import ImageFiles, UserSamples
+from manyhands.data.transforms import Pixels
+from manyhands.data.workers import worker_count
+
+PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = numpy.random.default_rng(0)
+    paths = []
+    for number in range(12):
+        values = generator.integers(0, 256, (20 + number, 30 - number, 3), dtype=numpy.uint8)
+        paths.append(str(folder / f"{number}.png"))
+        Image.fromarray(values).save(paths[-1])
+    return ImageFiles(tuple(paths), torch.arange(12) % 5)
+
+
+class Chancy(Dataset):
+    """Uses every generator that a user's transforms may use."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        chance = [torch.rand(()).item(), random.random(), numpy.random.rand(), torch.randn(()).item()]
+        return torch.tensor([*chance, index], dtype=torch.float64), index % 3
+
+
+REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]
+
+
+def requests():
+    return iter([torch.tensor(request) for request in REQUESTS])
+
+
+@pytest.mark.parametrize("kind", ["files", "own"])
+def test_workers_give_what_one_process_gives(files, kind):
+    source = files if kind == "files" else UserSamples(Chancy())
+    alone = Loader(source, PIXELS, train=True, seed=5, workers=0)
+    many = Loader(source, PIXELS, train=True, seed=5, workers=2)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    for epoch in (4, 2):
+        one = list(alone.batches(epoch, requests()))
+        two = list(many.batches(epoch, requests()))
+        assert [batch.samples.tolist() for batch in two] == REQUESTS
+        for left, right in zip(one, two, strict=True):
+            assert torch.equal(left.images, right.images)
+            assert left.labels.tolist() == right.labels.tolist()
+        single = {int(b.samples): b.images[0] for b in many.batches(epoch, order.split(1))}
+        for batch in one:
+            assert torch.equal(batch.images, torch.stack([single[sample] for sample in batch.samples.tolist()]))
+    first, second = (next(alone.batches(epoch, [order])).images for epoch in (0, 1))
+    assert not torch.equal(first, second)
+    many.close()
+
+
+def test_reading_here_leaves_the_generators_alone():
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    wanted = torch.rand(3), random.random(), numpy.random.rand()
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    list(Loader(UserSamples(Chancy()), PIXELS, train=True, seed=5).batches(0, requests()))
+    found = torch.rand(3), random.random(), numpy.random.rand()
+    assert torch.equal(found[0], wanted[0])
+    assert found[1:] == wanted[1:]
+
+
+def test_a_consumer_may_stop_early(files):
+    loader = Loader(files, PIXELS, train=True, seed=5, workers=2)
+    endless = (torch.tensor([number % 12]) for number in range(10**9))
+    for batch in loader.batches(0, endless):
+        assert batch.samples.tolist() == [0]
+        break
+    again = list(loader.batches(1, requests()))
+    assert [batch.samples.tolist() for batch in again] == REQUESTS
+    alone = list(Loader(files, PIXELS, train=True, seed=5).batches(1, requests()))
+    assert all(torch.equal(left.images, right.images) for left, right in zip(again, alone, strict=True))
+    next(loader.batches(2, requests()))
+    workers = psutil.Process().children()
+    loader.close()
+    psutil.wait_procs(workers, timeout=10)
+    assert not [worker for worker in workers if worker.is_running()]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_picture_is_named_and_the_loader_goes_on(files, workers, tmp_path):
+    bad = tmp_path / "bad.jpg"
+    bad.write_bytes(b"\xff\xd8\xff")
+    source = ImageFiles((*files.paths, str(bad)), torch.arange(13))
+    loader = Loader(source, PIXELS, train=False, seed=0, workers=workers)
+    served = loader.batches(0, [torch.tensor([1]), torch.tensor([2, 12]), torch.tensor([3])])
+    assert next(served).samples.tolist() == [1]
+    with pytest.raises(CorruptImageError) as caught:
+        next(served)
+    assert caught.value.where == str(bad)
+    assert len(list(loader.batches(0, requests()))) == len(REQUESTS)
+    loader.close()
+
+
+class Failing(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise KeyError("the user's own mistake")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_users_own_exception_comes_through(workers):
+    loader = Loader(UserSamples(Failing()), PIXELS, train=False, seed=0, workers=workers)
+    with pytest.raises(KeyError, match="the user's own mistake"):
+        list(loader.batches(0, [torch.tensor([1])]))
+    loader.close()
+
+
+class Given(Dataset):
+    def __init__(self, *samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+@pytest.mark.parametrize(
+    ("samples", "word"),
+    [
+        ([torch.zeros(3)], "sample 0 is no pair"),
+        ([(torch.zeros(3), 0.5)], "the label of sample 0 is 0.5"),
+        ([(torch.zeros(3), True)], "no whole number"),
+        ([("text", 1)], "sample 0 is a str"),
+        ([(torch.zeros(3), 1), (torch.zeros(4), 1)], r"sample 1 is \[4\] torch.float32, but sample 0 is \[3\]"),
+        ([(torch.zeros(2, 5, 5, dtype=torch.uint8), 1)], "8-bit pixels"),
+    ],
+)
+def test_samples_that_can_t_be_used_are_named(samples, word):
+    loader = Loader(UserSamples(Given(*samples)), PIXELS, train=False, seed=0)
+    with pytest.raises(UserError, match=word):
+        list(loader.batches(0, [torch.arange(len(samples))]))
+
+
+def test_pictures_of_any_kind_become_pixels():
+    values = numpy.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=numpy.uint8)
+    image = Image.fromarray(values)
+    tensor = torch.from_numpy(values).permute(2, 0, 1)
+    kinds = Given(
+        (image, 0), (values, torch.tensor(1)), (tensor, numpy.int64(2)), (image.convert("RGBA"), torch.tensor([3]))
+    )
+    plain = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "none")
+    batch = next(Loader(UserSamples(kinds), plain, train=True, seed=0).batches(0, [torch.arange(4)]))
+    wanted = (tensor / 255 - 0.5) / 0.25
+    assert batch.labels.tolist() == [0, 1, 2, 3]
+    assert all(torch.allclose(found, wanted, atol=1e-6) for found in batch.images)
+    grey = Pixels(8, 1, (0.5,), (0.25,), "none")
+    assert next(Loader(UserSamples(kinds), grey, train=True, seed=0).batches(0, [torch.arange(4)])).images.shape == (
+        4,
+        1,
+        8,
+        8,
+    )
+
+
+def test_plain_tensors_need_no_worker():
+    source = UserSamples(TensorDataset(torch.arange(12.0).view(12, 1), torch.arange(12)))
+    loader = Loader(source, PIXELS, train=True, seed=0, workers=4)
+    before = psutil.Process().children()
+    batches = list(loader.batches(0, requests()))
+    assert psutil.Process().children() == before
+    assert [batch.images.flatten().tolist() for batch in batches] == REQUESTS
+
+
+def test_cores_are_shared():
+    assert worker_count(3, 8) == 3
+    assert worker_count(0, 1) == 0
+    assert worker_count(-1, 10**6) == 1
+    assert 1 <= worker_count(-1, 1) <= 8
+
+
+PARENT = """
+    import sys, time, torch
+    from manyhands.data.loader import Loader
+    from manyhands.data.splits import UserSamples
+    from manyhands.data.transforms import Pixels
+
+    class Slow:
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return torch.zeros(3), 0
+
+    loader = Loader(UserSamples(Slow()), Pixels(1, 1, (0.5,), (0.5,), "none"), train=True, seed=0, workers=2)
+    served = loader.batches(0, (torch.tensor([number % 1000]) for number in range(10**9)))
+    for number, batch in enumerate(served):
+        if number == 3:
+            print("ready", flush=True)
+"""
+
+
+def start_parent():
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "ready\n"
+    workers = psutil.Process(parent.pid).children(recursive=True)
+    assert len(workers) >= 2
+    return parent, workers
+
+
+def test_workers_end_with_their_parent():
+    parent, workers = start_parent()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
+def test_a_stop_signal_to_all_leaves_the_workers_to_their_parent():
+    parent, workers = start_parent()
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGINT)
+        os.kill(worker.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    assert all(worker.is_running() for worker in workers)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert not psutil.wait_procs(workers, timeout=10)[1]

@@ -1,0 +1,134 @@
+"""The documents are true: their examples run, their commands parse, and both languages hold the same ones.
+
+A block after `<!-- file: NAME -->` is written to that file; one after `<!-- test -->` is run, line by line. After
+`<!-- test: slow -->` it belongs to the slow tests, after `<!-- test: slow together -->` its lines run at the same time.
+The Chinese pages hold the same blocks but for comments, so
+that the English ones are run alone.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import main, make_app
+from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links
+
+SECONDS = 100
+
+
+def _name(page):
+    return str(page.relative_to(ROOT))
+
+
+def _pages_with(mark):
+    return [page for page in english_pages() if any(block.mark.startswith(mark) for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", _pages_with("test"), ids=_name)
+def test_examples_run(page, tmp_path):
+    _run_marked(page, tmp_path, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * SECONDS)
+@pytest.mark.parametrize("page", _pages_with("test: slow"), ids=_name)
+def test_slow_examples_run(page, tmp_path):
+    _run_marked(page, tmp_path, slow=True)
+
+
+def _run_marked(page, folder, *, slow):
+    for block in blocks(page):
+        kind, _, words = block.mark.partition(": ")
+        if kind == "file":
+            (folder / words).write_text(block.text, encoding="utf-8")
+        elif kind == "test" and ("slow" in words) == slow:
+            _run(block.lines, folder, together="together" in words)
+
+
+def _run(lines, folder, *, together):
+    """Runs shell lines as a reader would, with this Python's own programs."""
+    programs = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "MANYHANDS_CLUSTER__DEVICE": "cpu",
+        "MANYHANDS_RUN__REPORT": "false",  # its pictures take a second each time; fit.py draws one
+    }
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    waiting = []
+    for number, line in enumerate(lines):
+        with (folder / f"output-{number}").open("w+b") as output:
+            process = subprocess.Popen(
+                ["bash", "-c", line], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            waiting.append((line, process, Path(output.name)))
+        if not together:
+            _finish(waiting)
+    _finish(waiting)
+
+
+def _finish(waiting):
+    try:
+        for line, process, output in waiting:
+            code = process.wait(SECONDS)
+            assert code == 0, f"{line}\nended with {code}:\n{output.read_text(errors='replace')}"
+    finally:
+        for _, process, _ in waiting:
+            process.kill()
+            process.wait()
+    waiting.clear()
+
+
+@pytest.mark.parametrize("page", english_pages(), ids=_name)
+def test_both_languages_hold_the_same_commands(page):
+    def typed(path):
+        return [(b.mark, b.language, b.lines) for b in blocks(path) if b.language]
+
+    assert typed(page) == typed(chinese_of(page))
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=_name)
+def test_every_command_parses(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        if block.mark == "file: job.toml":
+            Path("job.toml").write_text(block.text, encoding="utf-8")
+    for command in commands(page):
+        _parse(shlex.split(command.replace("$PWD", str(tmp_path))))
+
+
+def _parse(arguments):
+    """`train` goes as far as --dry-run; of the others the flags and their number are checked."""
+    if arguments[0] != "train":
+        make_app().parse_args(arguments, exit_on_error=False, print_error=False)
+        return
+    with pytest.raises(SystemExit) as ended:
+        main(arguments if "--show-config" in arguments else [*arguments, "--dry-run"])
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=_name)
+def test_links_lead_somewhere(page):
+    missing = [target for target in links(page) if not (page.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=_name)
+def test_python_blocks_are_python(page):
+    for block in blocks(page):
+        if block.language == "python":
+            compile(block.text, _name(page), "exec")
+
+
+def test_the_reference_is_up_to_date():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import build_reference
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    for path, text in build_reference.pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"run scripts/build_reference.py: {path} is out of date"

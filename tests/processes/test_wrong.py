@@ -1,0 +1,106 @@
+"""What must not go unnoticed: replicas that drift apart, numbers that are lost."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.load import load_job
+from manyhands.core.errors import RunError
+from manyhands.core.folder import RunFolder
+from manyhands.train.job import Objects, build
+from manyhands.train.loop import fit
+from tests.processes.ranks import run_on_ranks
+
+
+class Net(nn.Module):
+    """A network that does something wrong on one rank from its fourth training pass on."""
+
+    def __init__(self, wrong, rank):
+        super().__init__()
+        self.linear = nn.Linear(64, 5)
+        self.register_buffer("memory", torch.zeros(3))
+        self.wrong, self.rank, self.passes = wrong, rank, 0
+
+    def forward(self, images):
+        outputs = self.linear(images.flatten(1))
+        self.passes += self.training
+        if self.passes >= 4 and self.rank == 1:
+            if self.wrong == "drift":
+                self.memory += 1
+            elif self.wrong == "loss":
+                outputs = outputs * float("nan")
+            elif self.wrong == "gradient":
+                outputs = _InfiniteGradient.apply(outputs)
+        return outputs
+
+
+class _InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+def _fit(world, wrong, accelerator):
+    flags = {
+        "data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 3, "train.audit_every": 5,
+        "checkpoint.every": "2steps",
+    }  # fmt: skip
+    job = load_job(flags, environment={}).job
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        parts = build(job, RunFolder(Path(folder)), world, "data", Objects(Net(wrong, world.rank)))
+        if accelerator:
+            # The path of devices that are not waited for at every step.
+            parts.update.device = "accelerator"
+        try:
+            fit(parts)
+        except RunError as error:
+            return error.what, error.where
+        return "", ""
+
+
+def test_a_drifted_replica_is_named_with_its_tensor():
+    for what, where in run_on_ranks(_fit, 3, "drift", False):
+        assert "memory" in what
+        assert where == "rank 1, memory"
+
+
+def test_a_gradient_that_is_not_finite_names_rank_step_and_tensor():
+    for what, where in run_on_ranks(_fit, 3, "gradient", False):
+        assert "the gradient of linear." in what
+        # Two passes come before the first step: the rehearsal, and the one that settles DDP's buckets.
+        assert where == "rank 1, step 1"
+
+
+def test_lost_numbers_on_an_accelerator_stop_all_processes():
+    for what, where in run_on_ranks(_fit, 2, "loss", True):
+        assert what.startswith("the loss is not finite")
+        # One pass comes before the first step: the rehearsal.
+        assert where == "rank 1, step 2"
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient"])
+def test_one_process_alone(wrong):
+    class Always(Net):
+        def __init__(self, wrong):
+            super().__init__(wrong, 1)
+
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    with tempfile.TemporaryDirectory() as folder:
+        from manyhands.core.world import World
+
+        parts = build(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong)))
+        before = [p.detach().clone() for p in parts.network.inner.parameters()]
+        with pytest.raises(RunError) as caught:
+            fit(parts)
+        assert "not finite" in caught.value.what or "gradient of linear" in caught.value.what
+        # The update that would have spoilt them was not made.
+        assert all(torch.isfinite(p).all() for p in parts.network.inner.parameters())
+        assert not torch.equal(before[0], next(parts.network.inner.parameters()))

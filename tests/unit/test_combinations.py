@@ -1,0 +1,41 @@
+"""Every parallel mode says which sync methods it takes, and only real ones."""
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import load_choice, module_names
+from manyhands.core.world import World
+from manyhands.parallel.apply import MODES, resolve_mode
+from manyhands.sync.choose import COMBINATIONS, METHODS, resolve_method
+
+
+def test_the_table_names_all_modes_and_only_real_methods():
+    assert set(COMBINATIONS) == set(module_names(MODES))
+    assert {method for methods in COMBINATIONS.values() for method in methods} <= set(module_names(METHODS))
+
+
+@pytest.mark.parametrize("mode", module_names(MODES))
+def test_each_combination_is_taken_or_refused_by_name(mode):
+    for method in module_names(METHODS):
+        if method in COMBINATIONS[mode]:
+            assert resolve_method(method, mode) == method
+        else:
+            with pytest.raises(UserError, match=method):
+                resolve_method(method, mode)
+
+
+def test_words_that_name_nothing_are_refused_with_a_suggestion():
+    with pytest.raises(UserError, match="allreduc") as caught:
+        resolve_method("allreduc", "data")
+    assert 'did you mean "allreduce"?' in caught.value.mend
+    with pytest.raises(UserError, match="no parallel mode") as caught:
+        resolve_mode("dta", World())
+    assert 'did you mean "data"?' in caught.value.mend
+    with pytest.raises(UserError, match="single is one process"):
+        resolve_mode("single", World(0, 2))
+
+
+@pytest.mark.parametrize("method", module_names(METHODS))
+def test_alone_nothing_is_sent(method):
+    assert load_choice(METHODS, method).sent_bytes(1000, 1) == 0
+    assert 0 < load_choice(METHODS, method).sent_bytes(1000, 2) <= load_choice(METHODS, method).sent_bytes(1000, 3)

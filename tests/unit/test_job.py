@@ -1,0 +1,98 @@
+"""Loading a job: precedence, origins, and all mistakes at once."""
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.config.job import Job
+from manyhands.config.load import flatten, known_keys, load_job, parse_value, read_toml
+from manyhands.core.errors import UserError
+
+
+def _job_file(tmp_path, text):
+    path = tmp_path / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("file", [None, 1, 2], ids=["no file", "file", "file too"])
+@pytest.mark.parametrize("variable", [False, True])
+@pytest.mark.parametrize("flag", [False, True])
+def test_flags_win_over_environment_over_file_over_recipe(tmp_path, file, variable, flag):
+    path = _job_file(tmp_path, f"[train]\nepochs = 10{file}\n") if file else None
+    environment = {"MANYHANDS_TRAIN__EPOCHS": "7"} if variable else {}
+    loaded = load_job({"train.epochs": 5 if flag else None}, file=path, environment=environment)
+    wanted = 5 if flag else 7 if variable else int(f"10{file}") if file else 15
+    assert loaded.job.train.epochs == wanted
+    origin = loaded.origins["train.epochs"]
+    assert origin.startswith("flag" if flag else "environment" if variable else str(path) if file else "recipe digits")
+
+
+def test_all_mistakes_are_told_at_once_with_their_places(tmp_path):
+    path = _job_file(tmp_path, '[train]\nepohcs = 3\nbatch = 0\noptimizer = "sdg"\n[nonsense]\na = 1\n')
+    with pytest.raises(UserError) as caught:
+        load_job({"train.lr": "fast"}, file=path, environment={})
+    text = str(caught.value)
+    for part in (
+        "5 values",
+        'did you mean "train.epochs"?',
+        "train.batch",
+        'did you mean "sgd"?',
+        "nonsense.a",
+        "train.lr",
+    ):
+        assert part in text
+    assert text.count(str(path)) == 4
+    assert caught.value.exit_code == 2
+
+
+def test_a_section_may_be_one_word(tmp_path):
+    loaded = load_job({}, file=_job_file(tmp_path, 'data = "mnist"\nmodel = "cnn"\n'), environment={})
+    assert (loaded.job.data.name, loaded.job.model.name) == ("mnist", "cnn")
+    assert loaded.origins["train.epochs"] == "recipe mnist"
+
+
+@pytest.mark.parametrize("text", ["epochs = ", "\x00", "a = 1\na = 2"])
+def test_what_is_not_toml_is_a_users_mistake(tmp_path, text):
+    with pytest.raises(UserError, match=r"is not TOML|values"):
+        load_job({}, file=_job_file(tmp_path, text), environment={})
+
+
+def test_a_whole_job_survives_its_file(tmp_path):
+    job = load_job({"model.arguments": {"width": 8}, "data.mean": [0.5], "train.norm_group": "global"}).job
+    again = load_job({}, file=_job_file(tmp_path, tomli_w.dumps(job.model_dump(mode="json"))), environment={}).job
+    assert again == job
+
+
+@given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans()))
+def test_values_of_flags_are_tomls(value):
+    assert parse_value(str(value).lower() if isinstance(value, bool) else repr(value)) == value
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_some_value(text):
+    parse_value(text)
+
+
+@given(st.dictionaries(st.sampled_from(["train", "data", "x"]), st.dictionaries(st.text(min_size=1), st.integers())))
+def test_flattening_loses_nothing(tree):
+    flat = flatten(tree)
+    assert len(flat) == sum(len(table) for table in tree.values())
+
+
+def test_every_option_says_what_it_is():
+    unexplained = []
+    for key in known_keys():
+        section, _, name = key.partition(".")
+        field = Job.model_fields[section].annotation.model_fields[name]
+        if not field.description:
+            unexplained.append(key)
+    obvious = {"train.epochs", "train.optimizer", "train.weight_decay", "train.schedule", "train.label_smoothing",
+               "train.precision", "train.channels_last", "train.seed"}  # fmt: skip
+    assert set(unexplained) <= obvious
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no job file"):
+        read_toml(tmp_path / "nothing.toml")

@@ -1,0 +1,111 @@
+"""Laws of the order of samples and of how processes share them."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.data.order import Cut, Order, evaluation_blocks, group_edges
+
+counts = st.integers(1, 300)
+processes = st.integers(1, 9)
+groups = st.integers(0, 40)
+micro_batches = st.integers(0, 64)
+
+
+def _passes(count, cut):
+    try:
+        return cut.passes(count)
+    except UserError:
+        # Only when a group can't fit into one pass.
+        assert cut.group
+        assert cut.micro_batch * cut.processes < max(
+            b - a for a, b in itertools.pairwise(group_edges(count, cut.group))
+        )
+        return None
+
+
+@given(counts, processes, micro_batches, groups)
+def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, group):
+    passes = _passes(count, Cut(size, micro, group))
+    if passes is None:
+        return
+    position = 0
+    for shares in passes:
+        assert len(shares) == size
+        for share in shares:
+            assert share.start == position
+            assert not micro or share.count <= micro
+            position = share.stop
+    assert position == count
+
+
+@given(counts, processes, micro_batches, groups)
+def test_normalisation_groups_do_not_depend_on_the_number_of_processes(count, size, micro, group):
+    passes = _passes(count, Cut(size, micro, group))
+    if passes is None or not group:
+        return
+    seen = []
+    for shares in passes:
+        sizes = {}
+        for share in shares:
+            assert sum(span.stop - span.start for span in share.spans) == share.count
+            assert share.shared_groups == shares[0].shared_groups
+            for span in share.spans:
+                sizes[span.group] = span.size
+                assert span.shared < 0 or span.size == shares[0].shared_groups[span.shared]
+        firsts = sum(span.first for share in shares for span in share.spans)
+        assert firsts == len(sizes)
+        seen += [sizes[number] for number in sorted(sizes)]
+    edges = group_edges(count, group)
+    assert seen == [stop - start for start, stop in itertools.pairwise(edges)]
+
+
+@given(counts, st.integers(1, 40))
+def test_groups_are_even(count, group):
+    sizes = [stop - start for start, stop in itertools.pairwise(group_edges(count, group))]
+    assert sum(sizes) == count
+    assert max(sizes) <= group
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(0, 5), st.booleans(), st.data())
+def test_an_epoch_holds_each_sample_once_and_can_be_entered_anywhere(length, batch, epoch, drop_last, data):
+    order = Order(length, min(batch, length), 7, drop_last)
+    whole = list(order.batches(epoch))
+    assert len(whole) == order.steps_per_epoch
+    samples = torch.cat(whole).tolist()
+    assert len(set(samples)) == len(samples)
+    assert len(samples) == length or drop_last
+    first = data.draw(st.integers(0, order.steps_per_epoch))
+    rest = list(order.batches(epoch, first))
+    assert [part.tolist() for part in rest] == [part.tolist() for part in whole[first:]]
+
+
+def test_epochs_and_seeds_differ():
+    order = Order(100, 10, 0)
+    assert order.permutation(0).tolist() != order.permutation(1).tolist()
+    assert order.permutation(0).tolist() != Order(100, 10, 1).permutation(0).tolist()
+    assert order.permutation(3).tolist() == Order(100, 10, 0).permutation(3).tolist()
+
+
+@given(st.integers(1, 1000), st.integers(1, 99))
+def test_evaluation_blocks_hold_each_sample_once(length, block):
+    assert [sample for part in evaluation_blocks(length, block) for sample in part] == list(range(length))
+
+
+def test_whole_groups_are_dealt_out_where_that_costs_little():
+    (shares,) = Cut(3, 0, 32).passes(256)
+    assert [share.count for share in shares] == [64, 96, 96]
+    assert not shares[0].shared_groups
+    (shares,) = Cut(3, 0, 32).passes(128)
+    assert [share.count for share in shares] == [42, 43, 43]
+    assert shares[0].shared_groups
+
+
+def test_a_group_larger_than_a_pass_is_refused():
+    with pytest.raises(UserError, match="BatchNorm needs 32 samples"):
+        Cut(1, 16, 32).passes(64)

@@ -1,0 +1,37 @@
+"""What must stay light, and what every recipe must be."""
+
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+from manyhands.config.load import load_job
+
+COMMAND = "from manyhands.cli.main import main\ntry:\n    main({})\nexcept SystemExit:\n    pass"
+LIGHT = {
+    "help": COMMAND.format(["--help"]),
+    "train help": COMMAND.format(["train", "--help"]),
+    "config": COMMAND.format(["train", "--show-config"]),
+    "dry run": COMMAND.format(["train", "--dry-run"]),
+    "package": "import manyhands, manyhands.run.train, manyhands.report.page",
+    "launcher": "import manyhands.cluster.start, manyhands.cluster.supervise, manyhands.cluster.rendezvous",
+}
+
+
+@pytest.mark.parametrize("what", LIGHT)
+def test_torch_is_not_imported(what):
+    code = LIGHT[what] + "\nimport sys\nassert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+RECIPES = sorted(entry.name.removesuffix(".toml") for entry in files("manyhands.config.recipes").iterdir()
+                 if entry.name.endswith(".toml"))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("model", [None, "mlp", "cnn", "resnet50", "vit_b_16", "convnext_tiny"])
+def test_every_recipe_is_a_valid_job(name, model):
+    job = load_job({"data.name": name, "model.name": model}, environment={}).job
+    assert job.model.name == model or model is None
