@@ -51,7 +51,7 @@ def supervise(agent: subprocess.Popen[str], on_tick: Callable[[], None]) -> Endi
     The first SIGINT or SIGTERM asks the workers to save and leave, the second kills them.
     """
     ending = Ending()
-    with _signals_counted() as signals, selectors.DefaultSelector() as selector:
+    with _closed_in_the_end(agent), _signals_counted() as signals, selectors.DefaultSelector() as selector:
         assert agent.stdout is not None
         selector.register(agent.stdout, selectors.EVENT_READ)
         passed_on, kill_at = 0, float("inf")
@@ -69,11 +69,24 @@ def supervise(agent: subprocess.Popen[str], on_tick: Callable[[], None]) -> Endi
             if time.monotonic() > kill_at:
                 agent.kill()
             on_tick()
-    agent.wait()
     on_tick()
     if not ending.returned and not ending.failed and not ending.broken:
         ending.broken = f"it {_how(agent.returncode)}"
     return ending
+
+
+@contextlib.contextmanager
+def _closed_in_the_end(agent: subprocess.Popen[str]) -> Iterator[None]:
+    """Closes the agent's pipes, which ends it if it hasn't ended, and waits for it."""
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            agent.stdin.close()
+        agent.wait()
+        agent.stdout.close()
 
 
 @contextlib.contextmanager
