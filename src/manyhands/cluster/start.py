@@ -1,5 +1,6 @@
 """Starts the processes of a run on this machine, by way of an agent in a process of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -39,15 +40,16 @@ def cores() -> int:
 
 def start_agent(start: LocalStart) -> subprocess.Popen[str]:
     """Starts the agent in a session of its own, so that Ctrl-C reaches only its head, and gives it its orders."""
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "manyhands.cluster.agent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(start.logs / "agent.log").open("ab"),
-        env={**os.environ, **_thread_variables(start)},
-        text=True,
-        start_new_session=True,
-    )
+    with (start.logs / "agent.log").open("ab") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "manyhands.cluster.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **_thread_variables(start)},
+            text=True,
+            start_new_session=True,
+        )
     orders = {
         "entry": start.entry,
         "argument": start.argument,
@@ -59,8 +61,9 @@ def start_agent(start: LocalStart) -> subprocess.Popen[str]:
         "threads": start.threads,
     }
     assert agent.stdin is not None
-    agent.stdin.write(json.dumps(orders) + "\n")
-    agent.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):  # who watches it will see that it has ended
+        agent.stdin.write(json.dumps(orders) + "\n")
+        agent.stdin.flush()
     return agent
 
 

@@ -51,7 +51,7 @@ def supervise(agent: subprocess.Popen[str], on_tick: Callable[[], None]) -> Endi
     The first SIGINT or SIGTERM asks the workers to save and leave, the second kills them.
     """
     ending = Ending()
-    with _signals_counted() as signals, selectors.DefaultSelector() as selector:
+    with _closed_in_the_end(agent), _signals_counted() as signals, selectors.DefaultSelector() as selector:
         assert agent.stdout is not None
         selector.register(agent.stdout, selectors.EVENT_READ)
         passed_on, kill_at = 0, float("inf")
@@ -69,11 +69,24 @@ def supervise(agent: subprocess.Popen[str], on_tick: Callable[[], None]) -> Endi
             if time.monotonic() > kill_at:
                 agent.kill()
             on_tick()
-    agent.wait()
     on_tick()
     if not ending.returned and not ending.failed and not ending.broken:
-        ending.broken = f"the agent ended with exit code {agent.returncode}"
+        ending.broken = f"it {_how(agent.returncode)}"
     return ending
+
+
+@contextlib.contextmanager
+def _closed_in_the_end(agent: subprocess.Popen[str]) -> Iterator[None]:
+    """Closes the agent's pipes, which ends it if it hasn't ended, and waits for it."""
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            agent.stdin.close()
+        agent.wait()
+        agent.stdout.close()
 
 
 @contextlib.contextmanager
@@ -126,16 +139,11 @@ def first_cause(folder: Path, ending: Ending) -> Failure | None:
 
 def _killed(rank: int, exit_code: int, log: Path) -> Failure:
     """The record of a process that could not write its own."""
-    name = ""
-    if exit_code < 0:
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-exit_code).name
     mend: list[str] = []
-    if name == "SIGKILL":
+    if exit_code == -signal.SIGKILL:
         mend = [
             "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
         ]
-    what = f"rank {rank} was killed by {name}" if name else f"rank {rank} ended with exit code {exit_code}"
     said = ""
     with contextlib.suppress(OSError):
         said = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:])
@@ -145,7 +153,15 @@ def _killed(rank: int, exit_code: int, log: Path) -> Failure:
         host=platform.node(),
         pid=0,
         error="ProcessEnded",
-        what=what,
+        what=f"rank {rank} {_how(exit_code)}",
         mend=mend or [f"what it wrote is in {log}"],
         excerpt=said and f"rank {rank} wrote last:\n{said}",
     )
+
+
+def _how(exit_code: int) -> str:
+    """How a process ended, from its exit code; a negative one is the signal that killed it."""
+    with contextlib.suppress(ValueError):
+        if exit_code < 0:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"

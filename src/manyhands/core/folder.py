@@ -80,6 +80,10 @@ class RunFolder:
         """True when the folder holds a run (its job file is written first)."""
         return self.job.is_file()
 
+    def has_checkpoints(self) -> bool:
+        """True when something was saved, whole or not."""
+        return any(self.checkpoints.glob("step-*"))
+
 
 def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
     """Creates runs/<date>-<data>-<model>, with a number behind it where that exists already."""

@@ -17,7 +17,16 @@ from manyhands.cluster.rendezvous import participate
 from manyhands.cluster.start import LocalStart, start_agent
 from manyhands.cluster.supervise import Ending, first_cause, supervise
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SAVED, EXIT_USAGE, ManyhandsError, UserError
+from manyhands.core.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_SAVED,
+    EXIT_USAGE,
+    ManyhandsError,
+    RunError,
+    UserError,
+)
 from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder, write_job
 from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.world import Membership
@@ -135,11 +144,14 @@ def _note_failure(folder: RunFolder, cause: Failure) -> None:
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """The first cause as an error for the user."""
     cause = first_cause(folder.failures, ending)
+    go_on = (f"manyhands resume {folder.path} goes on from the last checkpoint",) if folder.has_checkpoints() else ()
     if cause is None:
-        error = ManyhandsError("the agent that watches the processes failed", str(folder.ranks / "agent.log"))
-        error.add_note(ending.broken)
-        return error
-    return as_error(cause)
+        where = str(folder.ranks / "agent.log")
+        return RunError(f"the agent that watches the processes failed: {ending.broken}", where, go_on)
+    error = as_error(cause)
+    if cause.exit_code == EXIT_FAILED and not cause.where:
+        error.mend += go_on
+    return error
 
 
 def _report(job: Job, folder: RunFolder) -> None:

@@ -88,18 +88,21 @@ class Session(Subgroup):
         group = self.job.train.norm_group
         norm, _ = group_batch_norms(model)
         network = apply_mode(resolve_mode("auto", self.world), model, self.world)
-        loader = self._loader(train_set, train=True)
+        loader = self._loader(train_set, model, train=True)
         length = len(train_set)
         size = group if isinstance(group, int) else length if group == "global" else 0
         feed = Feed(Order(length, min(batch, length), self.job.train.seed), Cut(self.size, 0, size), loader, self.rank)
         self._prepared = Prepared(network, norm, optimizer, feed)
         return network.call, optimizer, Samples(self)
 
-    def _loader(self, data: Any, *, train: bool) -> Loader:
+    def _loader(self, data: Any, model: nn.Module, *, train: bool) -> Loader:
+        """Samples of the numbers that the network computes with."""
         splits = from_objects(data, data, DataOptions(name="objects"))
         pixels = resolve_pixels(DataOptions(name="objects"), splits.pixels)
         seed = derive(self.job.train.seed, "augment")
-        return Loader(splits.train, pixels, train=train, seed=seed, device=self.world.device)
+        double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        dtype = torch.float64 if double else torch.float32
+        return Loader(splits.train, pixels, train=train, seed=seed, device=self.world.device, dtype=dtype)
 
     def epochs(self, count: int) -> Iterator[int]:
         """0 … count - 1; each has an order of its own."""
@@ -123,8 +126,8 @@ class Session(Subgroup):
 
     def evaluate(self, model: nn.Module, test_set: Any, classes: int | None = None) -> Evaluation:
         """Evaluates on all processes; each sample counts once."""
-        loader = self._loader(test_set, train=False)
         network = getattr(model, "module", model)
+        loader = self._loader(test_set, network, train=False)
         outputs = classes or self._outputs(network, loader)
         try:
             block = self.job.train.evaluate_batch
