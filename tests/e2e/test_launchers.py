@@ -36,3 +36,17 @@ def test_a_failure_under_torchrun_is_told(here):
     assert 'KeyError: "the user\'s own mistake"' in ended.err
     assert "manyhands: " in ended.err
     assert (here / "run" / "ranks" / "failures" / "1.json").exists()
+
+
+def test_every_process_of_a_fit_has_the_run(here):
+    (here / "own.py").write_text(
+        "import torch, manyhands\n"
+        "net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
+        "run = manyhands.fit(net, 'digits', epochs=1, quiet=True, out='run', run__report=False)\n"
+        "print(run.status, run.best.top1)\n"
+    )
+    ended = run(program=["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own.py"])
+    assert ended.code == 0, ended.err
+    first, second = sorted(ended.out.splitlines())
+    assert first == second
+    assert first.startswith("finished 0.")

@@ -7,11 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.checkpoint.load import newest, resolve
+from manyhands.checkpoint.save import SaveError
+from manyhands.checkpoint.save import save as commit
 from manyhands.config.load import load_job
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.train import keep
 from manyhands.train.job import Objects, build
 from manyhands.train.loop import fit
-from manyhands.train.state import capture
+from manyhands.train.state import Progress, capture
 from tests.processes.ranks import run_on_ranks
 
 # 103 samples in batches of 29 are 4 updates an epoch; 7 lies within the second epoch.
@@ -96,3 +103,45 @@ def test_a_machine_without_the_checkpoint_is_given_it():
     assert first[0] == second[0] == SAVED
     for name, wanted in first[1].items():
         assert torch.equal(second[1][name], wanted), name
+
+
+def test_a_run_is_not_turned_back_below_its_own_checkpoints(tmp_path):
+    _train(World(), tmp_path, 8, {})
+    # 103 samples in batches of 103: two epochs are 2 updates, and step-00000008 would always be the newest.
+    with pytest.raises(UserError, match=r"go on from step 2, .* step-00000008"):
+        _train(World(), tmp_path, 9, {"train.batch": 103})
+    assert newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / "step-00000008"
+
+
+def test_what_is_saved_last_knows_of_the_last_evaluation(tmp_path):
+    _train(World(), tmp_path, SAVED, {"train.evaluate_every": 0})
+    assert resolve(tmp_path, "best").name == f"step-{SAVED:08d}"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_whose_end_cannot_be_saved_has_failed(size, tmp_path, monkeypatch):
+    def full(*_):
+        raise SaveError("the disk is full")
+
+    monkeypatch.setattr(keep, "commit", full)
+    for text in run_on_ranks(_failure, size, str(tmp_path)):
+        assert f"came to step {SAVED}, which could not be saved" in text
+
+
+def _failure(world, folder):
+    try:
+        _train(world, folder, SAVED, {})
+    except RunError as error:
+        return error.what
+    return ""
+
+
+def test_a_run_without_an_evaluation_has_no_best_but_a_last(tmp_path):
+    snapshot = capture(*_untrained(), Progress(step=3), {})
+    path = commit(tmp_path / "checkpoints", 3, snapshot)
+    assert resolve(tmp_path, "best") == path
+
+
+def _untrained():
+    network = _network()
+    return ParallelNetwork(network, network), torch.optim.SGD(network.parameters(), lr=0.1)

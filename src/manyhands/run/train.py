@@ -207,7 +207,8 @@ def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if membership.rank:
         say = _say if membership.started_by == "--init" else _say_nothing
-        return _outcome(UNKNOWN, _take_part(job, membership, UNKNOWN, objects, say), speaks=False)
+        result = _take_part(job, membership, UNKNOWN, objects, say)
+        return _outcome(RunFolder(Path(result["folder"])), result, speaks=False)
     with _run_folder(job) as folder:
         screen = _ScreenThread(folder, quiet=quiet)
         try:

@@ -79,7 +79,7 @@ def train_here(
 
         status = fit(parts)
         parts.journal.event(status, _closing_words(status, parts.progress.step), parts.progress.step)
-        return {"status": status, "step": parts.progress.step}
+        return {"status": status, "step": parts.progress.step, "folder": str(folder.path)}
     except BaseException as error:
         failed = True
         step = parts.progress.step if parts else None
@@ -152,7 +152,7 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
     """Rank 0's run folder, by its path, made on every machine where it doesn't exist."""
     from manyhands.parallel.plain import broadcast_plain
 
-    folder = RunFolder(Path(broadcast_plain(str(folder.path), world)))
+    folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
     folder.failures.mkdir(parents=True, exist_ok=True)
     return folder
 

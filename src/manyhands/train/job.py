@@ -32,7 +32,14 @@ from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.recover import Found, check_position, find_state, outputs_of, training_digest
+from manyhands.train.recover import (
+    Found,
+    check_position,
+    find_state,
+    outputs_of,
+    refuse_later_checkpoints,
+    training_digest,
+)
 from manyhands.train.rehearse import rehearse, warm_up
 from manyhands.train.state import Progress, check_fits, restore
 from manyhands.train.step import Updater
@@ -98,9 +105,9 @@ class Parts:
         return self.progress.step >= self.total_steps
 
     def evaluation_due(self) -> bool:
-        """True at the steps where an evaluation belongs."""
+        """True at the steps where an evaluation belongs; the last is one, so that what is saved there knows of it."""
         every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
-        return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
+        return self.done() or (bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0)
 
     def save_due_by_step(self) -> bool:
         """True at steps that checkpoint.every names as a number of steps or epochs."""
@@ -343,6 +350,8 @@ def resume(parts: Parts, found: Found) -> None:
     names = [name for name, parameter in parts.network.inner.named_parameters() if parameter.requires_grad]
     where = str(found.path)
     check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, names, where)
+    if parts.world.speaks:
+        refuse_later_checkpoints(parts.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
     parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where)
     if parts.update.scaler and "scaler" in found.snapshot.state:
         parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])

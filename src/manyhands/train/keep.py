@@ -74,8 +74,10 @@ def save(parts: Parts) -> None:
     extra = {"job": parts.digest, "classes": list(parts.classes), "model": parts.job.model.name}
     if parts.update.scaler:
         extra["scaler"] = parts.update.scaler.state_dict()
-    snapshot = capture(parts.network, parts.update.optimizer, progress, extra)
-    outcome = _commit(parts, snapshot) if parts.world.speaks else SAVED
+    outcome = SAVED
+    if parts.network.sharded or parts.world.speaks:
+        snapshot = capture(parts.network, parts.update.optimizer, progress, extra)
+        outcome = _commit(parts, snapshot) if parts.world.speaks else SAVED
     if not parts.world.alone:
         flag = torch.tensor([outcome], device=parts.world.device)
         dist.broadcast(flag, src=0)
@@ -88,6 +90,21 @@ def save(parts: Parts) -> None:
     parts.agreement.saved()
     parts.agreement.reset(progress.step)
     parts.phase = "train"
+
+
+def save_last(parts: Parts) -> None:
+    """Saves where a run ends: what isn't saved now is lost, so here a failure is the run's.
+
+    Raises:
+        RunError: there is no checkpoint of the run's last step; on all processes alike.
+    """
+    save(parts)
+    if parts.progress.saved_step != parts.progress.step:
+        raise RunError(
+            f"the run came to step {parts.progress.step}, which could not be saved; the warning before says why",
+            str(parts.folder.checkpoints),
+            (f"make room, then go on from the last checkpoint: manyhands resume {parts.folder.path}",),
+        )
 
 
 def _commit(parts: Parts, snapshot: Snapshot) -> int:

@@ -9,7 +9,7 @@ from manyhands.train.agree import Verdict
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.feed import Update
 from manyhands.train.job import Parts
-from manyhands.train.keep import evaluate, save
+from manyhands.train.keep import evaluate, save, save_last
 from manyhands.train.optimize import learning_rate
 from manyhands.train.stopping import StopSignal, listening
 
@@ -34,7 +34,7 @@ def fit(parts: Parts) -> str:
         if progress.evaluated_step != progress.step:
             evaluate(parts)
         if progress.saved_step != progress.step or not parts.saves:
-            save(parts)
+            save_last(parts)
     return "finished"
 
 
@@ -69,7 +69,9 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
     if verdict.stop:
         parts.journal.event("stopping", "saving, then stopping", progress.step)
     improved = evaluation and not verdict.stop and evaluate(parts)
-    if verdict.save or verdict.stop or improved or parts.save_due_by_step():
+    if verdict.stop:
+        save_last(parts)
+    elif verdict.save or improved or parts.save_due_by_step():
         save(parts)
     return verdict.stop
 

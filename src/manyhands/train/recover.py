@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from manyhands.checkpoint import layout
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.load import load, newest, resolve
 from manyhands.checkpoint.snapshot import Snapshot
@@ -126,7 +127,7 @@ def check_position(
             snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
         epoch = int(state.get("epoch", 0))
         best = state.get("best", {})
-        state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1, best_step=0)
+        state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1, best_step=-1)
         state["best_top1"] = float(best.get("top1", -1.0))
         return
     if state.get("job") == digest:
@@ -138,3 +139,23 @@ def check_position(
             ("use the same batch, seed and data", "or resume from a checkpoint at an epoch's end"),
         )
     state["step"] = int(state.get("epoch", 0)) * steps_per_epoch
+
+
+def refuse_later_checkpoints(folder: Path, step: int) -> None:
+    """Refuses to go on below checkpoints of later steps: those would win over every new one, which is then lost.
+
+    Args:
+        folder: where this run's checkpoints are kept.
+        step: where the run is about to go on, counted in this job's updates.
+
+    Raises:
+        UserError: a later checkpoint is there, since the run is turned back or its batch was changed.
+    """
+    later = [path for path in layout.step_folders(folder) if (layout.step_of(path) or 0) > step]
+    path = newest(folder)[0] if later else None
+    if path in later:  # those that are torn are passed over by everybody
+        raise UserError(
+            f"this run would go on from step {step}, and its folder holds a checkpoint of a later one, {path.name}",
+            str(folder),
+            ("go on in another folder: --out NEW --resume CHECKPOINT", "or use the batch that the run began with"),
+        )

@@ -29,7 +29,7 @@ class Progress:
         epoch: epochs that are complete.
         step_in_epoch: updates made in the current epoch.
         best_top1: best evaluation so far, -1 before the first.
-        best_step: when that was.
+        best_step: when that was, -1 before the first; foreign checkpoints don't say.
         evaluated_step: when the last evaluation was, -1 before the first.
         saved_step: the newest committed checkpoint, 0 before the first.
     """
@@ -38,7 +38,7 @@ class Progress:
     epoch: int = 0
     step_in_epoch: int = 0
     best_top1: float = -1.0
-    best_step: int = 0
+    best_step: int = -1
     evaluated_step: int = -1
     saved_step: int = 0
 
@@ -60,7 +60,7 @@ def capture(
     else:
         model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
         optimizer_state = _named_optimizer(network.inner, optimizer)
-    best = {"step": progress.best_step, "top1": progress.best_top1}
+    best = {"step": progress.best_step if progress.best_step >= 0 else None, "top1": progress.best_top1}
     return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra})
 
 
