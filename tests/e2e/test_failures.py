@@ -49,7 +49,7 @@ def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
     assert ended.code == 1
     assert_one_screen(ended.err)
     assert "the output of the network is NaN" in ended.err
-    assert "rank 1, step 4" in ended.err
+    assert "rank 1, step 5" in ended.err
     assert not list(Path("run/checkpoints").glob("step-*"))
 
 

@@ -164,7 +164,7 @@ def test_a_users_function_and_network(user_file: Path):
         ("made", {"hidden": 1}, "takes no arguments"),
         ("nothing", {}, "returned a int"),
         ("number", {}, "is a int"),
-        ("broken", {}, "fails: TypeError"),
+        ("broken", {}, "failed: TypeError"),
     ],
 )
 def test_what_is_no_network_is_refused(user_file: Path, name: str, arguments: dict, message: str):
