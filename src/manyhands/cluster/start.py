@@ -39,15 +39,16 @@ def cores() -> int:
 
 def start_agent(start: LocalStart) -> subprocess.Popen[str]:
     """Starts the agent in a session of its own, so that Ctrl-C reaches only its head, and gives it its orders."""
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "manyhands.cluster.agent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(start.logs / "agent.log").open("ab"),
-        env={**os.environ, **_thread_variables(start)},
-        text=True,
-        start_new_session=True,
-    )
+    with (start.logs / "agent.log").open("ab") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "manyhands.cluster.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **_thread_variables(start)},
+            text=True,
+            start_new_session=True,
+        )
     orders = {
         "entry": start.entry,
         "argument": start.argument,

@@ -86,8 +86,8 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     present = check_in(store, membership, digest, say)
     backend = _backend(membership, device)
     _choose_interface(membership, [other["machine"] for other in present.values()])
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+    if ":" in device:
+        torch.get_device_module(device.partition(":")[0]).set_device(torch.device(device))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"group/{membership.attempt}", store),
