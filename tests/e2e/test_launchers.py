@@ -41,7 +41,7 @@ def test_a_failure_under_torchrun_is_told(here):
 def test_every_process_of_a_fit_has_the_run(here):
     (here / "own.py").write_text(
         "import torch, manyhands\n"
-        "net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
+        "net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
         "run = manyhands.fit(net, 'digits', epochs=1, quiet=True, out='run', run__report=False)\n"
         "print(run.status, run.best.top1)\n"
     )

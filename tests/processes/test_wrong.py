@@ -47,7 +47,7 @@ class _InfiniteGradient(torch.autograd.Function):
         return gradient * float("inf")
 
 
-def _fit(world, wrong, accelerator):
+def _fit(world, wrong, accelerator, mode="data"):
     flags = {
         "data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 3, "train.audit_every": 5,
         "checkpoint.every": "2steps",
@@ -55,7 +55,7 @@ def _fit(world, wrong, accelerator):
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        parts = build(job, RunFolder(Path(folder)), world, "data", Objects(Net(wrong, world.rank)))
+        parts = build(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank)))
         if accelerator:
             # The path of devices that are not waited for at every step.
             parts.update.device = "accelerator"
@@ -84,6 +84,20 @@ def test_lost_numbers_on_an_accelerator_stop_all_processes():
         assert what.startswith("the loss is not finite")
         # One pass comes before the first step: the rehearsal.
         assert where == "rank 1, step 2"
+
+
+def _first_words(world):
+    try:
+        return _fit(world, "loss", False, "fsdp")
+    except RuntimeError as error:
+        return "", str(error)
+
+
+def test_a_process_that_holds_a_piece_of_the_network_tells_of_a_lost_loss_alone():
+    # Rank 0 is in the backward pass by then: whatever asked it for its pieces would wait for ever.
+    what, where = run_on_ranks(_first_words, 2)[1]
+    assert what == "the loss is not finite"
+    assert where.startswith("rank 1, step 2, samples ")
 
 
 @pytest.mark.parametrize("wrong", ["loss", "gradient"])

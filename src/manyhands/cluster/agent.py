@@ -263,7 +263,8 @@ def _settle(orders: Orders) -> Orders:
     """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = orders.device if orders.device != "auto" else accelerator.type if accelerator else "cpu"
-    devices = torch.accelerator.device_count() if device not in {"cpu", "mps"} else 1
+    # "cuda:1" names one of them.
+    devices = torch.accelerator.device_count() if device not in {"cpu", "mps"} and ":" not in device else 1
     sizes = [size or max(1, devices) for size in orders.sizes]
     threads = orders.threads or max(1, cores() // sizes[orders.machine])
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:

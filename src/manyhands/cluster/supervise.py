@@ -112,6 +112,8 @@ def _command(agent: subprocess.Popen[str], word: str) -> None:
 
 
 def _take_in(line: str, ending: Ending) -> None:
+    if not line.startswith('{"kind"'):
+        return  # some libraries greet on standard output when they are loaded
     message = json.loads(line)
     if message["kind"] == "ended":
         ending.returned = {int(rank): value for rank, value in message["returned"].items()}

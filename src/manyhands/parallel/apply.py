@@ -12,6 +12,8 @@ from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 
 MODES = "manyhands.parallel.modes"
+# Values of a tensor that are widened to 64 bits at a time, three times over: 100 MB.
+CHECKED_AT_ONCE = 1 << 22
 
 
 def resolve_mode(mode: str, world: World) -> str:
@@ -48,10 +50,14 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 def _checksum(tensor: Tensor) -> Tensor:
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64).to(torch.int64)
-    # Odd weights that differ from place to place catch exchanged values as well as changed ones.
-    weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device, dtype=torch.int64) * 0x9E3779B1
-    return torch.stack([bits.sum(), (bits * weights).sum()]).cpu()
+    words = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64)
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for number, piece in enumerate(words.split(CHECKED_AT_ONCE)):
+        bits = piece.to(torch.int64)
+        # Odd weights that differ from place to place catch exchanged values as well as changed ones.
+        places = torch.arange(bits.numel(), device=bits.device) + number * CHECKED_AT_ONCE
+        sums += torch.stack([bits.sum(), (bits * ((2 * places + 1) * 0x9E3779B1)).sum()])
+    return sums.cpu()
 
 
 def compare_replicas(named: dict[str, Tensor], world: World) -> tuple[str, list[int]] | None:

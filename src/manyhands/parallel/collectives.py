@@ -39,7 +39,7 @@ class Subgroup:
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """The members' tensors put together, the same on each of them; `tensor` itself is left as it is."""
         self._require_member()
-        result = tensor.detach().clone()
+        result = _own_copy(tensor)
         if self.size > 1:
             dist.all_reduce(result, _OPERATIONS[operation], group=self._handle)
         return result / self.size if operation == "mean" else result
@@ -47,7 +47,7 @@ class Subgroup:
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Member `source`'s tensor; the others give one of the same shape and dtype."""
         self._require_member()
-        result = tensor.detach().clone()
+        result = _own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=self.ranks[source], group=self._handle)
         return result
@@ -56,9 +56,10 @@ class Subgroup:
         """The members' tensors, stacked in the order of their ranks: [size, …]."""
         self._require_member()
         if self.size == 1:
-            return tensor.detach().clone()[None]
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=self._handle)
+            return _own_copy(tensor)[None]
+        mine = _own_copy(tensor)
+        parts = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(parts, mine, group=self._handle)
         return torch.stack(parts)
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
@@ -81,6 +82,11 @@ class Subgroup:
     def _require_member(self) -> None:
         if self.rank < 0:
             raise UserError(f"this process is not one of ranks {', '.join(map(str, self.ranks))}", "subgroup")
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A copy whose values lie in memory in one order on all processes, whatever the strides: backends send bytes."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def whole(world: World) -> Subgroup:

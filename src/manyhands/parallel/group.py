@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,15 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         return Group(World(device=device))
     store = _open_store(membership, say)
     present = check_in(store, membership, digest, say)
+    if membership.started_by == "--init":
+        membership = _among_neighbours(membership, [present[rank]["machine"] for rank in range(membership.size)])
+        device = _device(membership)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // membership.local_size))
     backend = _backend(membership, device)
     _choose_interface(membership, [other["machine"] for other in present.values()])
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+    if ":" in device:
+        torch.get_device_module(device.partition(":")[0]).set_device(torch.device(device))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"group/{membership.attempt}", store),
@@ -104,6 +109,12 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     init_file = Path(url.netloc + url.path) if url.scheme == "file" else None
     keeps_store = membership.rank == 0 and not membership.agent_store
     return Group(world, store, init_file, keeps_store)
+
+
+def _among_neighbours(membership: Membership, machines: list[str]) -> Membership:
+    """Counts the processes of this machine, which met by hand and were not told of each other; machines by rank."""
+    here = [rank for rank, machine in enumerate(machines) if machine == machines[membership.rank]]
+    return replace(membership, local_rank=here.index(membership.rank), local_size=len(here))
 
 
 def _choose_interface(membership: Membership, machines: list[str]) -> None:

@@ -281,3 +281,8 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
             del module.groups, module.seen
 
     return groups, restore
+
+
+def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
+    """Leaves a network's layers to torch, for modes whose copies of them could not hand back what they saw."""
+    return NormGroups(), lambda: None

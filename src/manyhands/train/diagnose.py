@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
 from manyhands.core.world import World
+from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import Pass, Update
 
@@ -20,11 +21,15 @@ MEND = (
 )
 
 
-def explain_loss(model: nn.Module, part: Pass, world: World, step: int) -> RunError:
-    """The error for a loss that is NaN or infinite on this process: names the first tensor that was not finite."""
+def explain_loss(network: ParallelNetwork, part: Pass, world: World, step: int) -> RunError:
+    """The error for a loss that is NaN or infinite on this process: names the first tensor that was not finite.
+
+    Only this process may be here, so a network that is held in pieces, which others would have to give, isn't searched.
+    """
     samples = part.batch.samples[:8].tolist()
     where = f"rank {world.rank}, step {step}, samples {', '.join(map(str, samples))} …"
-    return RunError(f"the loss is not finite: {_first_bad(model, part.batch.images)}", where, MEND)
+    found = "" if network.sharded else f": {_first_bad(network.inner, part.batch.images)}"
+    return RunError(f"the loss is not finite{found}", where, MEND)
 
 
 def _first_bad(model: nn.Module, images: Tensor) -> str:

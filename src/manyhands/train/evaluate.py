@@ -71,6 +71,8 @@ class Evaluator:
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
         self.blocks = evaluation_blocks(length, block)
         self._log_probabilities, self._collective = log_probabilities, collective_forward
+        # Apple's devices know no float64.
+        self._precise = torch.float32 if world.device == "mps" else torch.float64
 
     def __call__(self, model: nn.Module, autocast: contextlib.AbstractContextManager[object]) -> Evaluation:
         """Evaluates; the network is left in the mode it was in.
@@ -93,7 +95,7 @@ class Evaluator:
         device = self.world.device
         confusion = torch.zeros(self.classes * self.classes, dtype=torch.int64, device=device)
         hits = torch.zeros(1, dtype=torch.int64, device=device)
-        losses = torch.zeros(len(self.blocks), dtype=torch.float64, device=device)
+        losses = torch.zeros(len(self.blocks), dtype=self._precise, device=device)
         for number, counted, batch in self._batches():
             logits = main_and_auxiliary(model(batch.images))[0].float()
             if not counted:
@@ -108,7 +110,7 @@ class Evaluator:
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         function = F.nll_loss if self._log_probabilities else F.cross_entropy
-        return function(logits.double(), labels, reduction="sum")
+        return function(logits.to(self._precise), labels, reduction="sum")
 
     def _batches(self) -> Iterator[tuple[int, bool, Any]]:
         """This process's blocks; with repeated ones that don't count where all must call the network equally often."""

@@ -1,6 +1,7 @@
 """Builds every part of a run from its job, one small function each; runs nothing."""
 
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from manyhands.data.workers import worker_count
 from manyhands.models.build import build_model, describe
 from manyhands.parallel.apply import apply_mode, check_replicas, compare_replicas, make_equal, normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
 from manyhands.train.agree import Agreement
 from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluation, Evaluator
@@ -140,6 +141,9 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
     """
     objects = objects or Objects()
     journal = Journal(folder, world.rank)
+    if job.train.deterministic:
+        # Without it torch refuses matrix products on CUDA. Source: the documentation of the function below.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(job.train.deterministic)
     splits = open_splits(job, world, objects)
     pixels = pixels_for(job, splits, objects)
@@ -151,7 +155,7 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
     train_loader = make_loader(job, splits.train, pixels, world, train=True)
     test_loader = make_loader(job, splits.test, pixels, world, train=False)
     model = make_model(job, pixels, len(classes), world, objects, journal)
-    groups, restore_norms = group_batch_norms(model)
+    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
     unused = rehearse(model, groups, train_loader, criterion, len(classes), min(2, order.length), job)
     if unused:
         journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)

@@ -13,7 +13,7 @@ from manyhands.data.order import Share
 from manyhands.parallel.norm import NormGroups
 from manyhands.train.criterion import Criterion
 from manyhands.train.feed import Pass, Update
-from manyhands.train.step import Updater
+from manyhands.train.step import AUTOCAST, Updater
 
 
 def rehearse(
@@ -29,7 +29,7 @@ def rehearse(
     """
     batch = _samples(loader, count)
     groups.begin_pass((), (), count, count)
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.train.precision)
+    kind = AUTOCAST.get(job.train.precision)
     with _unchanged(model, groups), torch.random.fork_rng(devices=[]):
         with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
             output = model(batch.images)

@@ -146,7 +146,7 @@ class Updater:
         if self.device == "cpu":
             value = loss.item()
             if not math.isfinite(value):
-                raise explain_loss(self.network.inner, part, self.world, step)
+                raise explain_loss(self.network, part, self.world, step)
             measured.loss += value
         else:
             measured.loss = measured.loss + loss

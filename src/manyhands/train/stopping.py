@@ -12,7 +12,6 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.asked = False
-        self.reason = ""
 
     def __bool__(self) -> bool:
         return self.asked
@@ -21,7 +20,7 @@ class StopSignal:
         """A signal handler: the first signal asks for a save, a second Ctrl-C ends at once."""
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked, self.reason = True, signal.Signals(number).name
+        self.asked = True
 
 
 @contextlib.contextmanager

@@ -1,0 +1,20 @@
+"""Where processes that met by hand are, and what an agent's head listens to."""
+
+import pytest
+
+from manyhands.cluster.supervise import Ending, _take_in
+from manyhands.core.world import Membership
+from manyhands.parallel.group import _among_neighbours
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 2)), (1, (0, 1)), (2, (1, 2))])
+def test_processes_that_met_by_hand_count_their_neighbours(rank, wanted):
+    found = _among_neighbours(Membership(rank=rank, size=3), ["here", "there", "here"])
+    assert (found.local_rank, found.local_size) == wanted
+
+
+def test_a_librarys_greeting_is_no_word_of_the_agent():
+    ending = Ending()
+    _take_in("Intel MKL WARNING: hello\n", ending)
+    _take_in('{"kind": "ended", "returned": {"0": 1}, "failed": {}}\n', ending)
+    assert ending.ok
