@@ -43,7 +43,7 @@ def test_every_process_of_a_fit_has_the_run(here):
         "import torch, manyhands\n"
         "net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
         "run = manyhands.fit(net, 'digits', epochs=1, quiet=True, out='run', run__report=False)\n"
-        "print(run.status, run.best.top1)\n"
+        "import sys; sys.stdout.write(f'{run.status} {run.best.top1}\\n')\n"
     )
     ended = run(program=["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own.py"])
     assert ended.code == 0, ended.err

@@ -1,5 +1,6 @@
 """Builds every part of a run from its job, one small function each; runs nothing."""
 
+import functools
 import hashlib
 import os
 import re
@@ -127,6 +128,7 @@ def seconds_between_saves(text: str) -> float:
     return float(match[1]) * SECONDS[match[2]] if match else float("inf")
 
 
+@functools.cache
 def steps_between_saves(text: str, steps_per_epoch: int) -> int:
     """Updates that "100steps" or "2epochs" name; 0 for anything else."""
     match = re.fullmatch(r"(\d+)(step|epoch)s?", text)

@@ -9,7 +9,7 @@ from manyhands.checkpoint.save import SaveError, prune
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.core.errors import RunError
-from manyhands.core.records import EvaluationDetail, EvaluationMetrics, write_json
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.job import Parts
@@ -40,11 +40,9 @@ def evaluate(parts: Parts) -> bool:
             seconds=found.seconds,
         )
     )
-    if parts.world.speaks:
-        detail = describe(found, parts)
-        write_json(parts.folder.evaluations / "last.json", detail)
-        if best:
-            write_json(parts.folder.evaluations / "best.json", detail)
+    detail = describe(found, parts)
+    for name in ("last", "best") if best else ("last",):
+        parts.journal.detail(name, detail)
     parts.agreement.reset(progress.step)
     parts.phase = "train"
     return best
