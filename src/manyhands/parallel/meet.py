@@ -10,6 +10,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,10 @@ def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[
 def _place_taken(names: Any, membership: Membership) -> UserError:
     """Another process has this rank: a second start, or an earlier run's init file."""
     other: dict[str, Any] = {}
-    with contextlib.suppress(Exception):
-        if names.check([str(membership.rank)]):
-            other = json.loads(names.get(str(membership.rank)))
+    with contextlib.suppress(RuntimeError, ValueError):
+        # The other may have taken the place a moment ago and not have written its name yet.
+        names.wait([str(membership.rank)], timedelta(seconds=LINGER_S))
+        other = json.loads(names.get(str(membership.rank)))
     who = f" by process {other['pid']} on {other['host']}" if other else ""
     if membership.init.startswith("file://"):
         path = membership.init.removeprefix("file://")
