@@ -8,9 +8,9 @@ from manyhands.core.records import StepMetrics
 from manyhands.train.agree import Verdict
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.feed import Update
-from manyhands.train.job import Parts
 from manyhands.train.keep import evaluate, save, save_last
 from manyhands.train.optimize import learning_rate
+from manyhands.train.parts import Parts
 from manyhands.train.stopping import StopSignal, listening
 
 
