@@ -15,7 +15,10 @@ JOB = ["train", "digits", "mlp", "--epochs", "2", "--out", "run", *QUICK]
     [
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "manyhands"],
         ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "manyhands"],
-        ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--use-env", "-m", "manyhands"],
+        pytest.param(
+            ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--use-env", "-m", "manyhands"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["torchrun", "launch", "launch-use-env"],
 )
@@ -29,6 +32,7 @@ def test_two_processes_are_one_run(program, here):
     assert ended.err.count("evaluated=360") == 2
 
 
+@pytest.mark.slow
 def test_a_failure_under_torchrun_is_told(here):
     program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "manyhands"]
     ended = run(*JOB[:2], f"{NETS}:Raises", *JOB[3:], program=program)

@@ -129,6 +129,7 @@ def test_world_sizes_that_differ():
     assert not any(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_jobs_that_differ():
     address = f"file://{Path.cwd()}/meet"
     for ended in [
@@ -138,7 +139,7 @@ def test_jobs_that_differ():
         assert "differ in the job (flags or job.toml)" in ended.err
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_process_hears_the_first_cause(culprit):
     address = f"tcp://127.0.0.1:{free_port()}"
     model = f"{NETS}:Raises{'OnRank0' if culprit == 0 else ''}"

@@ -70,7 +70,7 @@ if int(os.environ.get("RANK", "0")) == 0:
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "workers", "torchrun"])
+@pytest.mark.parametrize("how", ["alone", "workers", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_fit_from_a_script(how):
     Path("own.py").write_text(SCRIPT)
     arguments = ["own.py", *(["2"] if how == "workers" else [])]
@@ -98,6 +98,13 @@ def test_fit_raises_the_first_cause():
     assert isinstance(raised.value.__cause__, KeyError)
 
 
+def test_out_of_memory_in_an_evaluation_says_what_fits():
+    with pytest.raises(RunError, match="out of memory at 256 pictures in one pass of the evaluation") as raised:
+        manyhands.fit(nets.Hungry(), tiny(), tiny(300), epochs=1, batch=20, **QUIET)
+    assert raised.value.mend[0] == "--set train.evaluate_batch=128"
+
+
+@pytest.mark.slow
 def test_fit_with_workers_raises_the_first_cause(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     with pytest.raises(RunError, match="the user's own mistake") as raised:

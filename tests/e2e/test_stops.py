@@ -32,7 +32,7 @@ def family(process):
     return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stop_saves_and_says_so(number, here):
     with running("train", *ENDLESS, "-n", "2", "--out", here / "run") as process:
         wait_until(begun("run"), process)
