@@ -19,13 +19,13 @@ demo: $(VENV)/.package
 setup: $(READY)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow" --timeout 300 -n 2 --dist worksteal
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m slow --timeout 600 -n 2 --dist worksteal
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest --timeout 600 -n 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff format --check src tests scripts bench
