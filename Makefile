@@ -19,23 +19,23 @@ demo: $(VENV)/.package
 setup: $(READY)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow" --timeout 300 -n 2 --dist worksteal
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m slow --timeout 600 -n 2 --dist worksteal
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest --timeout 600 -n 2 --dist worksteal
 
 check: $(READY)
-	$(BIN)/ruff format --check src tests scripts
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/pyright
+	$(BIN)/ruff format --check src tests scripts bench
+	$(BIN)/ruff check src tests scripts bench
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: $(READY)
-	$(BIN)/ruff format src tests scripts
-	$(BIN)/ruff check --fix src tests scripts
+	$(BIN)/ruff format src tests scripts bench
+	$(BIN)/ruff check --fix src tests scripts bench
 
 bench: $(VENV)/.package
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check accelerate lightning

@@ -43,8 +43,10 @@ from manyhands.cluster.start import cores
 POLL_S = 0.05
 # After the first failure the others get this long to leave by themselves before they are killed.
 LEAVE_S = 3
-# A stop that was asked for may take this long: the longest save that is waited for.
-STOP_S = 25.0
+# A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
+STOP_S = 600.0
+# Without a head nothing may live on for long.
+ALONE_S = 25.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -184,7 +186,8 @@ class Agent(_Base):
             if word == "kill":
                 raise RendezvousGracefulExitError("killed")
             self.ask_to_stop()
-        if self._stopping_since and time.monotonic() - self._stopping_since > STOP_S:
+        limit = STOP_S if self._commands.head_is_there else ALONE_S
+        if self._stopping_since and time.monotonic() - self._stopping_since > limit:
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def ask_to_stop(self, *_signal: Any) -> None:
@@ -201,6 +204,11 @@ class _Commands:
 
     def __init__(self) -> None:
         self._rest, self._open = b"", True
+
+    @property
+    def head_is_there(self) -> bool:
+        """False once the head has closed its end."""
+        return self._open
 
     def wait_for_line(self) -> str:
         """The next line, or an empty string when the head is gone."""

@@ -45,8 +45,10 @@ class Ending:
         return bool(self.returned) and not self.failed and not self.broken
 
 
-def supervise(agent: subprocess.Popen[str], on_tick: Callable[[], None]) -> Ending:
-    """Waits for the agent's end, calling `on_tick` a few times a second.
+def supervise(
+    agent: subprocess.Popen[str], on_tick: Callable[[], None], on_stop: Callable[[], None] = lambda: None
+) -> Ending:
+    """Waits for the agent's end, calling `on_tick` a few times a second, and `on_stop` at each wish to stop.
 
     The first SIGINT or SIGTERM asks the workers to save and leave, the second kills them.
     """
@@ -65,6 +67,7 @@ def supervise(agent: subprocess.Popen[str], on_tick: Callable[[], None]) -> Endi
                 passed_on = len(signals)
                 ending.interrupted = True
                 _command(agent, "stop" if passed_on == 1 else "kill")
+                on_stop()
                 kill_at = kill_at if passed_on == 1 else time.monotonic() + KILL_S
             if time.monotonic() > kill_at:
                 agent.kill()

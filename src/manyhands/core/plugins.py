@@ -67,6 +67,11 @@ def _run_file(path: Path, where: str) -> ModuleType:
     loaded = sys.modules.get(module_name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
+    if loaded is not None or module_name in sys.stdlib_module_names:
+        # A user's types.py or random.py must not stand in for the library's.
+        module_name = f"{path.stem}@{path.parent}"
+        if module_name in sys.modules:
+            return sys.modules[module_name]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -36,6 +36,7 @@ from manyhands.report.terminal import Screen
 from manyhands.run.worker import Failed, Say, as_error, train_here
 
 WORK = "manyhands.run.worker:work"
+STOPPING = "stopping after what is going on now, an update or an evaluation; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
 # Ranks other than 0 learn from it where the run is kept.
 UNKNOWN = RunFolder(Path(os.devnull))
@@ -102,7 +103,7 @@ def _run_agent(job: Job, argument: dict[str, Any], processes: int, folder: RunFo
     start = LocalStart(WORK, argument, processes, folder.ranks.resolve(), job.cluster.device, job.cluster.threads)
     screen = Screen(folder.path, quiet=quiet)
     try:
-        return supervise(start_agent(start), screen.update)
+        return supervise(start_agent(start), screen.update, lambda: screen.say(STOPPING))
     finally:
         screen.close()
 

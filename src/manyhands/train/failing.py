@@ -16,7 +16,7 @@ from manyhands.core.records import Failure
 
 if TYPE_CHECKING:
     from manyhands.data.loader import Batch
-    from manyhands.train.job import Parts
+    from manyhands.train.parts import Parts
 
 # What torch says on a process whose peer has gone. Such an error is a consequence, not a cause.
 CONSEQUENCES = (

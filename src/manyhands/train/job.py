@@ -1,11 +1,9 @@
 """Builds every part of a run from its job, one small function each; runs nothing."""
 
-import functools
 import hashlib
 import os
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,14 @@ from manyhands.data.splits import Splits, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
 from manyhands.models.build import build_model, describe
-from manyhands.parallel.apply import apply_mode, check_replicas, compare_replicas, make_equal, normalises_in_groups
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.apply import apply_mode, compare_replicas, make_equal, normalises_in_groups
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
 from manyhands.train.agree import Agreement
 from manyhands.train.criterion import make_criterion
-from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
+from manyhands.train.parts import Parts, seconds_between_saves
 from manyhands.train.recover import (
     Found,
     check_position,
@@ -47,7 +45,6 @@ from manyhands.train.state import Progress, check_fits, restore
 from manyhands.train.step import Updater
 
 DTYPES = {"fp64": torch.float64}
-SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass
@@ -58,81 +55,6 @@ class Objects:
     train_set: Any = None
     test_set: Any = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-
-
-@dataclass
-class Parts:
-    """Everything that meets in a run.
-
-    Attributes:
-        job: what the user asked for.
-        folder: where the run is kept.
-        world: who takes part.
-        journal: writes records.
-        mode: the parallel mode in force.
-        classes: names of the classes.
-        feed: what this process computes for each update.
-        network: the model under its mode.
-        update: makes an update.
-        evaluate: evaluates on all processes.
-        agreement: what all processes agree on every so often.
-        progress: how far the run has come.
-        total_steps: updates of the whole job.
-        digest: of what decides the order of samples.
-        release: gives back what was taken (worker processes, changed classes).
-        phase: what is going on, for a failure's record.
-        saves: checkpoints tried in this run.
-    """
-
-    job: Job
-    folder: RunFolder
-    world: World
-    journal: Journal
-    mode: str
-    classes: tuple[str, ...]
-    feed: Feed
-    network: ParallelNetwork
-    update: Updater
-    evaluate: Callable[[], Evaluation]
-    agreement: Agreement
-    progress: Progress
-    total_steps: int
-    digest: str
-    release: Callable[[], None]
-    phase: str = "train"
-    saves: int = field(default=0)
-
-    def done(self) -> bool:
-        """True when no update is left."""
-        return self.progress.step >= self.total_steps
-
-    def evaluation_due(self) -> bool:
-        """True at the steps where an evaluation belongs; the last is one, so that what is saved there knows of it."""
-        every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
-        return self.done() or (bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0)
-
-    def save_due_by_step(self) -> bool:
-        """True at steps that checkpoint.every names as a number of steps or epochs."""
-        every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
-        return bool(every) and self.progress.step % every == 0
-
-    def prove_replicas(self) -> None:
-        """Raises RunError when a process's network has drifted from rank 0's."""
-        if self.network.replicated and not self.world.alone:
-            check_replicas(dict(self.network.inner.state_dict()), self.world, self.progress.step)
-
-
-def seconds_between_saves(text: str) -> float:
-    """Seconds that "60s", "10min" or "2h" name; infinite for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
-    return float(match[1]) * SECONDS[match[2]] if match else float("inf")
-
-
-@functools.cache
-def steps_between_saves(text: str, steps_per_epoch: int) -> int:
-    """Updates that "100steps" or "2epochs" name; 0 for anything else."""
-    match = re.fullmatch(r"(\d+)(step|epoch)s?", text)
-    return int(match[1]) * (steps_per_epoch if match[2] == "epoch" else 1) if match else 0
 
 
 def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects | None = None) -> Parts:

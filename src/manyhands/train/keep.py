@@ -12,7 +12,7 @@ from manyhands.core.errors import RunError
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
-from manyhands.train.job import Parts
+from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 
 SAVED, NOT_SAVED, NOT_FINITE = 1, 0, 2

@@ -8,9 +8,9 @@ from manyhands.core.records import StepMetrics
 from manyhands.train.agree import Verdict
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.feed import Update
-from manyhands.train.job import Parts
 from manyhands.train.keep import evaluate, save, save_last
 from manyhands.train.optimize import learning_rate
+from manyhands.train.parts import Parts
 from manyhands.train.stopping import StopSignal, listening
 
 
@@ -67,7 +67,7 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
         raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
     _record(parts, verdict, order.steps_per_epoch)
     if verdict.stop:
-        parts.journal.event("stopping", "saving, then stopping", progress.step)
+        parts.journal.event("stopping", "saving", progress.step)
     improved = evaluation and not verdict.stop and evaluate(parts)
     if verdict.stop:
         save_last(parts)

@@ -1,0 +1,95 @@
+"""Everything that meets in a run, and what is due at each of its steps."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from manyhands.config.job import Job
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.world import World
+from manyhands.parallel.apply import check_replicas
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.agree import Agreement
+from manyhands.train.evaluate import Evaluation
+from manyhands.train.feed import Feed
+from manyhands.train.state import Progress
+from manyhands.train.step import Updater
+
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass
+class Parts:
+    """Everything that meets in a run.
+
+    Attributes:
+        job: what the user asked for.
+        folder: where the run is kept.
+        world: who takes part.
+        journal: writes records.
+        mode: the parallel mode in force.
+        classes: names of the classes.
+        feed: what this process computes for each update.
+        network: the model under its mode.
+        update: makes an update.
+        evaluate: evaluates on all processes.
+        agreement: what all processes agree on every so often.
+        progress: how far the run has come.
+        total_steps: updates of the whole job.
+        digest: of what decides the order of samples.
+        release: gives back what was taken (worker processes, changed classes).
+        phase: what is going on, for a failure's record.
+        saves: checkpoints tried in this run.
+    """
+
+    job: Job
+    folder: RunFolder
+    world: World
+    journal: Journal
+    mode: str
+    classes: tuple[str, ...]
+    feed: Feed
+    network: ParallelNetwork
+    update: Updater
+    evaluate: Callable[[], Evaluation]
+    agreement: Agreement
+    progress: Progress
+    total_steps: int
+    digest: str
+    release: Callable[[], None]
+    phase: str = "train"
+    saves: int = field(default=0)
+
+    def done(self) -> bool:
+        """True when no update is left."""
+        return self.progress.step >= self.total_steps
+
+    def evaluation_due(self) -> bool:
+        """True at the steps where an evaluation belongs; the last is one, so that what is saved there knows of it."""
+        every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
+        return self.done() or (bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0)
+
+    def save_due_by_step(self) -> bool:
+        """True at steps that checkpoint.every names as a number of steps or epochs."""
+        every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
+        return bool(every) and self.progress.step % every == 0
+
+    def prove_replicas(self) -> None:
+        """Raises RunError when a process's network has drifted from rank 0's."""
+        if self.network.replicated and not self.world.alone:
+            check_replicas(dict(self.network.inner.state_dict()), self.world, self.progress.step)
+
+
+def seconds_between_saves(text: str) -> float:
+    """Seconds that "60s", "10min" or "2h" name; infinite for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    return float(match[1]) * SECONDS[match[2]] if match else float("inf")
+
+
+@functools.cache
+def steps_between_saves(text: str, steps_per_epoch: int) -> int:
+    """Updates that "100steps" or "2epochs" name; 0 for anything else."""
+    match = re.fullmatch(r"(\d+)(step|epoch)s?", text)
+    return int(match[1]) * (steps_per_epoch if match[2] == "epoch" else 1) if match else 0

@@ -1,0 +1,41 @@
+"""Objects of the user's own files."""
+
+import random
+import sys
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import load_object
+
+
+def test_a_users_file_never_stands_in_for_a_library_module(tmp_path):
+    (tmp_path / "random.py").write_text("made = object()\n")
+    made = load_object(f"{tmp_path}/random.py:made", "model.name")
+    assert sys.modules["random"] is random
+    assert load_object(f"{tmp_path}/random.py:made", "model.name") is made
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "net_of_mine.py").write_text(f"name = '{folder}'\n")
+    found = [load_object(f"{tmp_path}/{folder}/net_of_mine.py:name", "model.name") for folder in ("a", "b")]
+    assert found == ["a", "b"]
+
+
+def test_a_broken_file_leaves_nothing_behind(tmp_path):
+    (tmp_path / "types.py").write_text("1 / 0\n")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        load_object(f"{tmp_path}/types.py:x", "model.name")
+    import types
+
+    assert types.__file__ != str(tmp_path / "types.py")
+    assert not [name for name in sys.modules if str(tmp_path) in name]
+
+
+def test_a_missing_object_gets_a_suggestion(tmp_path):
+    (tmp_path / "mine.py").write_text("class Network: ...\n")
+    with pytest.raises(UserError, match="has no object Netwrok") as caught:
+        load_object(f"{tmp_path}/mine.py:Netwrok", "model.name")
+    assert caught.value.mend == ('did you mean "Network"?',)
