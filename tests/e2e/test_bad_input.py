@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 
 from manyhands.cli.main import main
@@ -235,3 +236,20 @@ def test_a_run_with_torn_checkpoints_alone_is_not_begun_anew(trained, capsys):
     assert_one_screen(err)
     assert "can be read" in err
     assert len(checkpoints(copy)) == 2
+
+
+def test_two_runs_never_share_a_folder(tmp_path, capsys):
+    place = tmp_path / "run"
+    (place / "ranks").mkdir(parents=True)
+    with FileLock(place / "ranks" / "lock"):
+        code, err = call(capsys, "train", "digits", "mlp", "--out", str(place))
+    assert code == 2
+    assert "a run is going on in" in err
+    assert not (place / "job.toml").exists()
+
+
+def test_a_short_flag_is_not_the_value_of_a_switch(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "mlp", "--data.skip-corrupt", "-n", "2", "--train.lr", "0.5", "--dry-run"])
+    assert ended.value.code == 0
+    assert "2 processes" in capsys.readouterr().out

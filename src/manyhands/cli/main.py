@@ -78,7 +78,7 @@ def _options_by_path(given: list[str]) -> list[str]:
         if word.startswith("--") and "." in name:
             if not equals:
                 value = "true"  # a switch, unless a value follows
-                if position + 1 < len(given) and not given[position + 1].startswith("--"):
+                if position + 1 < len(given) and not re.match(r"-[-a-zA-Z]", given[position + 1]):
                     position += 1
                     value = given[position]
             rewritten += ["--set", f"{name[2:].replace('-', '_')}={value}"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from filelock import FileLock, Timeout
 
 from manyhands.cluster.rendezvous import participate
 from manyhands.cluster.start import LocalStart, start_agent
@@ -170,7 +171,7 @@ def _run_folder(job: Job) -> Iterator[RunFolder]:
     """The run folder; one that is new goes again when the user's mistake ends the run before its first update."""
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
     missing = topmost_missing(base)
-    folder = open_folder(job)
+    folder, lock = open_folder(job)
     topmost = missing or (folder.path if not job.run.out else None)
     try:
         yield folder
@@ -178,10 +179,12 @@ def _run_folder(job: Job) -> Iterator[RunFolder]:
         if error.exit_code == EXIT_USAGE and topmost and not folder.metrics.exists():
             remove_new(folder.path, topmost)
         raise
+    finally:
+        lock.release()
 
 
-def open_folder(job: Job) -> RunFolder:
-    """The run folder, new or gone on with, with the whole job in it.
+def open_folder(job: Job) -> tuple[RunFolder, FileLock]:
+    """The run folder, new or gone on with, with the whole job in it, and a lock that keeps other runs out of it.
 
     Raises:
         UserError: it can't be used, or holds a run that the user doesn't want to go on with.
@@ -193,13 +196,19 @@ def open_folder(job: Job) -> RunFolder:
         if folder.exists() and job.checkpoint.resume == "never":
             raise UserError(f"{folder.path} holds a run already", "--out", ("--resume auto", "or another --out"))
     folder.ranks.mkdir(exist_ok=True)
+    lock = FileLock(folder.ranks / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        mend = ("wait for its end, or stop it with Ctrl-C there", "or another --out")
+        raise UserError(f"a run is going on in {folder.path}", "--out", mend) from None
     folder.failures.mkdir(exist_ok=True)
     for stale in folder.failures.glob("*.json"):
         stale.unlink()
     if not folder.exists():
         # An earlier run's job file is replaced only once everything is known to fit (see worker.py).
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
-    return folder
+    return folder, lock
 
 
 def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: Any) -> Outcome:

@@ -70,6 +70,9 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(job.train.deterministic)
     splits = open_splits(job, world, objects)
+    if splits.skipped:
+        left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {', '.join(splits.skipped[:3])}"
+        journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
     pixels = pixels_for(job, splits, objects)
     criterion = make_criterion(job.train, objects.loss)
     found = find_state(job, folder, world)
