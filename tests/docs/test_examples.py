@@ -107,7 +107,7 @@ def _parse(arguments):
         make_app().parse_args(arguments, exit_on_error=False, print_error=False)
         return
     with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--show-config"])
+        main(arguments if "--show-config" in arguments else [*arguments, "--show-config"])
     assert ended.value.code == 0
 
 
