@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from manyhands.cluster.inventory import Meeting
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import Membership
@@ -19,10 +20,14 @@ class Participation:
     Attributes:
         membership: its place in a group somebody else formed; None when manyhands starts the processes itself.
         processes: how many manyhands starts on this machine; 0 for one per accelerator.
+        meeting: other machines that start their own processes and meet this one's; None for this machine alone.
+        origins: what each of these came from, for `manyhands explain`.
     """
 
     membership: Membership | None
     processes: int = 0
+    meeting: Meeting | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> Participation:

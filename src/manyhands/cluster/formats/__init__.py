@@ -1,0 +1,11 @@
+"""One file for each outside description of a cluster, or launcher; none imports another.
+
+What a file may have:
+
+- `NAMES`: the words that users write for it, as in `convert-cluster --to NAME`.
+- `recognise(path, text) -> bool`: whether a file is in this format, by its name and its text alone.
+- `read(text, where) -> Cluster`: strict; a mistake is a `UserError` that names file, field, line, found and expected.
+- `write(cluster) -> str`: with `read(write(cluster), "") == cluster` for every cluster that the format can hold;
+  one that it can't hold is refused with a `UserError`.
+- `place(environment) -> Place | None`: the process that a launcher's variables say this is; None without them.
+"""
