@@ -74,7 +74,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
     with running("train", *ENDLESS, "-n", "2", "--out", here / "run") as process:
         wait_until(begun("run"), process)
         members = family(process)
-        (agent,) = (each for each in members if "manyhands.cluster.agent" in " ".join(each.cmdline()[:4]) and
+        (agent,) = (each for each in members if "manyhands.cluster.host" in " ".join(each.cmdline()[:4]) and
                     each.ppid() == process.pid)  # fmt: skip
         assert len(members) >= 4
         (agent if who == "agent" else members[0]).kill()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.cluster.supervise import Ending, _take_in
+from manyhands.cluster.link import _parse
 from manyhands.core.world import Membership
 from manyhands.parallel.group import _among_neighbours
 
@@ -13,8 +13,7 @@ def test_processes_that_met_by_hand_count_their_neighbours(rank, wanted):
     assert (found.local_rank, found.local_size) == wanted
 
 
-def test_a_librarys_greeting_is_no_word_of_the_agent():
-    ending = Ending()
-    _take_in("Intel MKL WARNING: hello\n", ending)
-    _take_in('{"kind": "ended", "returned": {"0": 1}, "failed": {}}\n', ending)
-    assert ending.ok
+def test_a_greeting_of_the_other_shell_is_no_message():
+    assert _parse(b"Welcome to n2!") is None
+    assert _parse(b"[1, 2]") is None
+    assert _parse(b'{"kind": "alive"}') == {"kind": "alive"}

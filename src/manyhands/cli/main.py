@@ -23,6 +23,7 @@ manyhands train ./pets resnet50 --epochs 30  any folder of class folders
 
 COMMANDS = {
     "train": "Train a classifier.",
+    "launch": "Train on several machines, started and watched from here over ssh.",
     "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
     "predict": "Say what is on pictures: the most likely classes of each.",
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",

@@ -113,7 +113,7 @@ def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool) -> int:
             print(line)
         return 0
     from manyhands.report.summary import result_lines, result_object
-    from manyhands.run.train import train as start
+    from manyhands.run.launch import start
 
     outcome = start(loaded.job, quiet=quiet)
     if not outcome.speaks:

@@ -1,9 +1,8 @@
-"""A process of its own on each machine: hands the workers over to PyTorch's elastic agent and watches its head.
+"""Hands the workers of this machine over to PyTorch's elastic agent, and does meanwhile what the head commands.
 
-Started as `python -m manyhands.cluster.agent`. Its first line on standard input says what to start; later lines are
-commands ("stop", "kill"); the end of standard input means that the head is gone, and stops the workers. What happens
-goes to standard output, one JSON object a line. Nothing here unpickles what comes from outside or listens beyond
-loopback. The only file of `cluster` that imports torch.
+Runs in the process of `host`. Each generation of workers has an elastic agent, a rendezvous and a store of its own.
+Nothing here unpickles what comes from outside, or listens where it wasn't told to. The only file of `cluster` that
+imports torch.
 """
 
 import ctypes
@@ -13,7 +12,6 @@ import importlib
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
@@ -24,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
@@ -38,48 +36,37 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from manyhands.cluster.orders import Orders
 from manyhands.cluster.start import cores
+from manyhands.core.records import FAILURE_FILE
 
 POLL_S = 0.05
 # After the first failure the others get this long to leave by themselves before they are killed.
 LEAVE_S = 3
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
 STOP_S = 600.0
-# Without a head nothing may live on for long.
+# So long after the last sign of their head the workers, which were asked to save, are killed.
 ALONE_S = 25.0
 PR_SET_PDEATHSIG = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Orders:
-    """What the head asks for.
+class Head(Protocol):
+    """Who is obeyed while workers run."""
 
-    Attributes:
-        entry: "module:function", called in each worker with `argument`.
-        argument: plain data for it.
-        sizes: processes on each machine; 0 for one per accelerator of this machine, or one.
-        machine: this machine's place in `sizes`.
-        logs: folder for each worker's own output, <rank>.log.
-        preload: modules to import before CPU workers are forked, so that they start at once.
-        device: "auto", "cpu" or the kind of accelerator.
-        threads: CPU threads for each process; 0 divides this machine's cores.
-    """
+    @property
+    def wire(self) -> Any:
+        """The conversation; its `open` is False once the head is gone."""
 
-    entry: str
-    argument: dict[str, Any]
-    sizes: list[int]
-    machine: int
-    logs: str
-    preload: list[str]
-    device: str
-    threads: int
+    def tick(self) -> list[str]:
+        """What the head has commanded since the last call: "stop" or "kill"."""
+        ...
 
 
 class _Rendezvous(RendezvousHandler):
     """A meeting that the head has already decided; polled by the agent, it passes on what the head says."""
 
-    def __init__(self, orders: Orders, port: int, obey: Callable[[], None]) -> None:
-        self._orders, self._port, self._obey = orders, port, obey
+    def __init__(self, orders: Orders, obey: Callable[[], None]) -> None:
+        self._orders, self._obey = orders, obey
 
     @property
     def use_agent_store(self) -> bool:
@@ -89,7 +76,7 @@ class _Rendezvous(RendezvousHandler):
         return "manyhands"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        place = RendezvousStoreInfo("127.0.0.1", self._port)
+        place = RendezvousStoreInfo(self._orders.address, self._orders.port)
         return RendezvousInfo(HashStore(), self._orders.machine, len(self._orders.sizes), place)
 
     def num_nodes_waiting(self) -> int:
@@ -114,10 +101,10 @@ _Base = cast(Any, LocalElasticAgent)
 
 
 class Agent(_Base):
-    """PyTorch's agent with ranks from a list of sizes, a loopback store, and commands from the head."""
+    """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the head."""
 
-    def __init__(self, orders: Orders, listener: socket.socket, scratch: str, commands: "_Commands") -> None:
-        self._orders, self._listener, self._commands = orders, listener, commands
+    def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, head: Head) -> None:
+        self._orders, self._listener, self._head = orders, listener, head
         self._served: TCPStore | None = None
         self._stopping_since = 0.0
         self.exits: dict[int, int] = {}
@@ -125,8 +112,8 @@ class Agent(_Base):
             role="worker",
             local_world_size=orders.sizes[orders.machine],
             entrypoint=_worker,
-            args=(orders.entry, orders.argument, orders.logs, os.getpid()),
-            rdzv_handler=_Rendezvous(orders, listener.getsockname()[1], self._obey),
+            args=(orders, scratch, os.getpid()),
+            rdzv_handler=_Rendezvous(orders, self._obey),
             max_restarts=0,
             monitor_interval=POLL_S,
         )
@@ -153,17 +140,13 @@ class Agent(_Base):
         # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
         context.close = functools.partial(_close_soon, context.close)
         context._pc.join = functools.partial(context._pc.join, grace_period=LEAVE_S)
-        # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
-        self._served = TCPStore(
-            "127.0.0.1",
-            self._listener.getsockname()[1],
-            None,
-            True,
-            timedelta(seconds=600),
-            False,
-            master_listen_fd=self._listener.detach(),
-        )
-        _tell("started", pids=list(self._pids()))
+        if self._listener:
+            # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
+            address, descriptor = self._orders.address, self._listener.detach()
+            self._served = TCPStore(
+                address, self._orders.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
+            )
+        self._head.wire.tell("started", generation=self._orders.generation, pids=list(self._pids()))
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -182,12 +165,16 @@ class Agent(_Base):
 
     def _obey(self) -> None:
         """Does what the head says; called on the main thread at every poll."""
-        for word in self._commands.new_lines():
+        for word in self._head.tick():
             if word == "kill":
                 raise RendezvousGracefulExitError("killed")
+            if word == "stop":
+                self.ask_to_stop()
+        if not self._head.wire.open:
             self.ask_to_stop()
-        limit = STOP_S if self._commands.head_is_there else ALONE_S
-        if self._stopping_since and time.monotonic() - self._stopping_since > limit:
+        late = self._stopping_since and time.monotonic() - self._stopping_since > STOP_S
+        alone = not self._head.wire.open and time.monotonic() - self._head.wire.heard > ALONE_S
+        if late or alone:
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
     def ask_to_stop(self, *_signal: Any) -> None:
@@ -199,52 +186,17 @@ class Agent(_Base):
             os.kill(pid, signal.SIGTERM)
 
 
-class _Commands:
-    """Lines from the head, read without waiting and without a thread; its end counts as "stop"."""
-
-    def __init__(self) -> None:
-        self._rest, self._open = b"", True
-
-    @property
-    def head_is_there(self) -> bool:
-        """False once the head has closed its end."""
-        return self._open
-
-    def wait_for_line(self) -> str:
-        """The next line, or an empty string when the head is gone."""
-        while b"\n" not in self._rest and self._open:
-            self._read()
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line.decode()
-
-    def new_lines(self) -> list[str]:
-        """The lines that have come since the last call."""
-        while self._open and select.select([0], [], [], 0)[0]:
-            self._read()
-            if not self._open:
-                self._rest += b"stop\n"
-        *lines, self._rest = self._rest.split(b"\n")
-        return [line.decode().strip() for line in lines]
-
-    def _read(self) -> None:
-        received = os.read(0, 65536)
-        self._open = bool(received)
-        self._rest += received
-
-
-def _tell(kind: str, **content: Any) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, **content}) + "\n")
-    sys.stdout.flush()
-
-
-def _worker(entry: str, argument: dict[str, Any], logs: str, agent: int) -> Any:
+def _worker(orders: Orders, scratch: str, agent: int) -> Any:
     """First thing in each worker: dies with its agent, writes to its own file, and runs the entry."""
     _die_with_parent(agent)
+    os.environ[FAILURE_FILE] = f"{scratch}/{os.environ['RANK']}.json"
+    if orders.devices:
+        os.environ["MANYHANDS_DEVICE_INDEX"] = str(orders.devices[int(os.environ["LOCAL_RANK"])])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    _write_to(Path(logs) / f"{os.environ['RANK']}.log")
-    module, _, function = entry.partition(":")
-    return getattr(importlib.import_module(module), function)(argument)
+    _write_to(Path(orders.logs) / f"{os.environ['RANK']}.log")
+    module, _, function = orders.entry.partition(":")
+    return getattr(importlib.import_module(module), function)(orders.argument)
 
 
 def _die_with_parent(parent: int) -> None:
@@ -267,61 +219,88 @@ def _write_to(path: Path) -> None:
     os.close(nothing)
 
 
-def _settle(orders: Orders) -> Orders:
-    """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
+def prepare(device: str, preload: list[str]) -> dict[str, Any]:
+    """Imports what the workers need.
+
+    Returns:
+        device: the kind that "auto" means here; count: its number of devices, 1 for a CPU.
+    """
+    kind, count = _devices(device)
+    if kind == "cpu":
+        _preload(preload)
+    return {"device": kind, "count": count}
+
+
+def _devices(wanted: str) -> tuple[str, int]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = orders.device if orders.device != "auto" else accelerator.type if accelerator else "cpu"
+    device = wanted if wanted != "auto" else accelerator.type if accelerator else "cpu"
     # "cuda:1" names one of them.
-    devices = torch.accelerator.device_count() if device not in {"cpu", "mps"} and ":" not in device else 1
-    sizes = [size or max(1, devices) for size in orders.sizes]
+    counted = device not in {"cpu", "mps"} and ":" not in device
+    return device, max(1, torch.accelerator.device_count()) if counted else 1
+
+
+def _preload(modules: list[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
+    """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
+    device, devices = _devices(orders.device)
+    sizes = [size or devices for size in orders.sizes]
     threads = orders.threads or max(1, cores() // sizes[orders.machine])
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
-    return dataclasses.replace(orders, device=device, sizes=sizes)
+    os.environ.update(orders.environment)
+    port = listener.getsockname()[1] if listener else orders.port
+    return dataclasses.replace(orders, device=device, sizes=sizes, port=port)
 
 
-def _result(agent: Agent, result: RunResult | None) -> dict[str, Any]:
+def _result(agent: Agent, result: RunResult | None, scratch: str) -> dict[str, Any]:
     """What each worker returned, or how it ended; the first that the agent saw end is among them."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in Path(scratch).glob("*.json")]
     if result is None:
-        return {"returned": {}, "failed": {}}
+        return {"returned": {}, "failed": {}, "records": records}
     failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    return {"returned": result.return_values, "failed": {**failed, **(agent.exits if failed else {})}}
+    return {
+        "returned": result.return_values,
+        "failed": {**failed, **(agent.exits if failed else {})},
+        "records": records,
+    }
 
 
 def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: float = LEAVE_S) -> None:
     close(death_sig, min(timeout, LEAVE_S))
 
 
-def main() -> None:
-    """Reads the orders, runs the workers to their end, and tells the head."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def run(orders: Orders, head: Head, listener: socket.socket | None) -> dict[str, Any]:
+    """Runs one generation of workers to its end.
+
+    Args:
+        orders: what to start.
+        head: who is obeyed meanwhile.
+        listener: the socket that the store takes over; on the first machine.
+
+    Returns:
+        returned: by rank, what the entry returned; failed: by rank, exit codes; records: what failed workers wrote of
+        themselves; broken: the agent's own traceback.
+    """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    commands = _Commands()
-    line = commands.wait_for_line()
-    if not line:
-        return
-    orders = Orders(**json.loads(line))
-    orders = _settle(orders)
+    orders = _settle(orders, listener)
     scratch = tempfile.mkdtemp(prefix="manyhands-agent-")
     try:
         if orders.device == "cpu":
-            for module in orders.preload:
-                importlib.import_module(module)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        agent = Agent(orders, listener, scratch, commands)
+            _preload(orders.preload)
+        agent = Agent(orders, listener, scratch, head)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, agent.ask_to_stop)
-        _tell("ended", **_result(agent, cast(RunResult | None, agent.run())))
+        return _result(agent, cast(RunResult | None, agent.run()), scratch)
     except SignalException as error:
-        _tell("ended", returned={}, failed={}, signal=str(error.sigval))
+        return {"returned": {}, "failed": {}, "ended_by": str(error.sigval)}
     except Exception:  # noqa: BLE001 - whatever went wrong, the head must hear of it
-        _tell("broken", traceback=traceback.format_exc())
+        return {"returned": {}, "failed": {}, "broken": traceback.format_exc()}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,36 +1,17 @@
-"""Starts the processes of a run on this machine, by way of an agent in a process of its own."""
+"""Opens the conversation with an agent: on this machine over a pipe, on another over ssh."""
 
-import contextlib
-import json
 import os
+import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-PRELOAD = "manyhands.train.preload"
+from manyhands.cluster.inventory import Machine
+from manyhands.cluster.link import Link
+from manyhands.cluster.ssh import AGENT, agent_command
+from manyhands.config.job import ClusterOptions
 
-
-@dataclass(frozen=True)
-class LocalStart:
-    """What to start here.
-
-    Attributes:
-        entry: "module:function" that each worker calls with `argument`.
-        argument: plain data for it.
-        processes: how many; 0 for one per accelerator, or one.
-        logs: folder of the workers' own output.
-        device: "auto", "cpu" or the kind of accelerator.
-        threads: CPU threads for each process; 0 divides the cores.
-    """
-
-    entry: str
-    argument: dict[str, Any]
-    processes: int
-    logs: Path
-    device: str
-    threads: int = 0
+LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
 def cores() -> int:
@@ -38,39 +19,42 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def start_agent(start: LocalStart) -> subprocess.Popen[str]:
-    """Starts the agent in a session of its own, so that Ctrl-C reaches only its head, and gives it its orders."""
-    with (start.logs / "agent.log").open("ab") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "manyhands.cluster.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **_thread_variables(start)},
-            text=True,
-            start_new_session=True,
+def open_here(log: Path, machine: Machine | None = None) -> Link:
+    """Starts an agent on this machine."""
+    return _open([sys.executable, "-m", AGENT], machine or Machine("localhost"), log, here=True)
+
+
+def open_there(machine: Machine, options: ClusterOptions, log: Path) -> Link:
+    """Starts an agent on another machine over ssh; whether that works shows when it is first asked."""
+    return _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+
+
+def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> Link:
+    """In a session of its own, so that Ctrl-C and the terminal's end reach only the head."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
         )
-    orders = {
-        "entry": start.entry,
-        "argument": start.argument,
-        "sizes": [start.processes],
-        "machine": 0,
-        "logs": str(start.logs),
-        "preload": [PRELOAD],
-        "device": start.device,
-        "threads": start.threads,
-    }
-    assert agent.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # who watches it will see that it has ended
-        agent.stdin.write(json.dumps(orders) + "\n")
-        agent.stdin.flush()
-    return agent
+    return Link(machine, process, log, here=here)
 
 
-def _thread_variables(start: LocalStart) -> dict[str, str]:
-    """OpenMP reads its number of threads once, when torch is loaded; so it is set before, where it can be known."""
-    if start.threads:
-        return {"OMP_NUM_THREADS": str(start.threads)}
-    if start.processes and "OMP_NUM_THREADS" not in os.environ:
-        return {"OMP_NUM_THREADS": str(max(1, cores() // start.processes))}
-    return {}
+def is_here(machine: Machine) -> bool:
+    """True when a host is this machine: a name of loopback, or an address that can be bound to."""
+    if "@" in machine.host:
+        return False  # another user's account, if it is here at all
+    if machine.name in LOCAL_NAMES:
+        return True
+    try:
+        found = socket.getaddrinfo(machine.name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_is_own(family, address) for family, _, _, _, address in found)
+
+
+def _is_own(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True

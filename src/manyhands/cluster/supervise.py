@@ -1,26 +1,27 @@
-"""Watches an agent from its head: passes on Ctrl-C, waits for the end, and finds the first cause of a failure."""
+"""Watches the agents of all machines from their head: passes on Ctrl-C, waits for the end, finds the first cause."""
 
 import contextlib
-import json
 import platform
 import selectors
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from manyhands.core.records import Failure
+from manyhands.cluster.link import PULSE_S, SILENT_S, Link, Message
+from manyhands.cluster.orders import Orders
+from manyhands.core.records import MACHINE_LOST, Failure
 
 POLL_S = 0.1
-# After a second Ctrl-C the agent has this long to kill its workers.
+# After a second Ctrl-C the agents have this long to kill their workers.
 KILL_S = 10.0
-# Lines that are shown of what a killed process wrote.
-LAST_WORDS = 8
+# When one machine's processes have failed the others' see it by themselves; after so long they are killed.
+LEAVE_OTHERS_S = 6.0
+# The peers of a machine that is lost may wait for it in silence.
+LEAVE_LOST_S = 2.0
 
 
 @dataclass
@@ -29,67 +30,167 @@ class Ending:
 
     Attributes:
         returned: rank to what its entry returned.
-        failed: rank to exit code (negative: the signal that killed it), as the agent saw it.
+        failed: rank to exit code (negative: the signal that killed it), as its agent saw it.
+        records: what failed processes wrote of themselves, by rank.
+        words: the end of the logs of failed processes that wrote none.
+        lost: machine's name to what is known of its end, where the machine or its agent has gone.
         interrupted: True when the user (or the system) asked for a stop.
-        broken: the agent's own traceback, if it failed itself.
+        broken: an agent's own traceback, if one failed itself.
     """
 
-    returned: dict[int, Any] = field(default_factory=dict)
-    failed: dict[int, int] = field(default_factory=dict)
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])
+    failed: dict[int, int] = field(default_factory=dict[int, int])
+    records: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    words: dict[int, str] = field(default_factory=dict[int, str])
+    lost: dict[str, str] = field(default_factory=dict[str, str])
     interrupted: bool = False
     broken: str = ""
 
     @property
     def ok(self) -> bool:
         """True when every process came to its end by itself."""
-        return bool(self.returned) and not self.failed and not self.broken
+        return bool(self.returned) and not (self.failed or self.broken or self.lost)
 
 
-def supervise(
-    agent: subprocess.Popen[str], on_tick: Callable[[], None], on_stop: Callable[[], None] = lambda: None
-) -> Ending:
-    """Waits for the agent's end, calling `on_tick` a few times a second, and `on_stop` at each wish to stop.
+@dataclass
+class Watch:
+    """What the head wants to hear of while it watches.
 
-    The first SIGINT or SIGTERM asks the workers to save and leave, the second kills them.
+    Attributes:
+        on_tick: called a few times a second.
+        on_stop: called at each wish to stop.
+        on_file: given each piece of the run's records that comes from another machine.
+        clock_offsets_s: machine's name to how far its clock is ahead of ours.
     """
-    ending = Ending()
-    with _closed_in_the_end(agent), _signals_counted() as signals, selectors.DefaultSelector() as selector:
-        assert agent.stdout is not None
-        selector.register(agent.stdout, selectors.EVENT_READ)
-        passed_on, kill_at = 0, float("inf")
-        while True:
-            if selector.select(POLL_S):
-                line = agent.stdout.readline()
-                if not line:
-                    break
-                _take_in(line, ending)
-            if len(signals) > passed_on:
-                passed_on = len(signals)
-                ending.interrupted = True
-                _command(agent, "stop" if passed_on == 1 else "kill")
-                on_stop()
-                kill_at = kill_at if passed_on == 1 else time.monotonic() + KILL_S
-            if time.monotonic() > kill_at:
-                agent.kill()
-            on_tick()
-    on_tick()
-    if not ending.returned and not ending.failed and not ending.broken:
-        ending.broken = f"it {_how(agent.returncode)}"
-    return ending
+
+    on_tick: Callable[[], None] = lambda: None
+    on_stop: Callable[[], None] = lambda: None
+    on_file: Callable[[Message], None] = lambda _message: None
+    clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-@contextlib.contextmanager
-def _closed_in_the_end(agent: subprocess.Popen[str]) -> Iterator[None]:
-    """Closes the agent's pipes, which ends it if it hasn't ended, and waits for it."""
-    assert agent.stdin is not None
-    assert agent.stdout is not None
+def supervise(links: Sequence[Link], orders: Sequence[Orders], watch: Watch) -> Ending:
+    """Gives each agent its orders and waits for the end of all, and closes the links.
+
+    The first SIGINT, SIGTERM or SIGHUP asks the workers to save and leave, the second kills them. When one machine's
+    processes fail, or the machine is lost, the other machines' are ended too.
+    """
+    head = _Head(links, watch)
     try:
-        yield
+        with _signals_counted() as signals, selectors.DefaultSelector() as selector:
+            for link, order in zip(links, orders, strict=True):
+                link.heard = time.monotonic()
+                link.post({"do": "start", **asdict(order)})
+                selector.register(link, selectors.EVENT_READ)
+            while head.running:
+                for key, _ in selector.select(POLL_S):
+                    head.hear(key.fileobj)
+                    if head.over(key.fileobj):
+                        selector.unregister(key.fileobj)
+                head.obey(len(signals))
+                head.look()
+                watch.on_tick()
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            agent.stdin.close()
-        agent.wait()
-        agent.stdout.close()
+        for link in links:
+            link.close()
+    watch.on_tick()
+    return head.ending
+
+
+class _Head:
+    """The state of one generation on all machines."""
+
+    def __init__(self, links: Sequence[Link], watch: Watch) -> None:
+        self.ending = Ending()
+        self.running = set(links)
+        self._started: set[Link] = set()
+        self._watch, self._wishes = watch, 0
+        self._kill_at = self._end_at = float("inf")
+        self._pulse_at = 0.0
+
+    def over(self, link: Any) -> bool:
+        """True once nothing more is to come from a machine."""
+        return link not in self.running
+
+    def hear(self, link: Any) -> None:
+        """Takes in what a machine says."""
+        for message in link.read():
+            kind = message["kind"]
+            if kind == "started":
+                self._started.add(link)
+            elif kind == "file":
+                self._watch.on_file(message)
+            elif kind == "ended":
+                self._take_in(link, message)
+            elif kind == "error":
+                self.ending.broken = str(message.get("traceback") or message.get("what"))
+                self._gone(link)
+        if link.closed and link in self.running:
+            self._lose(link)
+
+    def obey(self, wishes: int) -> None:
+        """Passes on the user's wish to stop."""
+        if wishes == self._wishes:
+            return
+        self._wishes = wishes
+        self.ending.interrupted = True
+        self._command("stop" if wishes == 1 else "kill")
+        self._watch.on_stop()
+        if wishes > 1:
+            self._end_at = min(self._end_at, time.monotonic() + KILL_S)
+
+    def look(self) -> None:
+        """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
+        now = time.monotonic()
+        if now > self._pulse_at:
+            self._pulse_at = now + PULSE_S
+            self._command("alive")
+        for link in list(self.running):
+            if link in self._started and not link.here and now - link.heard > SILENT_S:
+                self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
+        if now > self._kill_at:
+            self._kill_at, self._end_at = float("inf"), min(self._end_at, now + KILL_S)
+            self._command("kill")
+        if now > self._end_at:
+            for link in self.running:
+                link.process.kill()
+
+    def _command(self, word: str) -> None:
+        for link in self.running:
+            link.send({"do": word})
+
+    def _gone(self, link: Link) -> None:
+        self.running.discard(link)
+        if self.ending.failed or self.ending.broken or self.ending.lost:
+            patience_s = LEAVE_LOST_S if self.ending.lost else LEAVE_OTHERS_S
+            self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
+
+    def _lose(self, link: Link, how: str = "") -> None:
+        if how:
+            link.process.kill()
+        code = link.close()
+        if link.here:
+            self.ending.broken = f"it {_how(code)}"
+        else:
+            said = link.said(1).strip() or f"ssh {_how(code)}"
+            self.ending.lost[link.machine.name] = how or f"the connection ended ({said})"
+        self._gone(link)
+
+    def _take_in(self, link: Link, message: Message) -> None:
+        ending = self.ending
+        ending.returned.update({int(rank): value for rank, value in message["returned"].items()})
+        ending.failed.update({int(rank): code for rank, code in message["failed"].items()})
+        ending.words.update({int(rank): words for rank, words in message["words"].items()})
+        offset_s = self._watch.clock_offsets_s.get(link.machine.name, 0.0)
+        for content in message.get("records", []):
+            with contextlib.suppress(ValidationError):
+                record = Failure.model_validate(content)
+                ending.records[record.rank] = record.model_copy(update={"time": record.time - offset_s})
+        if message.get("broken"):
+            ending.broken = str(message["broken"])
+        elif not message["returned"] and not message["failed"] and not ending.interrupted:
+            ending.broken = f"the processes were ended ({message.get('ended_by', 'they did not stop in time')})"
+        self._gone(link)
 
 
 @contextlib.contextmanager
@@ -107,51 +208,36 @@ def _signals_counted() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _command(agent: subprocess.Popen[str], word: str) -> None:
-    assert agent.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        agent.stdin.write(word + "\n")
-        agent.stdin.flush()
+def first_cause(ending: Ending) -> Failure | None:
+    """The failure that caused the others.
 
-
-def _take_in(line: str, ending: Ending) -> None:
-    if not line.startswith('{"kind"'):
-        return  # some libraries greet on standard output when they are loaded
-    message = json.loads(line)
-    if message["kind"] == "ended":
-        ending.returned = {int(rank): value for rank, value in message["returned"].items()}
-        ending.failed = {int(rank): failure for rank, failure in message["failed"].items()}
-        if not ending.returned and not ending.failed:
-            ending.broken = f"the processes were ended ({message.get('signal', 'they did not stop in time')})"
-    elif message["kind"] == "broken":
-        ending.broken = message["traceback"]
-
-
-def first_cause(folder: Path, ending: Ending) -> Failure | None:
-    """The failure that caused the others: the earliest that is no mere consequence, or a process that was killed."""
-    records: list[Failure] = []
-    for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValidationError):
-            records.append(Failure.model_validate_json(path.read_text(encoding="utf-8")))
-    records.sort(key=lambda record: (record.consequence, record.time))
+    The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
+    """
+    records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if records and not records[0].consequence:
         return records[0]
-    silent = [rank for rank in ending.failed if rank not in {record.rank for record in records}]
+    if ending.lost:
+        return _lost(*next(iter(ending.lost.items())))
+    silent = [rank for rank in ending.failed if rank not in ending.records]
     if silent:
-        return _killed(silent[0], ending.failed[silent[0]], folder.parent / f"{silent[0]}.log")
+        return _killed(silent[0], ending.failed[silent[0]], ending.words.get(silent[0], ""))
     return records[0] if records else None
 
 
-def _killed(rank: int, exit_code: int, log: Path) -> Failure:
+def _lost(host: str, how: str) -> Failure:
+    return Failure(
+        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=f"{host} is lost: {how}", where=host,
+        mend=[f"is {host} switched on and on the network? was its agent killed, for memory perhaps?"],
+    )  # fmt: skip
+
+
+def _killed(rank: int, exit_code: int, said: str) -> Failure:
     """The record of a process that could not write its own."""
     mend: list[str] = []
     if exit_code == -signal.SIGKILL:
         mend = [
             "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
         ]
-    said = ""
-    with contextlib.suppress(OSError):
-        said = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:])
     return Failure(
         time=time.time(),
         rank=rank,
@@ -159,7 +245,7 @@ def _killed(rank: int, exit_code: int, log: Path) -> Failure:
         pid=0,
         error="ProcessEnded",
         what=f"rank {rank} {_how(exit_code)}",
-        mend=mend or [f"what it wrote is in {log}"],
+        mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
         excerpt=said and f"rank {rank} wrote last:\n{said}",
     )
 

@@ -57,6 +57,11 @@ class RunFolder:
         return self.path / "ranks" / "failures"
 
     @property
+    def machines(self) -> Path:
+        """Of a run on several machines: who has which ranks, and where its logs are."""
+        return self.path / "machines.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Committed states, one folder each."""
         return self.path / "checkpoints"

@@ -12,6 +12,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 VERSION = 1
+# `Failure.error` where a whole machine, or the connection to it, has gone.
+MACHINE_LOST = "MachineLost"
+# The variable that names the file for a worker's `Failure`, beside the run folder, whose disk may be full.
+FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 
 
 class Record(BaseModel):

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.start import LocalStart, start_agent
-from manyhands.cluster.supervise import supervise
+from manyhands.cluster.orders import Orders
+from manyhands.cluster.start import open_here
+from manyhands.cluster.supervise import Watch, supervise
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
@@ -39,8 +40,11 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
             "checkpoint": str(path.resolve()),
             "paths": [str(Path.cwd())],
         }
-        start = LocalStart(WORK, argument, job.cluster.processes, folder.ranks, job.cluster.device, job.cluster.threads)
-        ending = supervise(start_agent(start), lambda: None)
+        orders = Orders(
+            WORK, argument, str(folder.ranks), [job.cluster.processes],
+            device=job.cluster.device, threads=job.cluster.threads,
+        )  # fmt: skip
+        ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
         if not ending.ok:
             raise failure_of(folder, ending)
         return {"checkpoint": str(path), **ending.returned[0]}

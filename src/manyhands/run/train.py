@@ -14,9 +14,10 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
+from manyhands.cluster.orders import Orders
 from manyhands.cluster.rendezvous import participate
-from manyhands.cluster.start import LocalStart, start_agent
-from manyhands.cluster.supervise import Ending, first_cause, supervise
+from manyhands.cluster.start import open_here
+from manyhands.cluster.supervise import Ending, Watch, first_cause, supervise
 from manyhands.config.job import Job
 from manyhands.core.errors import (
     EXIT_FAILED,
@@ -29,7 +30,7 @@ from manyhands.core.errors import (
     UserError,
 )
 from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder, write_job
-from manyhands.core.records import Event, Failure, append, write_json
+from manyhands.core.records import MACHINE_LOST, Event, Failure, append, read_lines, write_json
 from manyhands.core.world import Membership
 from manyhands.report.page import write_report
 from manyhands.report.read import RunData, read_run
@@ -82,11 +83,11 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None) -> Outcome:
 
 
 def _train_by_agent(job: Job, processes: int, *, quiet: bool, objects: Any) -> Outcome:
-    with _run_folder(job) as folder, tempfile.TemporaryDirectory(prefix="manyhands-") as private:
+    with run_folder(job) as folder, tempfile.TemporaryDirectory(prefix="manyhands-") as private:
         argument = {"task": "train", "job": job.model_dump(mode="json"), "folder": str(folder.path.resolve())}
         argument.update(_hand_over(objects, Path(private)))
         ending = _run_agent(job, argument, processes, folder, quiet=quiet)
-        return _conclude(job, folder, ending)
+        return conclude(job, folder, ending)
 
 
 def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
@@ -101,21 +102,24 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 
 
 def _run_agent(job: Job, argument: dict[str, Any], processes: int, folder: RunFolder, *, quiet: bool) -> Ending:
-    start = LocalStart(WORK, argument, processes, folder.ranks.resolve(), job.cluster.device, job.cluster.threads)
+    orders = Orders(
+        WORK, argument, str(folder.ranks.resolve()), [processes], device=job.cluster.device, threads=job.cluster.threads
+    )
     screen = Screen(folder.path, quiet=quiet)
     try:
-        return supervise(start_agent(start), screen.update, lambda: screen.say(STOPPING))
+        link = open_here(folder.ranks / "agent.log")
+        return supervise([link], [orders], Watch(screen.update, lambda: screen.say(STOPPING)))
     finally:
         screen.close()
 
 
-def _conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
+def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
     """Report, exit code, or the first cause of a failure."""
     if not ending.ok:
-        if ending.interrupted and not list(folder.failures.glob("*.json")):
+        if ending.interrupted and not ending.records:
             _report(job, folder)
             raise _interrupted()
-        cause = first_cause(folder.failures, ending)
+        cause = first_cause(ending)
         if cause:
             _note_failure(folder, cause)
         _report(job, folder)
@@ -145,15 +149,20 @@ def _note_failure(folder: RunFolder, cause: Failure) -> None:
 
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """The first cause as an error for the user."""
-    cause = first_cause(folder.failures, ending)
-    go_on = (f"manyhands resume {folder.path} goes on from the last checkpoint",) if folder.has_checkpoints() else ()
+    cause = first_cause(ending)
+    go_on = (f"manyhands resume {folder.path} goes on from the last checkpoint",) if _has_saved(folder) else ()
     if cause is None:
         where = str(folder.ranks / "agent.log")
         return RunError(f"the agent that watches the processes failed: {ending.broken}", where, go_on)
     error = as_error(cause)
-    if cause.exit_code == EXIT_FAILED and not cause.where:
+    if cause.exit_code == EXIT_FAILED and (not cause.where or cause.error == MACHINE_LOST):
         error.mend += go_on
     return error
+
+
+def _has_saved(folder: RunFolder) -> bool:
+    """True when there is a checkpoint, here or on the machine of rank 0."""
+    return folder.has_checkpoints() or any(line.get("kind") == "saved" for line in read_lines(folder.events))
 
 
 def _report(job: Job, folder: RunFolder) -> None:
@@ -167,7 +176,7 @@ def _report(job: Job, folder: RunFolder) -> None:
 
 
 @contextmanager
-def _run_folder(job: Job) -> Iterator[RunFolder]:
+def run_folder(job: Job) -> Iterator[RunFolder]:
     """The run folder; one that is new goes again when the user's mistake ends the run before its first update."""
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
     missing = topmost_missing(base)
@@ -219,7 +228,7 @@ def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: 
         say = _say if membership.started_by == "--init" else _say_nothing
         result = _take_part(job, membership, UNKNOWN, objects, say)
         return _outcome(RunFolder(Path(result["folder"])), result, speaks=False)
-    with _run_folder(job) as folder:
+    with run_folder(job) as folder:
         screen = _ScreenThread(folder, quiet=quiet)
         try:
             result = _take_part(job, membership, folder, objects, _say)

@@ -14,14 +14,16 @@ import tomli_w
 
 from manyhands import __version__
 from manyhands.cluster.rendezvous import worker_membership
-from manyhands.config.job import Job
+from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder, write_job
 from manyhands.core.journal import Journal
-from manyhands.core.records import Failure, write_json
+from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.world import Membership
 
 Say = Callable[[str], None]
+# Of the cluster's options, those that all processes must agree in.
+SHARED = {"init", "world_size", "backend"}
 
 
 def work(argument: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def work(argument: dict[str, Any]) -> dict[str, Any]:
     try:
         return task(job, membership, folder, argument, _note_in_log)
     except Failed as failed:
+        write_json(Path(os.environ[FAILURE_FILE]), failed.record)
         raise SystemExit(failed.record.exit_code) from None
 
 
@@ -73,7 +76,8 @@ def train_here(
         group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
         if membership.started_by != "manyhands":
             group.listen(membership.attempt)
-        folder = share_folder(group.world, folder)
+        if membership.started_by != "manyhands":
+            folder = share_folder(group.world, folder)
         parts = _build(job, folder, group.world, argument)
         from manyhands.train.loop import fit
 
@@ -143,8 +147,8 @@ def _first_of_all(group: Any, record: Failure) -> Failure:
 
 
 def digest(job: Job) -> str:
-    """Of what must be equal on all processes: the job but for this process's own place, and the version."""
-    content = job.model_dump_json(exclude={"cluster": {"rank", "processes", "device", "threads"}, "run": {"out"}})
+    """Of what must be equal on all processes: the job but for who takes part where, and the version."""
+    content = job.model_dump_json(exclude={"cluster": set(ClusterOptions.model_fields) - SHARED, "run": {"out"}})
     return hashlib.sha256(f"{__version__} {content}".encode()).hexdigest()[:16]
 
 

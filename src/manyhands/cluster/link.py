@@ -1,0 +1,167 @@
+"""The head's end of a conversation with the agent of one machine: JSON objects, one a line, over a pipe or over ssh.
+
+The head sends requests, {"do": name, …}; the agent answers each with {"kind": "answer", …} or {"kind": "error", …} and
+tells of its own what happens. Nothing is unpickled, and no port is opened for it.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.inventory import Machine
+from manyhands.core.errors import RunError
+
+# The other end is told so often that its head is there.
+PULSE_S = 2.0
+# Who is silent for so long is given up. After a break of 8 s TCP sends anew after 12.6 s, so this must be longer.
+SILENT_S = 15.0
+# What a machine may send in one line; its whole code may be in a request, its records in an answer.
+LONGEST_LINE = 64 * 1024 * 1024
+Message = dict[str, Any]
+
+
+class LinkClosed(RunError):  # noqa: N818 - a state that callers ask for, as often as an error
+    """The machine's agent, or the connection to it, has ended."""
+
+
+class Link:
+    """A conversation with one machine.
+
+    Attributes:
+        machine: who is there.
+        here: True for this machine.
+        process: the agent itself, or the ssh that leads to it.
+        log: the file that its standard error goes to.
+        heard: when the last line came, by the monotonic clock.
+        closed: True once nothing more can come.
+    """
+
+    def __init__(self, machine: Machine, process: subprocess.Popen[bytes], log: Path, *, here: bool) -> None:
+        self.machine, self.process, self.log, self.here = machine, process, log, here
+        self.heard, self.closed = time.monotonic(), False
+        self._rest = b""
+        self._asked = 0
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+
+    def fileno(self) -> int:
+        """Of what comes from the machine, for a selector."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends one object; one that can't be sent is noticed when nothing comes back."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def read(self) -> list[Message]:
+        """What has come, without waiting; sets `closed` at the end."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.closed:
+                received = os.read(self.fileno(), 1 << 16)
+                self.closed = not received or len(self._rest) > LONGEST_LINE
+                self._rest += received
+        *lines, self._rest = self._rest.split(b"\n")
+        if lines:
+            self.heard = time.monotonic()
+        return [message for message in map(_parse, lines) if message]
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> Message:
+        """Sends a request and waits for its answer.
+
+        Raises:
+            LinkClosed: the machine is gone or silent.
+            RunError: the request failed there.
+        """
+        (answer,) = ask_all([self], [request], timeout_s)
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    def post(self, request: Mapping[str, Any]) -> int:
+        """Sends a request and returns its number, which the answer bears."""
+        self._asked += 1
+        self.send({**request, "id": self._asked})
+        return self._asked
+
+    def said(self, last_lines: int = 8) -> str:
+        """The end of what it wrote to its standard error."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-last_lines:])
+        return ""
+
+    def close(self, patience_s: float = 5.0) -> int:
+        """Closes this end, which ends the other; what doesn't end in time is killed. Returns the exit code."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.closed = True
+        return self.process.returncode
+
+
+def _parse(line: bytes) -> Message | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None  # a greeting of the other machine's login shell
+    return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None
+
+
+def ask_all(links: Sequence[Link], requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Message | RunError]:
+    """Asks several machines at once, each its own question.
+
+    Returns:
+        For each link its answer, or the error that stands in its place: LinkClosed where the machine is gone or
+        silent, RunError where the request failed there.
+    """
+    numbers = {link: link.post(request) for link, request in zip(links, requests, strict=True)}
+    answers: dict[Link, Message | RunError] = {}
+    until, pulse = time.monotonic() + timeout_s, time.monotonic() + PULSE_S
+    with selectors.DefaultSelector() as selector:
+        for link in links:
+            selector.register(link, selectors.EVENT_READ)
+        while len(answers) < len(links) and time.monotonic() < until:
+            for key, _ in selector.select(0.2):
+                link = key.fileobj
+                assert isinstance(link, Link)
+                answers.update(_answers(link, link.read(), numbers[link]))
+                if link.closed:
+                    selector.unregister(link)
+                    answers.setdefault(link, LinkClosed(f"{link.machine.name} is gone", link.machine.name))
+            if time.monotonic() > pulse:
+                pulse += PULSE_S
+                for link in links:
+                    link.send({"do": "alive"})
+    silent = f"did not answer within {timeout_s:.0f} s"
+    return [answers.get(link, LinkClosed(f"{link.machine.name} {silent}", link.machine.name)) for link in links]
+
+
+def _answers(link: Link, messages: Sequence[Message], number: int) -> dict[Link, Message | RunError]:
+    for message in messages:
+        if message.get("id") == number and message["kind"] == "answer":
+            return {link: message}
+        if message.get("id") == number and message["kind"] == "error":
+            return {link: _failed(link, message)}
+    return {}
+
+
+def _failed(link: Link, message: Message) -> RunError:
+    error = RunError(str(message.get("what", "the request failed")), link.machine.name, tuple(message.get("mend", ())))
+    if message.get("traceback"):
+        error.add_note(str(message["traceback"]))
+    return error

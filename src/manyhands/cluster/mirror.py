@@ -1,0 +1,109 @@
+"""Carries a run's records from the machine of rank 0 to the head's own folder, where they don't share a disk.
+
+Records and small files travel; checkpoints stay where they are written.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+GROWING = ("metrics.jsonl", "events.jsonl")
+WHOLE = ("job.toml", "plan.json", "env.json", "evaluations/best.json", "evaluations/last.json")
+# More than this at once would hold up what else is to be said; the rest comes with the next look.
+PIECE_BYTES = 1 << 20
+
+
+class Sender:
+    """Looks for what is new in the run folder of this machine.
+
+    Args:
+        folder: the run folder here.
+        held: bytes of each growing file that the head has already.
+    """
+
+    def __init__(self, folder: Path, held: dict[str, int]) -> None:
+        self._folder = folder
+        self._sent = {name: held.get(name, 0) for name in GROWING}
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def news(self) -> Iterator[dict[str, Any]]:
+        """What has come since the last call: pieces of growing files, and changed small files whole."""
+        for name in GROWING:
+            yield from self._grown(name)
+        for name in WHOLE:
+            yield from self._changed(name)
+
+    def _grown(self, name: str) -> Iterator[dict[str, Any]]:
+        path = self._folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size < self._sent[name]:
+            self._sent[name] = 0  # begun anew
+        if size > self._sent[name]:
+            with path.open("rb") as file:
+                file.seek(self._sent[name])
+                piece = file.read(PIECE_BYTES)
+            whole = piece[: piece.rfind(b"\n") + 1]
+            if whole:
+                yield {"name": name, "offset": self._sent[name], "text": whole.decode("utf-8", "replace")}
+                self._sent[name] += len(whole)
+
+    def _changed(self, name: str) -> Iterator[dict[str, Any]]:
+        path = self._folder / name
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            identity = (state.st_mtime_ns, state.st_size)
+            if self._seen.get(name) != identity and state.st_size <= PIECE_BYTES * 16:
+                self._seen[name] = identity
+                yield {"name": name, "text": path.read_text(encoding="utf-8", errors="replace")}
+
+
+class Receiver:
+    """Writes what comes from the machine of rank 0 into the head's run folder.
+
+    Args:
+        folder: the run folder here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def held(self) -> dict[str, int]:
+        """Bytes of each growing file that are here."""
+        paths = {name: self._folder / name for name in GROWING}
+        return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+
+    def take(self, piece: dict[str, Any]) -> None:
+        """Writes one piece; what doesn't carry on from what is here replaces it, and the older is kept aside."""
+        name, text = piece["name"], piece["text"].encode()
+        path = self._folder / name
+        if name in GROWING:
+            self._append(path, piece["offset"], text)
+        elif name in WHOLE:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_bytes(text)
+            temporary.replace(path)
+
+    def _append(self, path: Path, offset: int, text: bytes) -> None:
+        size = path.stat().st_size if path.is_file() else 0
+        if size and offset == 0:
+            path.rename(_free(path))
+        elif size != offset:
+            raise ValueError(f"{path} has {size} bytes, and what came begins at {offset}")
+        with path.open("ab") as file:
+            file.write(text)
+
+
+def _free(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return aside
+
+
+def bounded(send: Callable[[dict[str, Any]], None], sender: Sender) -> None:
+    """Sends everything that is new, however much; for the end of a run."""
+    while pieces := list(sender.news()):
+        for piece in pieces:
+            send(piece)

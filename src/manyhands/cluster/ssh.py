@@ -1,0 +1,122 @@
+"""The system's own ssh: the command that starts an agent on another machine, and what its failures mean."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.cluster.inventory import Machine
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
+
+AGENT = "manyhands.cluster.host"
+# A machine that doesn't answer costs this long; a dead connection is noticed after three times the interval.
+CONNECT_S = 10
+ALIVE_S = 5
+HAS_MANYHANDS = 'import importlib.util as u, sys; sys.exit(not u.find_spec("manyhands"))'
+NO_PYTHON = "manyhands: no python here has manyhands"
+
+
+def ssh_words(options: ClusterOptions) -> list[str]:
+    """The user's ssh command with what keeps it from asking questions or waiting for ever.
+
+    Raises:
+        UserError: cluster.ssh is no command.
+    """
+    try:
+        words = shlex.split(options.ssh)
+    except ValueError as error:
+        raise UserError(f"cluster.ssh can't be read: {error}", "cluster.ssh", ("quote it as in a shell",)) from None
+    if not words:
+        raise UserError("cluster.ssh is empty", "cluster.ssh", ('leave it out, or write "ssh -F my_config"',))
+    settings = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_S,
+        "ServerAliveInterval": ALIVE_S,
+        "ServerAliveCountMax": 3,
+    }
+    return [*words, "-T", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+
+
+def agent_command(machine: Machine, options: ClusterOptions, workdir: Path) -> list[str]:
+    """The command that starts the agent on another machine, in the same folder as here where it exists there."""
+    if machine.host.startswith("-"):
+        raise UserError(f'"{machine.host}" is no host', "cluster.hosts", ("write a name or an address",))
+    return [*ssh_words(options), "--", machine.host, f"exec sh -c {shlex.quote(_script(options, workdir))}"]
+
+
+def _script(options: ClusterOptions, workdir: Path) -> str:
+    if options.workdir:
+        folder = options.workdir
+        quoted = f'"$HOME"/{shlex.quote(folder[2:])}' if folder.startswith("~/") else shlex.quote(folder)
+        enter = f"cd {quoted} || exit 126"
+    else:
+        enter = f"cd {shlex.quote(str(workdir))} 2>/dev/null"
+    if options.python:
+        return f"{enter}\nexec {shlex.quote(options.python)} -m {AGENT}"
+    candidates = " ".join(shlex.quote(word) for word in (sys.executable, ".venv/bin/python", "python3", "python"))
+    return (
+        f"{enter}\n"
+        f"for python in {candidates}; do\n"
+        f'  "$python" -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" -m {AGENT}\n'
+        f"done\n"
+        f"echo {shlex.quote(NO_PYTHON)} >&2\n"
+        f"exit 127"
+    )
+
+
+@dataclass(frozen=True)
+class Contact:
+    """Why no agent answers from a machine.
+
+    Attributes:
+        kind: unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder or other.
+        what: one sentence.
+        mend: what to do about it.
+    """
+
+    kind: str
+    what: str
+    mend: tuple[str, ...]
+
+
+def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
+    """Reads ssh's own last words.
+
+    Args:
+        machine: who should have answered.
+        exit_code: of ssh; 255 for its own failures, None while it runs.
+        said: the end of its standard error.
+        options: of the cluster.
+    """
+    name, by_hand = machine.name, f"try by hand: {options.ssh} {machine.host} true"
+    lines = [line for line in said.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else ""
+    for words, kind, what, mend in _meanings(machine, options):
+        if any(word in said for word in words):
+            return Contact(kind, what, (mend, by_hand) if kind not in {"no-manyhands", "no-folder"} else (mend,))
+    if exit_code == 126 and options.workdir:
+        mend = f"{options.ssh} {machine.host} mkdir -p {options.workdir}, or change cluster.workdir"
+        return Contact("no-folder", f"{name} has no folder {options.workdir}", (mend,))
+    ended = "" if exit_code is None else f" (exit code {exit_code})"
+    return Contact("other", f"no agent answers on {name}{ended}{last and f': {last}'}", (by_hand,))
+
+
+def _meanings(machine: Machine, options: ClusterOptions) -> list[tuple[tuple[str, ...], str, str, str]]:
+    name = machine.name
+    return [
+        (("Could not resolve hostname", "Name or service not known"), "unknown-host",
+         f"the name {name} has no address here", "write its address, or add it to ~/.ssh/config or /etc/hosts"),
+        (("REMOTE HOST IDENTIFICATION HAS CHANGED", "Host key verification failed", "host key is known"), "host-key",
+         f"ssh doesn't know {name}'s key, or knows another one",
+         f"check that it is the right machine; then once: ssh-keygen -R {name}; ssh {machine.host}"),
+        (("Permission denied", "Too many authentication failures"), "auth",
+         f"{name} lets nobody in without a password", f"ssh-copy-id {machine.host}"),
+        (("Connection refused",), "refused", f"{name} is there, but refuses ssh",
+         f"start its ssh server (sudo systemctl start ssh), or say its port in ~/.ssh/config (Host {name}, Port …)"),
+        (("timed out", "No route to host", "Network is unreachable", "Host is down", "not responding"), "unreachable",
+         f"{name} can't be reached", "is it switched on, on this network, and its address right?"),
+        ((NO_PYTHON, "No module named manyhands", "No module named 'manyhands'"), "no-manyhands",
+         f"{name} has no Python with manyhands{f' ({options.python})' if options.python else ''}",
+         f"install it there as here, or name its Python: --cluster.python /path/to/{Path(sys.executable).name}"),
+    ]  # fmt: skip

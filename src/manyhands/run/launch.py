@@ -1,0 +1,156 @@
+"""One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.assemble import Crew, assembled, prepare
+from manyhands.cluster.code import code_files, with_absolute_paths
+from manyhands.cluster.formats import hostfile
+from manyhands.cluster.inventory import Machine
+from manyhands.cluster.mirror import Receiver
+from manyhands.cluster.orders import Orders
+from manyhands.cluster.reach import Address, find_addresses
+from manyhands.cluster.supervise import Watch, supervise
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import write_json
+from manyhands.report.terminal import Screen
+from manyhands.run.train import STOPPING, WORK, Outcome, conclude, run_folder, train
+
+
+def start(job: Job, *, quiet: bool = False) -> Outcome:
+    """Trains as the job says: on the machines that it names, or here."""
+    machines = machines_of(job)
+    return launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet)
+
+
+def machines_of(job: Job) -> tuple[Machine, ...]:
+    """The machines that the job is to be launched on; none where it names none.
+
+    Raises:
+        UserError: hosts and a hostfile are given, or one of them can't be read.
+    """
+    options = job.cluster
+    if options.hosts and options.hostfile:
+        raise UserError("hosts and a hostfile are given", "cluster.hosts", ("leave one of them out",))
+    if options.hosts:
+        return hostfile.read_list(",".join(options.hosts), "--hosts").machines
+    if options.hostfile:
+        path = Path(options.hostfile).expanduser()
+        try:
+            return hostfile.read(path.read_text(encoding="utf-8"), str(path)).machines
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the hostfile can't be read: {error}", str(path)) from None
+    return ()
+
+
+def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Outcome:
+    """Trains on several machines, the first of which has rank 0.
+
+    Raises:
+        ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
+    """
+    with run_folder(job) as folder:
+        receiver, screen = Receiver(folder.path), Screen(folder.path, quiet=quiet)
+        try:
+            with assembled(machines, job.cluster, folder.ranks, {}) as crew:
+                crew.require_all()
+                orders = _ready(job, crew, folder, receiver, screen)
+                watch = Watch(
+                    screen.update, lambda: screen.say(STOPPING), receiver.take, clock_offsets_s=crew.clock_offsets_s
+                )
+                ending = supervise(crew.links, orders, watch)
+        finally:
+            screen.close()
+        return conclude(job, folder, ending)
+
+
+def _ready(job: Job, crew: Crew, folder: RunFolder, receiver: Receiver, screen: Screen) -> list[Orders]:
+    """Everything that comes before the workers: folders, code, addresses, sizes, the store's port."""
+    addresses = find_addresses(crew, job.cluster)
+    opened = _open_folders(crew, folder, receiver)
+    paths = _share_code(crew, job) if job.cluster.sync_code else [""] * len(crew.links)
+    sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
+    port = crew.links[0].ask({"do": "bind", "address": addresses[0].address}, 30.0)["port"]
+    _note_machines(folder, crew, sizes, [answer["folder"] for answer in opened], addresses)
+    for line in describe(crew, sizes, addresses, port):
+        screen.say(line)
+    if job.cluster.sync_code:
+        job = with_absolute_paths(job)
+    return [
+        Orders(
+            entry=WORK,
+            argument=_argument(job, answer["folder"], path),
+            logs=str(Path(answer["folder"]) / "ranks"),
+            sizes=sizes,
+            machine=machine,
+            device=devices[machine],
+            threads=job.cluster.threads,
+            address=addresses[0].address,
+            port=port,
+            environment=address.environment(),
+            devices=list(link.machine.devices),
+        )
+        for machine, (link, answer, path, address) in enumerate(zip(crew.links, opened, paths, addresses, strict=True))
+    ]
+
+
+def _argument(job: Job, folder: str, code: str) -> dict[str, Any]:
+    return {"task": "train", "job": job.model_dump(mode="json"), "folder": folder, "paths": [code or "."]}
+
+
+def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver) -> list[dict[str, Any]]:
+    """The run folder on every machine, at the same place in its work folder; a shared one is recognised by a token."""
+    token = f".shared-{secrets.token_hex(8)}"
+    marker = folder.ranks / token
+    marker.touch()
+    try:
+        path = folder.path.absolute()
+        place = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+        requests = [
+            {"do": "open", "folder": str(path) if link.here else place, "token": token, "records": number == 0,
+             "held": receiver.held()}
+            for number, link in enumerate(crew.links)
+        ]  # fmt: skip
+        return crew.ask(requests)
+    finally:
+        marker.unlink()
+
+
+def _share_code(crew: Crew, job: Job) -> list[str]:
+    """This folder's code on every other machine, in a folder of its own; the workers work there."""
+    request = {"do": "code", "files": code_files(Path.cwd())}
+    return [str(Path.cwd()) if link.here else link.ask(request, 120.0)["folder"] for link in crew.links]
+
+
+def _note_machines(
+    folder: RunFolder, crew: Crew, sizes: Sequence[int], folders: Sequence[str], addresses: Sequence[Address]
+) -> None:
+    """machines.json: who has which ranks, and where its part of the run folder is."""
+    firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
+    write_json(
+        folder.machines,
+        [
+            {"host": link.machine.host, "here": link.here, "ranks": [first, size], "folder": place,
+             "address": address.address, "interface": address.interface}
+            for link, first, size, place, address in zip(crew.links, firsts, sizes, folders, addresses, strict=True)
+        ],
+    )  # fmt: skip
+
+
+def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], port: int) -> list[str]:
+    """Who takes part, and what listens where."""
+    names = [link.machine.name for link in crew.links]
+    who = ", ".join(f"{name} ({size})" if size > 1 else name for name, size in zip(names, sizes, strict=True))
+    total = sum(sizes)
+    lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
+    if all(link.here for link in crew.links):
+        return lines
+    where = ", ".join(f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses))
+    lines.append(
+        f"between them: {where}; the store listens on {addresses[0].address} port {port}; gradients travel unencrypted"
+    )
+    return lines
