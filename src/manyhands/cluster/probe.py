@@ -1,0 +1,287 @@
+"""What a machine does when it is asked to be reached, to reach others, and to measure the way to one of them.
+
+A listener answers only who knows its own token, so that another program, or another machine with the same address,
+is not taken for the one that was meant. It only counts bytes, and is closed after a while if nobody closes it.
+"""
+
+import contextlib
+import errno
+import hmac
+import secrets
+import select
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from manyhands.cluster.findings import Reached
+from manyhands.parallel.ports import holder_of
+
+TOKEN_BYTES = 16
+ECHO, COUNT = b"E", b"C"
+READY = b"manyhands\n"
+EXCHANGES = 5
+BLOCK_BYTES = 256 * 1024
+# What is in flight when the time is up is thrown away; a small buffer keeps it little on slow links.
+SEND_BUFFER_BYTES = 512 * 1024
+# Of a measurement's time, before its bytes count: connections start slowly, and shaped links with a burst.
+WARM_UP = 0.25
+PEER_PATIENCE_S = 5.0
+OPEN_AT_ONCE = 64
+
+
+class Listeners:
+    """This machine's open ears, until `close`, or for `seconds` at most."""
+
+    def __init__(self, addresses: Sequence[str], port: int = 0, *, seconds: float = 60.0) -> None:
+        """Listens on exactly these addresses; what can't be listened on is said in `told`.
+
+        Args:
+            addresses: of this machine.
+            port: the same on each; 0 for any free one.
+            seconds: after which it is closed anyway.
+        """
+        self.told: dict[str, dict[str, Any]] = {}
+        self._sockets: list[socket.socket] = []
+        self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
+        for address in addresses:
+            self.told[address] = self._open(address, port)
+        self._timer = threading.Timer(seconds, self.close)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _open(self, address: str, port: int) -> dict[str, Any]:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(OPEN_AT_ONCE)
+        except OSError as error:
+            listener.close()
+            holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
+            return {"error": error.strerror or str(error), "holder": holder}
+        self._sockets.append(listener)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        threading.Thread(target=self._accept, args=(listener, token), daemon=True).start()
+        return {"port": listener.getsockname()[1], "token": token.hex()}
+
+    def _accept(self, listener: socket.socket, token: bytes) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # it was closed
+            if not self._busy.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
+
+    def _serve(self, connection: socket.socket, token: bytes) -> None:
+        try:
+            # A peer that breaks off or never speaks is the peer's measurement that fails, and it says so itself.
+            with connection, contextlib.suppress(OSError):
+                _answer(connection, token)
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Closes all; may be called twice."""
+        self._timer.cancel()
+        for listener in self._sockets:
+            # shutdown wakes the thread that waits in accept; not every system allows it on a listener.
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def _answer(connection: socket.socket, token: bytes) -> None:
+    connection.settimeout(PEER_PATIENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), token):
+        return
+    connection.sendall(READY)
+    wish = _exactly(connection, 1)
+    if wish == ECHO:
+        while part := connection.recv(64):
+            connection.sendall(part)
+    elif wish == COUNT:
+        (seconds,) = struct.unpack("!d", _exactly(connection, 8))
+        connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
+        connection.recv(1)  # until the sender has read it and breaks off
+
+
+def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
+    """Bytes that arrive, and in what time, after a warm-up."""
+    place = memoryview(bytearray(BLOCK_BYTES))
+    start = time.monotonic()
+    count, since, last = 0, 0.0, start
+    while last - start < seconds:
+        received = connection.recv_into(place)
+        if not received:
+            break
+        last = time.monotonic()
+        if since:
+            count += received
+        elif last - start >= seconds * WARM_UP:
+            since = last
+    return float(count), last - since if since else 0.0
+
+
+def connect(target: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Tries to reach one listener and measures the time of small messages.
+
+    Args:
+        target: address, port and token of a listener.
+        timeout_s: for each answer.
+
+    Returns:
+        What `findings.Attempt.read` reads.
+    """
+    told = {"address": target["address"], "port": target["port"]}
+    try:
+        with _open_connection(target, timeout_s) as connection:
+            told["local"] = connection.getsockname()[0]
+            connection.sendall(ECHO)
+            times = [_exchange(connection) for _ in range(EXCHANGES)]
+        return {**told, "result": "ok", "latency_ms": 1000 * statistics.median(times)}
+    except _OtherError:
+        return {**told, "result": "other"}
+    except OSError as error:
+        return {**told, "result": _kind(error)}
+
+
+def connect_all(targets: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+    """Tries all targets at once, and answers in their order."""
+    if not targets:
+        return []
+    with ThreadPoolExecutor(min(len(targets), OPEN_AT_ONCE)) as pool:
+        return list(pool.map(lambda target: connect(target, timeout_s), targets))
+
+
+def measure(target: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Sends to a listener for about so long, as fast as it goes.
+
+    Returns:
+        "mbps", or "error".
+    """
+    try:
+        with _open_connection(target, PEER_PATIENCE_S, SEND_BUFFER_BYTES) as connection:
+            connection.sendall(COUNT + struct.pack("!d", seconds))
+            _pour(connection, seconds + PEER_PATIENCE_S)
+            count, taken = struct.unpack("!dd", _exactly(connection, 16))
+            # What is still in the buffer is not sent any more.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    except _OtherError:
+        return {"error": "something else answers there"}
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    if not (count and taken):
+        return {"error": "too little arrived to measure"}
+    return {"mbps": count * 8 / taken / 1e6}
+
+
+def _pour(connection: socket.socket, seconds: float) -> None:
+    """Sends until the receiver has something to say."""
+    block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds
+    connection.setblocking(False)
+    while time.monotonic() < deadline:
+        readable, writable, _ = select.select([connection], [connection], [], 0.5)
+        if readable:
+            break
+        if writable:
+            with contextlib.suppress(BlockingIOError):
+                connection.send(block)
+    connection.settimeout(PEER_PATIENCE_S)
+
+
+class _OtherError(Exception):
+    """Something answers that doesn't know the token."""
+
+
+def _open_connection(target: Mapping[str, Any], timeout_s: float, send_buffer: int = 0) -> socket.socket:
+    address, port = str(target["address"]), int(target["port"])
+    connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if send_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        connection.connect((address, port))
+        _greet(connection, bytes.fromhex(target["token"]))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _greet(connection: socket.socket, token: bytes) -> None:
+    try:
+        connection.sendall(token)
+        if _exactly(connection, len(READY)) != READY:
+            raise _OtherError
+    except ConnectionError:
+        raise _OtherError from None
+
+
+def _exchange(connection: socket.socket) -> float:
+    start = time.perf_counter()
+    connection.sendall(b".")
+    _exactly(connection, 1)
+    return time.perf_counter() - start
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(count - len(parts))
+        if not part:
+            raise ConnectionResetError(errno.ECONNRESET, "the other side ended the connection")
+        parts += part
+    return bytes(parts)
+
+
+def _kind(error: OSError) -> Reached:
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "timeout"
+    return "refused" if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET) else "unreachable"
+
+
+class Probe:
+    """What a remote end keeps between requests: its listeners. `answer` takes one request and gives one answer."""
+
+    def __init__(self) -> None:
+        self._open: list[Listeners] = []
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Does what `request["do"]` says.
+
+        - listen {addresses, port?, seconds?} -> {listeners: {address: {port, token} | {error, holder}}}
+        - connect {targets: [{address, port, token}], timeout_s} -> {attempts: [...]}, in the order of the targets
+        - measure {target, seconds} -> {mbps} | {error}
+        - unlisten {} -> {}
+
+        Raises:
+            ValueError: there is no such request.
+        """
+        do = request.get("do")
+        if do == "listen":
+            ears = Listeners(request["addresses"], request.get("port", 0), seconds=request.get("seconds", 60.0))
+            self._open.append(ears)
+            return {"listeners": ears.told}
+        if do == "connect":
+            return {"attempts": connect_all(request["targets"], request["timeout_s"])}
+        if do == "measure":
+            return measure(request["target"], request["seconds"])
+        if do == "unlisten":
+            self.close()
+            return {}
+        raise ValueError(f"no request of a probe: {do!r}")
+
+    def close(self) -> None:
+        """Closes all listeners."""
+        while self._open:
+            self._open.pop().close()

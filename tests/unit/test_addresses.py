@@ -1,0 +1,118 @@
+"""Each machine gets an address that all the others did reach, whatever else it has."""
+
+import ipaddress
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.cluster.addresses import choose_addresses, interface_of, own_candidates, unlikely
+from manyhands.cluster.findings import Attempt
+
+NAMES = ("eth0", "eno1", "enp3s0", "docker0", "br-1a2b", "wg0", "tailscale0", "virbr0", "ib0", "lo")
+HOSTS = ("a", "b", "c", "d")
+
+
+def interface(name, *addresses, up=True, speed=0):
+    entries = [
+        dict(zip(("address", "prefix"), (a.split("/")[0], int(a.split("/")[1])), strict=True)) for a in addresses
+    ]
+    return {"name": name, "up": up, "speed_mbps": speed, "addresses": entries}
+
+
+addresses = st.one_of(
+    st.builds("10.0.{}.{}/24".format, st.integers(0, 1), st.integers(1, 254)),
+    st.builds("8.1.{}.{}/20".format, st.integers(0, 255), st.integers(1, 254)),
+    st.builds("fd00:{:x}::{:x}/64".format, st.integers(0, 1), st.integers(1, 254)),
+    st.sampled_from(["127.0.0.1/8", "::1/128", "fe80::1/64"]),
+)
+interfaces = st.lists(
+    st.builds(
+        interface,
+        st.sampled_from(NAMES),
+        addresses,
+        addresses,
+        up=st.booleans(),
+        speed=st.sampled_from([0, 1000, 10_000]),
+    ),
+    max_size=4,
+    unique_by=lambda made: made["name"],
+)
+
+
+@st.composite
+def clusters(draw):
+    """Facts, and for each ordered pair what became of each attempt."""
+    facts = {host: {"interfaces": draw(interfaces)} for host in HOSTS[: draw(st.integers(1, 4))]}
+    results = st.sampled_from(["ok", "ok", "ok", "refused", "timeout", "other"])
+    reach = {
+        (one, two): tuple(Attempt(address, draw(results)) for address in own_candidates(facts[two]))
+        for one in facts
+        for two in facts
+        if one != two
+    }
+    return facts, reach
+
+
+def reached_by_all(facts, reach, host):
+    """A machine's addresses that every other one reached."""
+    others = [reach[other, host] for other in facts if other != host]
+    own = own_candidates(facts[host])
+    return [a for a in own if all(any(t.address == a and t.result == "ok" for t in tries) for tries in others)]
+
+
+@given(clusters())
+def test_the_chosen_address_is_the_machines_own_and_reached_by_all(cluster):
+    facts, reach = cluster
+    chosen = choose_addresses(facts, reach)
+    for host in facts:
+        usable = reached_by_all(facts, reach, host)
+        assert (host in chosen) == bool(usable)
+        if host in chosen:
+            name, address = chosen[host]
+            assert address in usable
+            assert any(i["name"] == name and i["up"] for i in facts[host]["interfaces"])
+            assert not ipaddress.ip_address(address).is_loopback
+
+
+@given(clusters())
+def test_the_order_in_which_machines_are_named_does_not_matter(cluster):
+    facts, reach = cluster
+    assert choose_addresses(dict(reversed(facts.items())), reach) == choose_addresses(facts, reach)
+
+
+@given(clusters())
+def test_ipv4_where_all_have_it_and_containers_bridges_only_where_nothing_else_works(cluster):
+    facts, reach = cluster
+    chosen = choose_addresses(facts, reach)
+    usable = {host: reached_by_all(facts, reach, host) for host in chosen}
+    fours = all(any("." in address for address in found) for found in usable.values())
+    sixes = all(any(":" in address for address in found) for found in usable.values())
+    for host, (_, address) in chosen.items():
+        assert ("." in address) == fours or (not fours and not sixes)
+        alike = [a for a in usable[host] if (":" in a) == (":" in address)]
+        chance = {unlikely(interface_of(facts[host], a)) for a in alike}
+        assert unlikely(interface_of(facts[host], address)) == min(chance)
+
+
+def everyone_reaches(facts):
+    return {
+        (one, two): tuple(Attempt(address, "ok") for address in own_candidates(facts[two]))
+        for one in facts
+        for two in facts
+        if one != two
+    }
+
+
+def test_the_subnet_that_all_share_wins_over_a_faster_interface_of_one():
+    shared = {host: interface("eth0", f"10.0.0.{number}/24") for number, host in enumerate("abc", 1)}
+    facts = {host: {"interfaces": [shared[host]]} for host in "abc"}
+    facts["b"] = {"interfaces": [interface("eth1", "10.9.0.1/24", speed=100_000), shared["b"]]}
+    assert choose_addresses(facts, everyone_reaches(facts)) == {
+        "a": ("eth0", "10.0.0.1"), "b": ("eth0", "10.0.0.2"), "c": ("eth0", "10.0.0.3"),
+    }  # fmt: skip
+
+
+def test_private_before_public():
+    facts = {h: {"interfaces": [interface("eth0", f"8.8.8.{n}/24"), interface("eth1", f"10.0.0.{n}/24")]}
+             for n, h in enumerate("ab", 1)}  # fmt: skip
+    assert {name for name, _ in choose_addresses(facts, everyone_reaches(facts)).values()} == {"eth1"}
