@@ -18,3 +18,8 @@ class CheckpointOptions(Options):
         default="auto",
         description="auto: go on where --out holds an unfinished run; never; or a run, checkpoint or file",
     )
+    pth_tar: str = Field(
+        default="",
+        description='a folder (such as ".") that gets imagenet main.py\'s checkpoint.pth.tar and model_best.pth.tar '
+        "at the end of each epoch; empty: none",
+    )

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -29,13 +29,17 @@ def evaluate(  # noqa: PLR0913 - one argument for each flag
         "data.name": data, "model.name": model, "cluster.processes": processes, "data.dir": data_dir,
         "cluster.device": device, **settings(set_ or []),
     }  # fmt: skip
-    found = evaluate_run(run, which=which, flags=flags)
+    show(evaluate_run(run, which=which, flags=flags), as_json=as_json)
+    return 0
+
+
+def show(found: dict[str, Any], *, as_json: bool) -> None:
+    """Prints what an evaluation found, for people or as one JSON object."""
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
-        return 0
-    print(f"{found['checkpoint']}")
+        return
+    print(f"{found['checkpoint'] or 'no checkpoint: the network as it starts'}")
     print(f"{found['count']} samples, each once   top-1 {found['top1']:.2%}   top-5 {found['top5']:.2%}   "
           f"loss {found['loss']:.4f}")  # fmt: skip
     worst = sorted(found["per_class"], key=lambda row: row["top1"])[:5]
     print("weakest classes: " + ", ".join(f"{row['name']} {row['top1']:.1%} of {row['count']}" for row in worst))
-    return 0

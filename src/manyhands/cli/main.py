@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": "Train on several machines, started and watched from here over ssh.",
     "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
     "predict": "Say what is on pictures: the most likely classes of each.",
+    "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
     "schema": "Print the JSON Schema of job.toml, for editors.",

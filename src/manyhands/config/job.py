@@ -53,6 +53,7 @@ class TrainOptions(Options):
     evaluate_batch: int = Field(default=256, ge=1, description="samples in one pass of an evaluation")
     audit_every: int = Field(default=500, ge=0, description="steps between proofs that replicas are equal; 0: never")
     max_steps: int = Field(default=0, ge=0, description="stop after so many updates; 0: no limit")
+    start_epoch: int = Field(default=0, ge=0, description="a fresh start counts its epochs from here")
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainOptions":
@@ -60,6 +61,8 @@ class TrainOptions(Options):
             raise ValueError("norm_group must be at least 2 samples: BatchNorm needs a variance")
         if self.schedule == "one-cycle" and self.warmup_epochs:
             raise ValueError("one-cycle brings its own warm-up; leave warmup_epochs out")
+        if self.start_epoch > self.epochs:
+            raise ValueError(f"start_epoch {self.start_epoch} is beyond the last of {self.epochs} epochs")
         return self
 
 
@@ -97,6 +100,11 @@ class RunOptions(Options):
     log_every_s: float = Field(
         default=0.5, gt=0.0, le=60.0, description="about how often progress is recorded, and a wish to stop is heard"
     )
+    log_steps: int = Field(
+        default=0,
+        ge=0,
+        description="a line on the screen at an epoch's first update and each so many after; 0: by time",
+    )
     report: bool = Field(default=True, description="write report.html at the end")
 
 
@@ -114,3 +122,13 @@ class Job(Options):
     cluster: ClusterOptions = Field(default_factory=ClusterOptions)
     checkpoint: CheckpointOptions = Field(default_factory=CheckpointOptions)
     run: RunOptions = Field(default_factory=RunOptions)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Job":
+        optimizer, schedule = self.train.optimizer, self.train.schedule
+        if self.checkpoint.pth_tar and (optimizer != "sgd" or schedule not in {"constant", "step"}):
+            raise ValueError(
+                f"checkpoint.pth_tar is for imagenet main.py, which knows sgd and the step schedule alone, not "
+                f"{optimizer} and {schedule}; --set 'checkpoint.pth_tar=\"\"' leaves its files out"
+            )
+        return self

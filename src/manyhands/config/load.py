@@ -46,6 +46,7 @@ def load_job(
     *,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    recipe: str = "",
 ) -> LoadedJob:
     """Builds the job.
 
@@ -53,6 +54,7 @@ def load_job(
         flags: dotted key to value, as given on the command line or in Python; None values are left out.
         file: a job.toml.
         environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
+        recipe: name of the recipe; empty for that of the data set.
 
     Raises:
         UserError: one or more values are wrong; all of them are named.
@@ -66,7 +68,7 @@ def load_job(
     origins: dict[str, str] = {}
     for layer, name in layers:
         _overlay(values, origins, layer, name)
-    chosen = recipe_for(values.get("data.name", "digits"), values.get("model.name", ""))
+    chosen = recipe_for(recipe or values.get("data.name", "digits"), values.get("model.name", ""))
     merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         # A recipe's smoothing is for its own loss.

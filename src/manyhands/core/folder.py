@@ -92,7 +92,8 @@ class RunFolder:
 
 def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
     """Creates runs/<date>-<data>-<model>, with a number behind it where that exists already."""
-    words = [re.sub(r"[^\w.-]+", "-", Path(word.split(":")[0]).stem).strip("-") or "run" for word in (data, model)]
+    plain = [word.removeprefix("torchvision:").split(":")[0] for word in (data, model)]
+    words = [re.sub(r"[^\w.-]+", "-", Path(word).stem).strip("-") or "run" for word in plain]
     stem = f"{now:%Y-%m-%d}-{words[0]}-{words[1]}"
     for number in range(1, 10_000):
         path = base / (stem if number == 1 else f"{stem}-{number}")

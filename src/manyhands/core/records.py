@@ -42,6 +42,7 @@ class StepMetrics(Record):
     samples: int = Field(description="samples that the record covers")
     data_share: float = Field(default=0.0, description="part of rank 0's time spent waiting for data, 0 to 1")
     saved_step: int = Field(default=0, description="the newest step that is saved")
+    asked: bool = Field(default=False, description="the user wants a line of this very step (run.log_steps)")
 
 
 class EvaluationMetrics(Record):

@@ -26,6 +26,9 @@ class DataOptions(Options):
     )
     skip_corrupt: bool = Field(default=False, description="leave out pictures that can't be read, and count them")
     workers: int = Field(default=-1, ge=-1, le=256, description="decoding processes for each rank; -1: by the cores")
+    machine_workers: int = Field(
+        default=0, ge=0, le=1024, description="decoding processes for all ranks of a machine together; 0: see workers"
+    )
     memory_limit_mib: int = Field(
         default=2048, ge=0, description="a set of equally sized pictures up to this size stays in memory, decoded"
     )

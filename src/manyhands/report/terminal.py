@@ -81,6 +81,8 @@ class Screen:
                 self._show_evaluation(record)
             elif isinstance(record, Event):
                 self._show_event(record)
+            elif record.asked:
+                self.say(step_line(self._progress))
         if self.live:
             self._draw()
         elif not self._quiet and self._progress.last and self._clock() - self._plain_at >= _PLAIN_EVERY_S:

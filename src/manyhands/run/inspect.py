@@ -1,11 +1,14 @@
 """Uses what a run has learnt: evaluates a checkpoint, or says what is on pictures."""
 
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.orders import Orders
+from manyhands.cluster.rendezvous import participate
 from manyhands.cluster.start import open_here
 from manyhands.cluster.supervise import Watch, supervise
 from manyhands.config.job import Job
@@ -13,6 +16,7 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.run.train import WORK, failure_of
+from manyhands.run.worker import Failed, as_error, evaluate_here
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,14 +34,36 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
         ManyhandsError: there is no such run, or the evaluation failed.
     """
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
-    with tempfile.TemporaryDirectory(prefix="manyhands-") as private:
-        folder = RunFolder(Path(private))
-        folder.failures.mkdir(parents=True)
+    return _evaluate_by_agent(job, path)
+
+
+def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
+    """Evaluates a checkpoint, or the network as the job makes it, on the processes that the job names.
+
+    Returns:
+        What `evaluate_run` does; None on processes other than the first.
+
+    Raises:
+        ManyhandsError: the evaluation failed.
+    """
+    membership = participate(job.cluster).membership
+    if membership is None:
+        return _evaluate_by_agent(job, path)
+    with _private_folder() as folder:
+        try:
+            found = evaluate_here(job, membership, folder, {"checkpoint": path}, _say)
+        except Failed as failed:
+            raise as_error(failed.record) from failed.__cause__
+    return {"checkpoint": str(path or ""), **found} if membership.rank == 0 else None
+
+
+def _evaluate_by_agent(job: Job, path: Path | None) -> dict[str, Any]:
+    with _private_folder() as folder:
         argument = {
             "task": "evaluate",
             "job": job.model_dump(mode="json"),
-            "folder": private,
-            "checkpoint": str(path.resolve()),
+            "folder": str(folder.path),
+            "checkpoint": str(path.resolve()) if path else "",
             "paths": [str(Path.cwd())],
         }
         orders = Orders(
@@ -47,7 +73,21 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
         ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
         if not ending.ok:
             raise failure_of(folder, ending)
-        return {"checkpoint": str(path), **ending.returned[0]}
+        return {"checkpoint": str(path or ""), **ending.returned[0]}
+
+
+@contextmanager
+def _private_folder() -> Iterator[RunFolder]:
+    """A run folder for the length of an evaluation, which nobody keeps."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as private:
+        folder = RunFolder(Path(private))
+        folder.failures.mkdir(parents=True)
+        yield folder
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"manyhands: {text}\n")
+    sys.stderr.flush()
 
 
 def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:

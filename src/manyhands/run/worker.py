@@ -274,7 +274,8 @@ def evaluate_here(
     group = None
     try:
         group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
-        return evaluate_checkpoint(job, Path(argument["checkpoint"]), group.world, load_objects(argument))
+        path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
+        return evaluate_checkpoint(job, path, group.world, load_objects(argument))
     except (Exception, KeyboardInterrupt) as error:
         record = describe_failure(error, rank=membership.rank, step=None, phase="evaluate")
         raise Failed(leave_record(record, folder)) from error

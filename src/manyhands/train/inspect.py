@@ -28,19 +28,25 @@ def read_any(path: Path) -> Snapshot:
     return load(path) if path.is_dir() else read_foreign(path)
 
 
-def evaluate_checkpoint(job: Job, path: Path, world: World, objects: Objects | None = None) -> dict[str, Any]:
+def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Objects | None = None) -> dict[str, Any]:
     """Evaluates a checkpoint on the job's test split; a collective where there are several processes.
+
+    Without one the network is evaluated as the job makes it, with published weights or untrained.
 
     Returns:
         count, loss, top1, top5, per_class and confusion (sparse), as plain data.
     """
     objects = objects or Objects()
-    snapshot = read_any(path)
+    snapshot = read_any(path) if path else None
     splits = open_splits(job, world, objects)
-    classes = tuple(snapshot.state.get("classes") or class_names(job, splits, outputs_of(snapshot)))
+    known = snapshot.state.get("classes") if snapshot else None
+    classes = tuple(known or class_names(job, splits, outputs_of(snapshot) if snapshot else 0))
     check_labels(splits, len(classes))
     pixels = pixels_for(job, splits, objects)
-    model = _network(job, pixels, classes, world, objects, snapshot, path)
+    if snapshot:
+        model = _network(job, pixels, classes, world, objects, snapshot, str(path))
+    else:
+        model = make_model(job, pixels, len(classes), world, objects, _silent()).eval()
     loader = make_loader(job, splits.test, pixels, world, train=False)
     evaluator = Evaluator(
         loader,
@@ -59,13 +65,17 @@ def evaluate_checkpoint(job: Job, path: Path, world: World, objects: Objects | N
 
 
 def _network(
-    job: Job, pixels: Pixels, classes: tuple[str, ...], world: World, objects: Objects, snapshot: Snapshot, path: Path
+    job: Job, pixels: Pixels, classes: tuple[str, ...], world: World, objects: Objects, snapshot: Snapshot, where: str
 ) -> nn.Module:
     plain = job.model_copy(update={"model": job.model.model_copy(update={"weights": "", "pretrained": False})})
-    model = make_model(plain, pixels, len(classes), world, objects, Journal(RunFolder(Path()), rank=-1))
-    check_fits(snapshot.model, model, str(path))
+    model = make_model(plain, pixels, len(classes), world, objects, _silent())
+    check_fits(snapshot.model, model, where)
     model.load_state_dict(snapshot.model)
     return model.eval()
+
+
+def _silent() -> Journal:
+    return Journal(RunFolder(Path()), rank=-1)
 
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
@@ -99,7 +109,7 @@ def predict_pictures(
     splits = open_splits(job, world, objects)
     classes = tuple(snapshot.state.get("classes") or class_names(job, splits, outputs_of(snapshot)))
     pixels = pixels_for(job, splits, objects)
-    model = _network(job, pixels, classes, world, objects, snapshot, path)
+    model = _network(job, pixels, classes, world, objects, snapshot, str(path))
     source = ImageFiles(tuple(map(str, pictures)), torch.zeros(len(pictures), dtype=torch.int64))
     loader = make_loader(
         job.model_copy(update={"data": job.data.model_copy(update={"workers": 0})}), source, pixels, world, train=False

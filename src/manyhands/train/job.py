@@ -1,6 +1,7 @@
 """Builds every part of a run from its job, one small function each; runs nothing."""
 
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
 from manyhands.train.parts import Parts, seconds_between_saves
+from manyhands.train.pth_tar import check_same_training
 from manyhands.train.recover import (
     Found,
     check_position,
@@ -114,7 +116,7 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         update=update,
         evaluate=lambda: evaluator(network.call if network.sharded else network.inner, update.autocast()),
         agreement=Agreement(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every)),
-        progress=Progress(),
+        progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
         total_steps=total_steps(job, order),
         digest=training_digest(job, order.length),
         release=lambda: _release(train_loader, test_loader, restore_norms),
@@ -240,6 +242,8 @@ def loader_workers(job: Job, source: Any, world: World) -> int:
     if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
         # Most data sets of users' own are light, and their objects need not survive another process.
         return 0
+    if job.data.machine_workers:
+        return math.ceil(job.data.machine_workers / world.local_size)
     return worker_count(job.data.workers, world.local_size)
 
 
@@ -280,6 +284,7 @@ def resume(parts: Parts, found: Found) -> None:
     """Goes on where a checkpoint was."""
     names = [name for name, parameter in parts.network.inner.named_parameters() if parameter.requires_grad]
     where = str(found.path)
+    check_same_training(parts.job, found.snapshot, where)
     check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, names, where)
     if parts.world.speaks:
         refuse_later_checkpoints(parts.folder.checkpoints, int(found.snapshot.state.get("step", 0)))

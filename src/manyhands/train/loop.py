@@ -11,6 +11,7 @@ from manyhands.train.feed import Update
 from manyhands.train.keep import evaluate, save, save_last
 from manyhands.train.optimize import learning_rate
 from manyhands.train.parts import Parts
+from manyhands.train.pth_tar import write_pth_tar
 from manyhands.train.stopping import StopSignal, listening
 
 
@@ -58,7 +59,8 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
     if progress.step == 1 or (audit and progress.step % audit == 0):
         parts.prove_replicas()
     evaluation = parts.evaluation_due()
-    if not parts.agreement.due(progress.step, force=epoch_ends or evaluation or parts.done() or progress.step == 1):
+    forced = epoch_ends or evaluation or parts.done() or progress.step == 1 or parts.line_due()
+    if not parts.agreement.due(progress.step, force=forced):
         if parts.save_due_by_step():
             save(parts)
         return False
@@ -69,6 +71,8 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
     if verdict.stop:
         parts.journal.event("stopping", "saving", progress.step)
     improved = evaluation and not verdict.stop and evaluate(parts)
+    if epoch_ends and not verdict.stop:
+        write_pth_tar(parts, best=improved)
     if verdict.stop:
         save_last(parts)
     elif verdict.save or improved or parts.save_due_by_step():
@@ -97,5 +101,6 @@ def _record(parts: Parts, verdict: Verdict, steps_per_epoch: int) -> None:
             samples=verdict.samples,
             data_share=verdict.data_share,
             saved_step=progress.saved_step,
+            asked=parts.line_due(),
         )
     )

@@ -76,6 +76,11 @@ class Parts:
         every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
         return bool(every) and self.progress.step % every == 0
 
+    def line_due(self) -> bool:
+        """True at the updates that run.log_steps wants a line of: an epoch's first, and each so many after it."""
+        every = self.job.run.log_steps
+        return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
+
     def prove_replicas(self) -> None:
         """Raises RunError when a process's network has drifted from rank 0's."""
         if self.network.replicated and not self.world.alone:

@@ -1,0 +1,145 @@
+"""manyhands imagenet."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from manyhands.cli.train import print_config, run, settings
+from manyhands.cluster.formats import imagenet as main_py
+from manyhands.cluster.formats.imagenet import Flags, Nodes
+from manyhands.cluster.inventory import Meeting
+from manyhands.config.load import LoadedJob, load_job
+from manyhands.core.errors import UserError
+
+RECIPE = "imagenet-main"
+
+
+def imagenet(  # noqa: PLR0913 - one argument for each flag
+    data: Annotated[str | None, Parameter(help="folder with train/ and val/; default: imagenet")] = None,
+    /,
+    *,
+    arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help="a network of torchvision; resnet18")] = None,
+    workers: Annotated[
+        int | None, Parameter(name=["-j", "--workers"], help="decoding processes of this node; by its cores")
+    ] = None,
+    epochs: Annotated[int | None, Parameter(help="passes over the training data; 90")] = None,
+    start_epoch: Annotated[int | None, Parameter(help="count epochs from here, without a file")] = None,
+    batch_size: Annotated[
+        int | None, Parameter(name=["-b", "--batch-size"], help="samples per update of this node; 256")
+    ] = None,
+    lr: Annotated[
+        float | None, Parameter(name=["--lr", "--learning-rate"], help="falls to a tenth every 30 epochs; 0.1")
+    ] = None,
+    momentum: Annotated[float | None, Parameter(help="0.9")] = None,
+    weight_decay: Annotated[float | None, Parameter(name=["--wd", "--weight-decay"], help="0.0001")] = None,
+    print_freq: Annotated[
+        int | None, Parameter(name=["-p", "--print-freq"], help="updates between lines; default: a live line")
+    ] = None,
+    resume: Annotated[str | None, Parameter(help="go on from checkpoint.pth.tar, or a run or checkpoint")] = None,
+    evaluate: Annotated[
+        bool, Parameter(name=["-e", "--evaluate"], negative="", help="evaluate on val/; train nothing")
+    ] = False,
+    pretrained: Annotated[bool, Parameter(negative="", help="start from torchvision's weights")] = False,
+    world_size: Annotated[int | None, Parameter(help="number of nodes")] = None,
+    rank: Annotated[int | None, Parameter(help="this node, counted from 0")] = None,
+    dist_url: Annotated[str | None, Parameter(help="where nodes meet: tcp://ADDRESS_OF_NODE_0:PORT, env://")] = None,
+    dist_backend: Annotated[str | None, Parameter(help="gloo, nccl …; default: the device's own")] = None,
+    seed: Annotated[int | None, Parameter(help="decides every random choice; 0")] = None,
+    gpu: Annotated[int | None, Parameter(help="use this GPU alone")] = None,
+    no_accel: Annotated[bool, Parameter(negative="", help="use the CPU")] = False,
+    multiprocessing_distributed: Annotated[
+        bool, Parameter(negative="", help="on each of several nodes, one process for each accelerator")
+    ] = False,
+    dummy: Annotated[bool, Parameter(negative="", help="pictures made by chance, for measuring speed")] = False,
+    out: Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")] = None,
+    set_: Annotated[
+        list[str] | None, Parameter(name="--set", negative="", help="any option: train.norm_group=local")
+    ] = None,
+    show_config: Annotated[
+        bool, Parameter(negative="", help="print every value and where it came from; train nothing")
+    ] = False,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="check everything that can be checked; train nothing")
+    ] = False,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
+    ] = False,
+    quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")] = False,
+) -> int:
+    """Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.
+
+    --world-size and --rank count nodes, and -b is the batch of one node. At the end of each epoch checkpoint.pth.tar
+    and, if it is the best, model_best.pth.tar are written into the current folder. Every option of the job can be
+    given by its path too, such as --train.norm-group local.
+    """
+    flags = Flags(
+        data=data, arch=arch, workers=workers, epochs=epochs, start_epoch=start_epoch, batch_size=batch_size, lr=lr,
+        momentum=momentum, weight_decay=weight_decay, print_freq=print_freq, resume=resume, evaluate=evaluate,
+        pretrained=pretrained, world_size=world_size, rank=rank, dist_url=dist_url, dist_backend=dist_backend,
+        seed=seed, gpu=gpu, no_accel=no_accel, multiprocessing_distributed=multiprocessing_distributed, dummy=dummy,
+    )  # fmt: skip
+    nodes = main_py.nodes_of(flags)
+    values = {**main_py.job_values(flags, nodes), "run.out": out, **settings(set_ or [])}
+    loaded = load_job(values, recipe=RECIPE)
+    if show_config:
+        print_config(loaded)
+        return 0
+    _check_files(flags, nodes)
+    for note in [] if quiet else main_py.notes(flags, nodes):
+        sys.stderr.write(f"manyhands: {note}\n")
+    if not dry_run:
+        _meet(flags, nodes, loaded)
+    if evaluate and not dry_run:
+        return _evaluate(loaded, flags, as_json=as_json)
+    return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet)
+
+
+def _check_files(flags: Flags, nodes: Nodes) -> None:
+    """Refuses, before anything starts, a data folder or a file that isn't there."""
+    folder = Path(main_py.folder_of(flags)).expanduser()
+    missing = [] if flags.dummy else [str(folder / word) for word in ("train", "val") if not (folder / word).is_dir()]
+    if missing:
+        mend = ("DIR holds train/ and val/, and each a folder for every class", "or --dummy, or manyhands train DIR")
+        raise UserError(f"there is no folder {' and no folder '.join(missing)}", "DIR", mend)
+    if flags.resume and nodes.rank == 0 and not Path(flags.resume).expanduser().exists():
+        raise UserError(
+            f"there is nothing at {flags.resume}", "--resume", ("leave it out to start afresh", "or name the file")
+        )
+
+
+def _meet(flags: Flags, nodes: Nodes, loaded: LoadedJob) -> None:
+    """Refuses several processes on each of several nodes; one process on each meets by the job's own `init`."""
+    meeting = _meeting(flags, nodes, loaded)
+    if meeting:
+        count = meeting.sizes[meeting.machine]
+        raise UserError(
+            f"this node has {count} accelerators, and {count} processes on each of several nodes can't be started yet",
+            "--multiprocessing-distributed",
+            ("leave it out: one process on each node", "or start with torchrun, and give --dist-url env://"),
+        )
+
+
+def _meeting(flags: Flags, nodes: Nodes, loaded: LoadedJob) -> Meeting | None:
+    """What several processes on each of several nodes meet by; None where each node has one process."""
+    if not nodes.url or not flags.multiprocessing_distributed or loaded.job.cluster.device == "cpu":
+        return None
+    from manyhands.cluster.accelerators import count_accelerators
+
+    count = count_accelerators()
+    return main_py.meeting_of(flags, count) if count > 1 else None
+
+
+def _evaluate(loaded: LoadedJob, flags: Flags, *, as_json: bool) -> int:
+    from manyhands.cli.evaluate import show
+    from manyhands.run.inspect import evaluate_job, resolve_checkpoint
+
+    path = resolve_checkpoint(Path(flags.resume).expanduser(), "last") if flags.resume else None
+    found: dict[str, Any] | None = evaluate_job(loaded.job, path)
+    if found:
+        if not as_json:
+            # main.py's own line, for scripts that look for it.
+            print(f" *   Acc@1 {100 * found['top1']:.3f} Acc@5 {100 * found['top5']:.3f}")
+        show(found, as_json=as_json)
+    return 0

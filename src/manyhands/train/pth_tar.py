@@ -1,0 +1,168 @@
+"""imagenet main.py's own files, written at the end of each epoch as it does, so that its --resume goes on from them."""
+
+import json
+import math
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint.foreign import write_foreign
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.config.job import Job, TrainOptions
+from manyhands.core.errors import UserError
+from manyhands.core.records import write_json
+from manyhands.train.optimize import learning_rate
+from manyhands.train.parts import Parts
+from manyhands.train.state import Progress, capture
+
+CHECKPOINT, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
+# In the run folder: size and time of what this run wrote, to tell it from what others did.
+WRITTEN = "pth_tar.json"
+
+
+def write_pth_tar(parts: Parts, *, best: bool) -> None:
+    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; nothing unless the job asks for it.
+
+    A collective where the network is sharded. A full disk costs the files, not the run.
+    """
+    if not parts.job.checkpoint.pth_tar:
+        return
+    phase, parts.phase = parts.phase, "save"
+    if parts.network.sharded or parts.world.speaks:
+        snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
+        if parts.world.speaks:
+            _write(parts, as_main(snapshot, parts.job.train, parts.progress, parts.feed.order.steps_per_epoch), best)
+    parts.agreement.reset(parts.progress.step)
+    parts.phase = phase
+
+
+def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
+    """The snapshot as main.py has it after its scheduler's step: with the rates of the epoch that comes next."""
+    assert snapshot.optimizer is not None
+    rate = learning_rate(options, progress.step, steps_per_epoch)
+    # The choice of kernels is this machine's, not the training's.
+    groups = [{**group, "lr": rate, "initial_lr": options.lr} for group in snapshot.optimizer["param_groups"]]
+    for group in groups:
+        group.update({name: None for name in ("fused", "foreach") if name in group})
+    scheduler = {
+        "step_size": options.step_epochs,
+        "gamma": options.step_factor if options.schedule == "step" else 1.0,
+        "base_lrs": [options.lr],
+        "last_epoch": progress.epoch,
+        "_step_count": progress.epoch + 1,
+        "_last_lr": [rate],
+    }
+    state = {"epoch": progress.epoch, "best": {"top1": max(0.0, progress.best_top1)}, "scheduler": scheduler}
+    return Snapshot(snapshot.model, {**snapshot.optimizer, "param_groups": groups}, state)
+
+
+def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
+    """Refuses to go on from main.py's file with another network or rates than it was trained with.
+
+    main.py takes all of these from the file, whatever its flags say; here the job says them.
+
+    Raises:
+        UserError: the file and the job differ.
+    """
+    if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
+        return
+    options = job.train
+    asked = {
+        "-a": job.model.name.removeprefix("torchvision:"),
+        "--lr": options.lr,
+        "--momentum": options.momentum,
+        "--weight-decay": options.weight_decay,
+        "--train.nesterov": options.nesterov,
+        "--train.step-epochs": options.step_epochs,
+        "--train.step-factor": options.step_factor,
+    }
+    found = _of_file(snapshot)
+    wrong = {flag: found[flag] for flag, value in asked.items() if flag in found and _differ(found[flag], value)}
+    if wrong:
+        told = ", ".join(f"{flag} {value}, not {asked[flag]}" for flag, value in wrong.items())
+        mend = "go on with " + " ".join(f"{flag} {str(value).lower()}" for flag, value in wrong.items())
+        raise UserError(
+            f"{Path(where).name} was trained with {told}", where, (mend, "or `manyhands train --resume` to change it")
+        )
+
+
+def _of_file(snapshot: Snapshot) -> dict[str, Any]:
+    """What main.py's file says of its training, by the flag that says it here; an old file says less."""
+    group = (snapshot.optimizer or {}).get("param_groups", [{}])[0]
+    scheduler = snapshot.state.get("scheduler", {})
+    said = {
+        "-a": snapshot.state.get("arch"),
+        "--lr": next(iter(scheduler.get("base_lrs", [])), group.get("initial_lr")),
+        "--momentum": group.get("momentum"),
+        "--weight-decay": group.get("weight_decay"),
+        "--train.nesterov": group.get("nesterov"),
+        "--train.step-epochs": scheduler.get("step_size"),
+        "--train.step-factor": scheduler.get("gamma"),
+    }
+    return {flag: value for flag, value in said.items() if value is not None}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return not math.isclose(one, other, rel_tol=1e-6)
+    return bool(one != other)
+
+
+def _write(parts: Parts, snapshot: Snapshot, best: bool) -> None:
+    folder, job = Path(parts.job.checkpoint.pth_tar).expanduser(), parts.job
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        arch = job.model.name.removeprefix("torchvision:")
+        _make_room(folder / CHECKPOINT, parts)
+        prefix = "module." if parts.world.device.startswith("cuda") else ""
+        written = [write_foreign(folder / CHECKPOINT, snapshot, arch, prefix)]
+        if best:
+            _make_room(folder / BEST, parts)
+            written.append(_copy(written[0], folder / BEST))
+        _remember(parts, written)
+    except OSError as error:
+        said = f"{error.filename or folder}: {error.strerror or error}"
+        parts.journal.event("warning", f"main.py's files can't be written: {said}", parts.progress.step)
+
+
+def _copy(source: Path, target: Path) -> Path:
+    """A copy that is there whole or not at all."""
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    try:
+        shutil.copyfile(source, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _make_room(path: Path, parts: Parts) -> None:
+    """Keeps a file that this run neither wrote nor went on from under another name, and says so."""
+    if not path.exists() or path.resolve() == Path(parts.job.checkpoint.resume).expanduser().resolve():
+        return
+    if _recall(parts).get(str(path.resolve())) == _identity(path):
+        return
+    stem, number = path.name.removesuffix(".pth.tar"), 1
+    while (aside := path.with_name(f"{stem}-{number}.pth.tar")).exists():
+        number += 1
+    path.rename(aside)
+    parts.journal.event("note", f"{path.name} was there before this run; it is kept as {aside.name}")
+
+
+def _remember(parts: Parts, written: list[Path]) -> None:
+    known = {str(path.resolve()): _identity(path) for path in written}
+    write_json(parts.folder.path / WRITTEN, {**_recall(parts), **known})
+
+
+def _recall(parts: Parts) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content = json.loads((parts.folder.path / WRITTEN).read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _identity(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
