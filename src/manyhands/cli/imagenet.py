@@ -89,11 +89,10 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     _check_files(flags, nodes)
     for note in [] if quiet else main_py.notes(flags, nodes):
         sys.stderr.write(f"manyhands: {note}\n")
-    if not dry_run:
-        _meet(flags, nodes, loaded)
     if evaluate and not dry_run:
         return _evaluate(loaded, flags, as_json=as_json)
-    return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet)
+    meeting = None if dry_run else _meeting(flags, nodes, loaded)
+    return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, meeting=meeting)
 
 
 def _check_files(flags: Flags, nodes: Nodes) -> None:
@@ -106,18 +105,6 @@ def _check_files(flags: Flags, nodes: Nodes) -> None:
     if flags.resume and nodes.rank == 0 and not Path(flags.resume).expanduser().exists():
         raise UserError(
             f"there is nothing at {flags.resume}", "--resume", ("leave it out to start afresh", "or name the file")
-        )
-
-
-def _meet(flags: Flags, nodes: Nodes, loaded: LoadedJob) -> None:
-    """Refuses several processes on each of several nodes; one process on each meets by the job's own `init`."""
-    meeting = _meeting(flags, nodes, loaded)
-    if meeting:
-        count = meeting.sizes[meeting.machine]
-        raise UserError(
-            f"this node has {count} accelerators, and {count} processes on each of several nodes can't be started yet",
-            "--multiprocessing-distributed",
-            ("leave it out: one process on each node", "or start with torchrun, and give --dist-url env://"),
         )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from manyhands.cluster.inventory import Meeting
 from manyhands.config.load import LoadedJob, known_keys, load_job, parse_value
 from manyhands.core.errors import UserError
 
@@ -103,7 +104,7 @@ def settings(words: list[str]) -> dict[str, Any]:
     return found
 
 
-def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool) -> int:
+def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool, meeting: Meeting | None = None) -> int:
     """Trains and prints the result."""
     if dry_run:
         from manyhands.run.check import check_names
@@ -115,7 +116,7 @@ def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool) -> int:
     from manyhands.report.summary import result_lines, result_object
     from manyhands.run.launch import start
 
-    outcome = start(loaded.job, quiet=quiet)
+    outcome = start(loaded.job, quiet=quiet, meeting=meeting)
     if not outcome.speaks:
         return outcome.exit_code
     found = outcome.read()

@@ -144,7 +144,7 @@ def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[
     for link, size, answer in zip(crew.links, sizes, answers, strict=True):
         if size > answer["count"] and answer["device"] not in {"cpu", "mps"}:
             raise UserError(
-                f"{link.machine.name} has {answer['count']} {answer['device']} devices, and {size} processes are asked for",
+                f"{size} processes are asked for, and {link.machine.name} has {answer['count']} {answer['device']} devices",
                 "cluster.hosts",
                 (f"{link.machine.host}:{answer['count']}", "or --device cpu"),
             )  # fmt: skip

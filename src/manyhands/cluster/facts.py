@@ -10,5 +10,12 @@ def gather(request):
     return {
         "hostname": socket.gethostname(),
         "time": time.time(),
-        "addresses": {n: a[0].address for n, a in psutil.net_if_addrs().items()},
+        "interfaces": [
+            {
+                "name": n,
+                "up": True,
+                "addresses": [{"address": x.address.partition("%")[0], "prefix": 24} for x in a if x.family in (2, 10)],
+            }
+            for n, a in psutil.net_if_addrs().items()
+        ],
     }

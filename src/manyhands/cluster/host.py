@@ -25,9 +25,11 @@ import platformdirs
 from manyhands.cluster.link import SILENT_S
 from manyhands.cluster.mirror import Sender
 from manyhands.cluster.orders import Orders
+from manyhands.cluster.probe import Probe
 from manyhands.cluster.start import cores
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import use_run_folder
+from manyhands.parallel.ports import listen
 
 Request = dict[str, Any]
 # Lines that are shown of what a killed process wrote.
@@ -107,6 +109,7 @@ class Host:
         self.wire = wire
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
+        self._probes = Probe()
         self._mirror_at = 0.0
         self._answers: dict[str, Callable[[Request], Mapping[str, Any] | None]] = {
             "hello": self._hello,
@@ -115,6 +118,7 @@ class Host:
             "bind": self._bind,
             "prepare": self._prepare,
             "start": self._start,
+            **dict.fromkeys(("listen", "connect", "measure", "unlisten", "clock"), self._probe),
         }
 
     def serve(self) -> None:
@@ -122,9 +126,9 @@ class Host:
         while (request := self.wire.wait()) is not None:
             number = request.pop("id", None)
             try:
-                answer = self._answers[request.pop("do")](request)
+                answer = self._answers[request["do"]](request)
             except ManyhandsError as error:
-                self.wire.tell("error", id=number, what=error.what, mend=error.mend)
+                self.wire.tell("error", id=number, what=error.what, where=error.where, mend=error.mend)
             except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
                 text = f"{type(error).__name__}: {error}"
                 self.wire.tell("error", id=number, what=text, traceback=traceback.format_exc())
@@ -153,6 +157,10 @@ class Host:
 
         self.wire.remote = bool(request.get("remote"))
         return {"facts": gather(request)}
+
+    def _probe(self, request: Request) -> Mapping[str, Any]:
+        """Is reached, reaches others, or measures the way to one of them."""
+        return self._probes.answer(request)
 
     def _code(self, request: Request) -> Mapping[str, Any]:
         """Puts the head's code into a folder named after its content, and works there."""
@@ -196,7 +204,8 @@ class Host:
 
     def _start(self, request: Request) -> None:
         """Starts the workers and watches them to their end; the answer is the event "ended"."""
-        orders = Orders(**request)
+        self._probes.close()
+        orders = Orders(**{name: value for name, value in request.items() if name != "do"})
         set_threads(orders.threads, orders.sizes[orders.machine])
         from manyhands.cluster.agent import run
 
@@ -207,25 +216,6 @@ class Host:
         while self.send_records():
             pass
         self.wire.tell("ended", generation=orders.generation, **ended, words=_last_words(Path(orders.logs), ended))
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on one address alone.
-
-    Raises:
-        UserError: the address is not this machine's, or the port is taken.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        what = f"can't listen on {address} port {port}: {error.strerror}"
-        raise UserError(what, socket.gethostname(), ("is another run there? choose another port or address",)) from None
-    return listener
 
 
 def set_threads(threads: int, size: int) -> None:

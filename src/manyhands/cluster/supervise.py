@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from manyhands.cluster.link import PULSE_S, SILENT_S, Link, Message
 from manyhands.cluster.orders import Orders
+from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.records import MACHINE_LOST, Failure
 
 POLL_S = 0.1
@@ -36,6 +37,7 @@ class Ending:
         lost: machine's name to what is known of its end, where the machine or its agent has gone.
         interrupted: True when the user (or the system) asked for a stop.
         broken: an agent's own traceback, if one failed itself.
+        refused: what an agent could not do as it was ordered, in words for the user.
     """
 
     returned: dict[int, Any] = field(default_factory=dict[int, Any])
@@ -45,11 +47,12 @@ class Ending:
     lost: dict[str, str] = field(default_factory=dict[str, str])
     interrupted: bool = False
     broken: str = ""
+    refused: ManyhandsError | None = None
 
     @property
     def ok(self) -> bool:
         """True when every process came to its end by itself."""
-        return bool(self.returned) and not (self.failed or self.broken or self.lost)
+        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.refused)
 
 
 @dataclass
@@ -123,8 +126,7 @@ class _Head:
             elif kind == "ended":
                 self._take_in(link, message)
             elif kind == "error":
-                self.ending.broken = str(message.get("traceback") or message.get("what"))
-                self._gone(link)
+                self._refuse(link, message)
         if link.closed and link in self.running:
             self._lose(link)
 
@@ -155,13 +157,21 @@ class _Head:
             for link in self.running:
                 link.process.kill()
 
+    def _refuse(self, link: Link, message: Message) -> None:
+        if message.get("traceback"):
+            self.ending.broken = str(message["traceback"])
+        else:
+            mend = tuple(str(line) for line in message.get("mend", ()))
+            self.ending.refused = UserError(str(message["what"]), str(message.get("where") or link.machine.name), mend)
+        self._gone(link)
+
     def _command(self, word: str) -> None:
         for link in self.running:
             link.send({"do": word})
 
     def _gone(self, link: Link) -> None:
         self.running.discard(link)
-        if self.ending.failed or self.ending.broken or self.ending.lost:
+        if self.ending.failed or self.ending.broken or self.ending.lost or self.ending.refused:
             patience_s = LEAVE_LOST_S if self.ending.lost else LEAVE_OTHERS_S
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
 

@@ -103,7 +103,7 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     world = World(
         membership.rank, membership.size, membership.local_rank, membership.local_size, device, str(dist.get_backend())
     )
-    if membership.started_by == "--init" and not world.speaks:
+    if membership.started_by in {"--init", "met"} and not world.speaks:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
     url = urlparse(membership.init)
     init_file = Path(url.netloc + url.path) if url.scheme == "file" else None

@@ -8,7 +8,7 @@ from typing import Any
 from manyhands.cluster.assemble import Crew, assembled, prepare
 from manyhands.cluster.code import code_files, with_absolute_paths
 from manyhands.cluster.formats import hostfile
-from manyhands.cluster.inventory import Machine
+from manyhands.cluster.inventory import Machine, Meeting
 from manyhands.cluster.mirror import Receiver
 from manyhands.cluster.orders import Orders
 from manyhands.cluster.reach import Address, find_addresses
@@ -21,10 +21,10 @@ from manyhands.report.terminal import Screen
 from manyhands.run.train import STOPPING, WORK, Outcome, conclude, run_folder, train
 
 
-def start(job: Job, *, quiet: bool = False) -> Outcome:
+def start(job: Job, *, quiet: bool = False, meeting: Meeting | None = None) -> Outcome:
     """Trains as the job says: on the machines that it names, or here."""
     machines = machines_of(job)
-    return launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet)
+    return launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet, meeting=meeting)
 
 
 def machines_of(job: Job) -> tuple[Machine, ...]:

@@ -6,7 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
+from manyhands.cluster.inventory import Meeting
 from manyhands.cluster.orders import Orders
-from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.rendezvous import Participation, participate
 from manyhands.cluster.start import open_here
 from manyhands.cluster.supervise import Ending, Watch, first_cause, supervise
 from manyhands.config.job import Job
@@ -32,6 +33,7 @@ from manyhands.core.errors import (
 from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder, write_job
 from manyhands.core.records import MACHINE_LOST, Event, Failure, append, read_lines, write_json
 from manyhands.core.world import Membership
+from manyhands.parallel.ports import describe_exposure
 from manyhands.report.page import write_report
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
@@ -40,6 +42,7 @@ from manyhands.run.worker import Failed, Say, as_error, train_here
 WORK = "manyhands.run.worker:work"
 STOPPING = "stopping after what is going on now, an update or an evaluation; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
+LOOPBACK = "127.0.0.1"
 # Ranks other than 0 learn from it where the run is kept.
 UNKNOWN = RunFolder(Path(os.devnull))
 
@@ -65,28 +68,48 @@ class Outcome:
         return read_run(self.folder.path)
 
 
-def train(job: Job, *, quiet: bool = False, objects: Any = None) -> Outcome:
+def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meeting | None = None) -> Outcome:
     """Trains as the job says: starts processes here, or takes part in a group that somebody else formed.
 
     Args:
         job: what to do.
         quiet: no progress on standard error.
         objects: `train.job.Objects` of a user of the Python interface.
+        meeting: this machine among others that each start their own processes; None for what flags and environment say.
 
     Raises:
         ManyhandsError: the run failed; the first cause is in it.
     """
-    participation = participate(job.cluster)
-    if participation.membership is None:
-        return _train_by_agent(job, participation.processes, quiet=quiet, objects=objects)
-    return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
+    participation = Participation(None, meeting=meeting) if meeting else participate(job.cluster)
+    if participation.membership:
+        return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
+    if participation.meeting:
+        return _train_among_machines(job, participation.meeting, quiet=quiet, objects=objects)
+    return _train_here(job, Meeting((participation.processes,), 0, LOOPBACK, 0), quiet=quiet, objects=objects)
 
 
-def _train_by_agent(job: Job, processes: int, *, quiet: bool, objects: Any) -> Outcome:
+def _train_among_machines(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
+    """Starts this machine's processes, which meet those that other machines start; rank 0's keeps the run."""
+    if meeting.machine == 0:
+        if not quiet:
+            _say(describe_exposure(meeting.address, meeting.port))
+        return _train_here(job, meeting, quiet=quiet, objects=objects)
+    out = f"{job.run.out}.node{meeting.machine}" if job.run.out else ""
+    run = job.run.model_copy(update={"out": out, "report": False})
+    outcome = _train_here(job.model_copy(update={"run": run}), meeting, quiet=quiet, objects=objects)
+    return replace(outcome, speaks=False)
+
+
+def _train_here(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
     with run_folder(job) as folder, tempfile.TemporaryDirectory(prefix="manyhands-") as private:
-        argument = {"task": "train", "job": job.model_dump(mode="json"), "folder": str(folder.path.resolve())}
+        argument = {
+            "task": "train",
+            "job": job.model_dump(mode="json"),
+            "folder": str(folder.path.resolve()),
+            "met": len(meeting.sizes) > 1,
+        }
         argument.update(_hand_over(objects, Path(private)))
-        ending = _run_agent(job, argument, processes, folder, quiet=quiet)
+        ending = _run_agent(job, argument, meeting, folder, quiet=quiet)
         return conclude(job, folder, ending)
 
 
@@ -101,9 +124,18 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
     return {"objects": str(path), "paths": [entry for entry in sys.path if entry]}
 
 
-def _run_agent(job: Job, argument: dict[str, Any], processes: int, folder: RunFolder, *, quiet: bool) -> Ending:
+def _run_agent(job: Job, argument: dict[str, Any], meeting: Meeting, folder: RunFolder, *, quiet: bool) -> Ending:
     orders = Orders(
-        WORK, argument, str(folder.ranks.resolve()), [processes], device=job.cluster.device, threads=job.cluster.threads
+        entry=WORK,
+        argument=argument,
+        logs=str(folder.ranks.resolve()),
+        sizes=list(meeting.sizes),
+        machine=meeting.machine,
+        device=job.cluster.device,
+        threads=job.cluster.threads,
+        address=meeting.address,
+        port=meeting.port,
+        devices=list(meeting.devices),
     )
     screen = Screen(folder.path, quiet=quiet)
     try:
@@ -116,6 +148,8 @@ def _run_agent(job: Job, argument: dict[str, Any], processes: int, folder: RunFo
 def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
     """Report, exit code, or the first cause of a failure."""
     if not ending.ok:
+        if ending.refused:
+            raise ending.refused
         if ending.interrupted and not ending.records:
             _report(job, folder)
             raise _interrupted()

@@ -5,8 +5,10 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder, write_job
 from manyhands.core.journal import Journal
-from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.records import FAILURE_FILE, Event, Failure, append, write_json
 from manyhands.core.world import Membership
 
 Say = Callable[[str], None]
+# How a process came to be: one head watches over all, or each machine has its own and they met.
+OUR_HEAD, MET = "manyhands", "met"
 # Of the cluster's options, those that all processes must agree in.
 SHARED = {"init", "world_size", "backend"}
 
@@ -39,8 +43,12 @@ def work(argument: dict[str, Any]) -> dict[str, Any]:
         if path not in sys.path:
             sys.path.insert(0, path)
     task = {"train": train_here, "evaluate": evaluate_here}[argument["task"]]
+    say = _note_in_log
+    if argument.get("met"):
+        membership = replace(membership, started_by=MET)
+        say = _note_in_folder(folder) if membership.local_rank == 0 else _note_in_log
     try:
-        return task(job, membership, folder, argument, _note_in_log)
+        return task(job, membership, folder, argument, say)
     except Failed as failed:
         write_json(Path(os.environ[FAILURE_FILE]), failed.record)
         raise SystemExit(failed.record.exit_code) from None
@@ -59,6 +67,11 @@ def _note_in_log(text: str) -> None:
     sys.stderr.flush()
 
 
+def _note_in_folder(folder: RunFolder) -> Say:
+    """Tells the head of this machine, which shows what is in the run folder."""
+    return lambda text: append(folder.events, Event(time=time.time(), kind="note", message=text))
+
+
 def train_here(
     job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
@@ -74,9 +87,9 @@ def train_here(
     failed = False
     try:
         group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
-        if membership.started_by != "manyhands":
+        if membership.started_by != OUR_HEAD:
             group.listen(membership.attempt)
-        if membership.started_by != "manyhands":
+        if membership.started_by not in {OUR_HEAD, MET}:
             folder = share_folder(group.world, folder)
         parts = _build(job, folder, group.world, argument)
         from manyhands.train.loop import fit
@@ -148,7 +161,7 @@ def _first_of_all(group: Any, record: Failure) -> Failure:
 
 def digest(job: Job) -> str:
     """Of what must be equal on all processes: the job but for who takes part where, and the version."""
-    content = job.model_dump_json(exclude={"cluster": set(ClusterOptions.model_fields) - SHARED, "run": {"out"}})
+    content = job.model_dump_json(exclude={"cluster": set(ClusterOptions.model_fields) - SHARED, "run": {"out", "report"}})
     return hashlib.sha256(f"{__version__} {content}".encode()).hexdigest()[:16]
 
 
