@@ -8,7 +8,6 @@ from typing import Any, Literal, cast, get_args
 Facts = Mapping[str, Any]
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
-ContactError = Literal["unreachable", "ssh-refused", "name", "host-key", "auth", "python", "manyhands", "other"]
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Contact:
-    """Why a machine could not be asked.
+    """Why no agent answers from a machine.
 
     Attributes:
-        error: which kind.
-        said: the last words of ssh, or of the shell there.
-        address: that the name leads to, where that is known.
+        kind: unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder or other.
+        what: one sentence.
+        mend: what to do about it.
     """
 
-    error: ContactError
-    said: str = ""
-    address: str = ""
+    kind: str
+    what: str
+    mend: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,8 @@ class Needs:
         port: that the job names; 0: any.
         interface: that the job names; empty: found by trying.
         data: what the user called the data; empty: nothing to compare.
+        download: a named data set may be fetched where it is missing.
+        code: the job uses the user's own Python files.
         device: "auto", "cpu", "cuda", "npu" …
         step_bytes: what a process sends for one update; 0: unknown.
     """
@@ -96,6 +97,8 @@ class Needs:
     port: int = 0
     interface: str = ""
     data: str = ""
+    download: bool = True
+    code: bool = False
     device: str = "auto"
     step_bytes: int = 0
 

@@ -263,6 +263,7 @@ class Probe:
         - connect {targets: [{address, port, token}], timeout_s} -> {attempts: [...]}, in the order of the targets
         - measure {target, seconds} -> {mbps} | {error}
         - unlisten {} -> {}
+        - clock {} -> {time}
 
         Raises:
             ValueError: there is no such request.
@@ -279,6 +280,8 @@ class Probe:
         if do == "unlisten":
             self.close()
             return {}
+        if do == "clock":
+            return {"time": time.time()}
         raise ValueError(f"no request of a probe: {do!r}")
 
     def close(self) -> None:

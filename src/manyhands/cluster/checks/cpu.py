@@ -1,0 +1,46 @@
+"""More threads than cores, and cores that are busy already."""
+
+from manyhands.cluster.compare import fact
+from manyhands.cluster.findings import Finding, Survey
+
+BUSY_SHARE = 0.5
+
+
+def run(survey: Survey) -> list[Finding]:
+    """Processes and threads that the job asks for, then the load that is there."""
+    return [*_too_many(survey), *_busy(survey)]
+
+
+def _too_many(survey: Survey) -> list[Finding]:
+    over: dict[str, str] = {}
+    for host, cores in fact(survey, "cores").items():
+        processes = survey.needs.processes.get(host, 1)
+        threads = survey.needs.threads or _from_variable(survey, host)
+        if processes > cores or processes * threads > cores:
+            over[host] = f"{host} {processes} × {threads or 1} on {cores:g}"
+    if not over:
+        return []
+    what = f"more threads than cores, processes × threads on cores: {', '.join(over.values())}"
+    mend = ("fewer processes, or fewer threads: --cluster.threads 1",
+            "unset OMP_NUM_THREADS where it is set too high")  # fmt: skip
+    return [Finding("cpu", "warn", tuple(over), what, mend, "threads")]
+
+
+def _from_variable(survey: Survey, host: str) -> int:
+    text = str(survey.facts[host].get("environment", {}).get("OMP_NUM_THREADS", ""))
+    return int(text) if text.isdecimal() else 0
+
+
+def _busy(survey: Survey) -> list[Finding]:
+    cores = fact(survey, "cores")
+    busy = {
+        host: load
+        for host, load in fact(survey, "load").items()
+        if host in cores and load > max(1.0, BUSY_SHARE * cores[host])
+    }
+    return [
+        Finding("cpu", "warn", (host,), f"{host} is busy: {load:.1f} processes want its {cores[host]:g} cores",
+                ("end or wait for other programs; the slowest machine sets the pace", f"ssh {host} top -b -n 1"),
+                f"load:{host}")
+        for host, load in busy.items()
+    ]  # fmt: skip

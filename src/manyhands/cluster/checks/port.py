@@ -1,0 +1,15 @@
+"""A port that the job names and that can't be listened on."""
+
+from manyhands.cluster.findings import Finding, Survey
+
+
+def run(survey: Survey) -> list[Finding]:
+    """Says who holds it, where that could be seen."""
+    port = survey.needs.port
+    return [
+        Finding("port", "fail", (host,), f"port {port} of {host} can't be listened on: {error}",
+                (f"choose another one, such as {port + 1}, or leave it out: a free one is found",
+                 "or end that process"),
+                f"port:{host}", ("collective",))
+        for host, error in survey.port_errors.items()
+    ]  # fmt: skip

@@ -1,0 +1,33 @@
+"""Versions, without importing what they are of."""
+
+import hashlib
+import sys
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
+PACKAGE = Path(__file__).parents[2]
+# NCCL comes as a package of its own, named after the CUDA that it is for.
+NCCL = tuple(f"nvidia-nccl-cu{version}" for version in (11, 12, 13, 14))
+
+
+def versions() -> dict[str, str]:
+    """Of what training on several machines must agree in; what isn't installed is missing."""
+    found = {name: version for name in PACKAGES if (version := _version(name))}
+    nccl = [version for name in NCCL if (version := _version(name))]
+    return {"manyhands": sys.modules["manyhands"].__version__, **found, **({"nccl": nccl[-1]} if nccl else {})}
+
+
+def package_hash() -> str:
+    """Of manyhands' own source: two checkouts may bear the same version."""
+    folder, digest = PACKAGE, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
