@@ -9,7 +9,7 @@ from manyhands.cluster.located_json import at_line
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import did_you_mean
 
-_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _ON = re.compile(r"#\s*on\s+(\S+)\s*")
 
 
@@ -76,8 +76,8 @@ def _command(line: str, where: str, host: str, is_wanted: Callable[[Sequence[str
     rest = _rest(words)
     if not is_wanted(rest):
         return None
-    variables = dict(re.fullmatch(_VARIABLE, word).groups() for word in words[: len(words) - len(rest)])  # type: ignore
-    return Command(tuple(rest), variables, host, where)
+    set_before = (word.partition("=") for word in words[: len(words) - len(rest)])
+    return Command(tuple(rest), {name: value for name, _, value in set_before}, host, where)
 
 
 def _first_command(words: list[str]) -> list[str]:

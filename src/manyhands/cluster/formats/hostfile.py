@@ -7,6 +7,7 @@ that is named again gets more processes: one more, or as many as its slots say.
 import ipaddress
 import re
 
+from manyhands.cluster.holding import must_hold
 from manyhands.cluster.inventory import Cluster, Machine
 from manyhands.cluster.located_json import at_line
 from manyhands.core.errors import UserError
@@ -76,21 +77,8 @@ def write(cluster: Cluster) -> str:
     Raises:
         UserError: a hostfile can't hold this cluster.
     """
-    names = [machine.name for machine in cluster.machines]
-    extras = {
-        "a hostfile has no place for the numbers of devices": any(machine.devices for machine in cluster.machines),
-        "a hostfile has no place for the master's address and port": cluster.master_address or cluster.master_port,
-        "a hostfile doesn't say which machine is this one": cluster.machine is not None,
-        "a hostfile needs the name or address of each machine": not all(names),
-        "a hostfile can't name a machine twice": len(set(names)) < len(names),
-    }
-    for what, found in extras.items():
-        if found:
-            raise UserError(what, cluster.source)
     lines = [f"{m.host} slots={m.slots}" if m.slots else m.host for m in cluster.machines]
-    text = "\n".join(lines) + "\n"
-    read(text, "the hostfile to be written")
-    return text
+    return must_hold("\n".join(lines) + "\n", cluster, read, "hostfile")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:

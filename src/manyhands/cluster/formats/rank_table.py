@@ -13,6 +13,7 @@ from typing import NoReturn
 from manyhands.cluster.hccl_machine import HCCN, read_hccn
 from manyhands.cluster.hccl_rules import check
 from manyhands.cluster.hccl_table import Device, RankTable, Server, is_address, typed, written
+from manyhands.cluster.holding import must_hold
 from manyhands.cluster.inventory import Cluster, Machine, Place
 from manyhands.cluster.located_json import parse
 from manyhands.core.errors import UserError
@@ -108,7 +109,7 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
     Raises:
         UserError: the table can't hold this cluster, or HCCL could not use it.
     """
-    _refuse_extras(cluster)
+    _refuse_unknown_sizes(cluster)
     own = read_hccn() if hccn is None else hccn
     addresses = own if len(cluster.machines) == 1 else {}
     servers, rank = [], 0
@@ -122,8 +123,7 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
         servers.append(Server(server_id=name, **more, device=devices, host_nic_ip="reserve"))
     count = str(len(servers))
     text = written(RankTable(version="1.0", server_count=count, server_list=servers, status="completed"))
-    read_table(text, "the rank table to be written")
-    return text
+    return must_hold(text, cluster, read, "rank table")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
@@ -223,25 +223,14 @@ def _machine(server: Server) -> Machine:
     return Machine(server.host, len(cards), () if cards == tuple(range(len(cards))) else cards)
 
 
-def _refuse_extras(cluster: Cluster) -> None:
-    """Refuses what a table has no place for."""
-    extras = {
-        "a rank table has no place for the master's address and port": cluster.master_address or cluster.master_port,
-        "a rank table doesn't say which machine is this one": cluster.machine is not None,
-        "a rank table has no place for names of users": any("@" in machine.host for machine in cluster.machines),
-        "a rank table needs the name or address of each machine": not all(m.host for m in cluster.machines),
-        "a rank table lists each machine's devices, but a machine here has no number of processes": not all(
-            machine.slots for machine in cluster.machines
-        ),
-        "a machine has another number of devices than of processes": any(
-            machine.devices and len(machine.devices) != machine.slots for machine in cluster.machines
-        ),
-    }
-    for what, found in extras.items():
-        if found:
-            raise UserError(
-                what, cluster.source, ("write the number as slots: n1 slots=8",) if "number" in what else ()
-            )
+def _refuse_unknown_sizes(cluster: Cluster) -> None:
+    for machine in cluster.machines:
+        if not machine.slots:
+            what = f"a rank table lists devices, but how many {machine.host or 'a machine'} has is not known"
+            raise UserError(what, cluster.source, (f"write the number as slots: {machine.host or 'n1'} slots=8",))
+        if machine.devices and len(machine.devices) != machine.slots:
+            what = f"{machine.host} has {machine.slots} processes, but {len(machine.devices)} devices"
+            raise UserError(what, cluster.source, ("a rank table has one process for each device",))
 
 
 def _server_ids(machines: Sequence[Machine]) -> list[str]:
