@@ -26,17 +26,18 @@ OTHER_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _KNOWN = (
     "compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines "
     "gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function "
-    "enable_cpu_affinity fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config downcast_bf16 "
-    "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config fp16 dynamo_backend "
+    "enable_cpu_affinity fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config "
+    "mpirun_config downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env "
+    "dynamo_config fp16 dynamo_backend "
 )
 _KEYS = frozenset(_KNOWN.split())
 _MOST_PROCESSES = 65536
 
 
 def recognise(_path: str, text: str) -> bool:
-    """Whether it is yaml (or JSON) with accelerate's own keys at the top."""
+    """Whether it is yaml (or JSON) with a key that only accelerate has."""
     found = set(re.findall(r"""^["' \t{]*([a-z_]+)["']?\s*:""", text, re.MULTILINE))
-    return "distributed_type" in found and bool(found & {"num_processes", "compute_environment", "num_machines"})
+    return "distributed_type" in found
 
 
 def read(text: str, where: str) -> Cluster:
@@ -53,6 +54,9 @@ def read(text: str, where: str) -> Cluster:
     if machines > 1 and not address:
         what = f"num_machines is {machines}, and main_process_ip doesn't say where the first one is"
         raise UserError(what, values.at("main_process_ip", "num_machines"), ("add main_process_ip: ITS_ADDRESS",))
+    if address.isdecimal():
+        what = f"main_process_ip is {address}; expected the first machine's name or address"
+        raise UserError(what, values.at("main_process_ip"), ("write it as 10.0.0.1",))
     devices = _devices(values, slots)
     hosts = [address or "localhost", *[""] * (machines - 1)]
     own = 0 if machines == 1 else rank
@@ -166,6 +170,8 @@ class _Values:
 
     def text(self, key: str) -> str:
         value = self._values.get(key)
+        if value is False and key in {"distributed_type", "mixed_precision"}:
+            return "NO" if key == "distributed_type" else "no"  # yaml takes an unquoted no for false
         return "" if value is None or value == "null" else str(value)
 
     def switch(self, key: str) -> bool:
@@ -210,10 +216,11 @@ def _parsed(text: str, where: str) -> tuple[Mapping[str, Any], Mapping[str, int]
     if not isinstance(node, yaml.MappingNode) or not all(isinstance(key, str) for key in content):
         raise UserError("expected lines such as num_processes: 4", where, ("`accelerate config` writes such a file",))
     lines: dict[str, int] = {}
-    for key, _ in node.value:
-        if key.value in lines:
+    given: dict[str, Any] = {}
+    for key, value in node.value:
+        if given.setdefault(key.value, value.value) != value.value:
             at = at_line(where, key.start_mark.line + 1)
-            raise UserError(f"{key.value} is given twice", at, ("keep one of the two",))
+            raise UserError(f"{key.value} is given twice, with different values", at, ("keep one of the two",))
         lines[key.value] = key.start_mark.line + 1
     return content, lines
 

@@ -6,6 +6,7 @@ that is named again gets more processes: one more, or as many as its slots say.
 
 import ipaddress
 import re
+from pathlib import Path
 
 from manyhands.cluster.holding import must_hold
 from manyhands.cluster.inventory import Cluster, Machine
@@ -24,15 +25,15 @@ _MOST_SLOTS = 1024
 
 
 def recognise(path: str, text: str) -> bool:
-    """Whether every line is a host, and there is one that has slots or the file is named like a hostfile."""
-    lines = [line for line in map(_without_comment, text.splitlines()) if line]
-    hosts = [words[0] for words in map(str.split, lines)]
-    if not lines or not all(_looks_like_a_host(host) for host in hosts):
+    """Whether it has slots; or only hosts, and numbers behind them or a name like a hostfile's."""
+    lines = [line.split() for line in map(_without_comment, text.splitlines()) if line]
+    name = Path(path).name.lower()
+    if not lines or lines[0][0].startswith(("{", "[")):
         return False
-    settings = [word for line in lines for word in line.split()[1:]]
-    return all("=" in word for word in settings) and (
-        bool(settings) or "host" in path.lower() or any(":" in host for host in hosts)
-    )
+    if "hostfile" in name or any(re.match(r"(max[_-]?)?slot", word) for words in lines for word in words[1:]):
+        return True
+    named = "host" in name or any(":" in words[0] for words in lines)
+    return named and all(len(words) == 1 and _looks_like_a_host(words[0]) for words in lines)
 
 
 def read(text: str, where: str) -> Cluster:
@@ -63,6 +64,9 @@ def read_list(text: str, where: str) -> Cluster:
     for part in (word.strip() for word in text.split(",")):
         if not part:
             raise UserError(f'"{text}" has an empty place between commas', where, ("write it as n1,n2 or n1:4,n2:4",))
+        if _BARE_SIX.fullmatch(part):
+            what = f'"{part}" may be an address with a number behind it or without'
+            raise UserError(what, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
         machine = _machine(part, where)
         if machine.name in {known.name for known in machines}:
             what = f"{machine.name} is there twice"
@@ -133,7 +137,9 @@ def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
     for word in words:
         key, equals, value = word.partition("=")
         if key not in _SETTINGS or not equals:
-            hint = did_you_mean(key, _SETTINGS) or "after a host there may be slots=4 and max_slots=8, without blanks"
+            known = "after a host there may be slots=4 and max_slots=8, without blanks"
+            hint = known if key in _SETTINGS else did_you_mean(key, _SETTINGS) or known
+            hint = f"write slots={word}" if word.isdecimal() else hint
             raise UserError(f'"{word}" is not known in a hostfile', where, (hint,))
         name = _SETTINGS[key]
         if name in found:
