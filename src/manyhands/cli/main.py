@@ -29,6 +29,7 @@ COMMANDS = {
     "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
+    "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
     "schema": "Print the JSON Schema of job.toml, for editors.",
 }
 
@@ -40,7 +41,7 @@ def make_app() -> cyclopts.App:
     )
     for name, explanation in COMMANDS.items():
         # By name, so that a command's file is imported only when it is used.
-        function = "evaluate" if name == "eval" else name
+        function = "evaluate" if name == "eval" else name.replace("-", "_")
         app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation)
     return app
 

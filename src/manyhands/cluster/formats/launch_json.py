@@ -1,0 +1,190 @@
+"""VS Code's launch.json: one rank under the debugger while the others run, all on this machine.
+
+For each rank there are two configurations: "rank 1" under debugpy, and a hidden one that runs it alone. The compound
+"debug rank 1" starts rank 1 under the debugger and the others without; "debug all ranks" starts all of them under it.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from manyhands.cluster.holding import canonical, must_hold
+from manyhands.cluster.inventory import Cluster, Machine
+from manyhands.cluster.located_json import Document, Path, dotted, parse, without_comments
+from manyhands.core.errors import UserError
+
+NAMES = ("launch.json",)
+HOST = "localhost"
+DEFAULT_PORT = 29500
+
+_OWN_ENVIRONMENT = re.compile(r"\$\{env:([^}]+)\}")
+_WRITTEN_BY = '// manyhands: choose "debug rank 0" in Run and Debug. `args` are those of the command manyhands.\n'
+
+
+def recognise(path: str, text: str) -> bool:
+    """Whether it is a JSON object with configurations, or a file of that name."""
+    return path.endswith("launch.json") or bool(
+        re.search(r'"configurations"\s*:', text) and re.search(r'"request"\s*:', text)
+    )
+
+
+def read(text: str, where: str) -> Cluster:
+    """Reads the processes that the configurations start, from the RANK and WORLD_SIZE of each.
+
+    Raises:
+        UserError: no configuration has them, ranks are missing, or a value is taken from where it can't be.
+    """
+    document = parse(without_comments(text), where)
+    ranks: dict[int, tuple[Path, dict[str, str]]] = {}
+    for path, configuration in _configurations(document):
+        _check_own_environment(document, path, configuration)
+        environment = configuration.get("env") or {}
+        if "RANK" in environment:
+            ranks.setdefault(_number(document, (*path, "env", "RANK"), environment), (path, environment))
+    if not ranks:
+        raise UserError(
+            "no configuration has RANK and WORLD_SIZE in its env",
+            document.at(("configurations",)),
+            ("write one: manyhands convert-cluster HOSTFILE --to launch.json",),
+        )
+    sizes = {_number(document, (*path, "env", "WORLD_SIZE"), known) for path, known in ranks.values()}
+    ports = {_number(document, (*path, "env", "MASTER_PORT"), known) for path, known in ranks.values()}
+    first, _ = min(ranks.values(), key=lambda value: document.lines[value[0]])
+    if len(sizes) > 1 or len(ports) > 1:
+        name = "WORLD_SIZE" if len(sizes) > 1 else "MASTER_PORT"
+        what = f"{name} differs between configurations; all ranks need the same"
+        raise UserError(what, document.at((*first, "env", name)), ("correct it",))
+    if set(ranks) != set(range(size := sizes.pop())):
+        what = f"WORLD_SIZE is {size}, but there are configurations for ranks {', '.join(map(str, sorted(ranks)))}"
+        raise UserError(what, document.at((*first, "env", "WORLD_SIZE")), (f"write one for each of 0 … {size - 1}",))
+    devices = _devices(document, [ranks[rank] for rank in range(size)])
+    source = f"launch.json {where}".rstrip()
+    return canonical(Cluster((Machine(HOST, size, devices),), master_port=ports.pop(), source=source))
+
+
+def write(cluster: Cluster) -> str:
+    """Writes a launch.json for processes of this machine.
+
+    Raises:
+        UserError: there are several machines, or the number of processes or the port is not known.
+    """
+    plain = canonical(cluster)
+    machine = plain.machines[0]
+    if not plain.master_port:
+        raise UserError("launch.json needs the port of rank 0's store", cluster.source, ("give the cluster one",))
+    if len(plain.machines) > 1 or not machine.slots:
+        what = (
+            f"launch.json starts processes on this machine: {len(plain.machines)} machines, {machine.slots} processes"
+        )
+        raise UserError(what, cluster.source, ("write it from a hostfile with one line: localhost slots=4",))
+    ranks = range(machine.slots)
+    everyone = [_configuration(rank, machine, plain.master_port) for rank in ranks]
+    alone = [
+        {**known, "name": f"rank {rank}, not debugged", "noDebug": True, "presentation": {"hidden": True}}
+        for rank, known in enumerate(everyone)
+    ]
+    compounds = [
+        {
+            "name": f"debug rank {rank}",
+            "configurations": [(everyone if other == rank else alone)[other]["name"] for other in ranks],
+            "stopAll": True,
+        }
+        for rank in ranks
+    ]
+    together = {"name": "debug all ranks", "configurations": [known["name"] for known in everyone], "stopAll": True}
+    content = {
+        "version": "0.2.0",
+        "configurations": [*everyone, *alone],
+        "compounds": [*compounds, together] if len(ranks) > 1 else [],
+    }
+    return must_hold(_WRITTEN_BY + json.dumps(content, indent=2) + "\n", plain, read, "launch.json")
+
+
+def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """The nearest cluster that launch.json can hold, and what of it had to be left out."""
+    size = cluster.size
+    notes = []
+    if any(machine.name != HOST for machine in cluster.machines):
+        notes.append(f"all {size} processes run on this machine: VS Code starts them here")
+    own = cluster.machines[0].devices if len(cluster.machines) == 1 else ()
+    return Cluster(
+        (Machine(HOST, size, own),), master_port=cluster.master_port or DEFAULT_PORT, source=cluster.source
+    ), notes
+
+
+def _configuration(rank: int, machine: Machine, port: int) -> dict[str, Any]:
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, machine.devices))} if machine.devices else {}
+    return {
+        "name": f"rank {rank}",
+        "type": "debugpy",
+        "request": "launch",
+        "module": "manyhands",
+        "args": ["train", "job.toml"],
+        "env": {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(machine.slots),
+            "LOCAL_WORLD_SIZE": str(machine.slots),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **visible,
+        },
+        "cwd": "${workspaceFolder}",
+        "console": "integratedTerminal",
+        "justMyCode": False,
+    }
+
+
+def _configurations(document: Document) -> Iterator[tuple[Path, dict[str, Any]]]:
+    value = document.value
+    listed = value.get("configurations") if isinstance(value, dict) else None
+    if not isinstance(listed, list):
+        raise UserError('launch.json is an object with a list "configurations"', document.at(()), ("mend it",))
+    for index, configuration in enumerate(listed):
+        path: Path = ("configurations", index)
+        if not isinstance(configuration, dict) or not isinstance(configuration.get("env") or {}, dict):
+            raise UserError(f"{dotted(path)} and its env are objects", document.at(path), ("mend it",))
+        yield path, configuration
+
+
+def _check_own_environment(document: Document, path: Path, configuration: dict[str, Any]) -> None:
+    """Refuses ${env:X} of a variable that the same configuration sets: VS Code fills it in before, from its own."""
+    own = configuration.get("env") or {}
+    for at in document.lines:
+        if at[: len(path)] != path:
+            continue
+        value: Any = document.value
+        for part in at:
+            value = value[part]
+        matched = _OWN_ENVIRONMENT.search(value) if isinstance(value, str) else None
+        if matched and matched[1] in own:
+            raise UserError(
+                f"{matched[0]} is not the {matched[1]} of this configuration's env: VS Code fills it in beforehand, "
+                "from the environment that VS Code itself was started in",
+                document.at(at),
+                (f"write the value itself: {own[matched[1]]}",),
+            )
+
+
+def _number(document: Document, path: Path, environment: dict[str, Any]) -> int:
+    name = str(path[-1])
+    found = environment.get(name, DEFAULT_PORT if name == "MASTER_PORT" else None)
+    if not re.fullmatch(r"[0-9]{1,6}", str(found)):
+        _refuse(document, path, f"{name} is {json.dumps(found)}; expected a number" if name in environment else "")
+    return int(str(found))
+
+
+def _refuse(document: Document, path: Path, what: str) -> NoReturn:
+    raise UserError(what or f"{path[-1]} is missing", document.at(path), ("each rank needs RANK and WORLD_SIZE",))
+
+
+def _devices(document: Document, ranks: list[tuple[Path, dict[str, str]]]) -> tuple[int, ...]:
+    """Numbers of the devices of all ranks; each sees all of them, and takes the one of its LOCAL_RANK."""
+    first = ranks[0][1].get("CUDA_VISIBLE_DEVICES", "")
+    for path, environment in ranks:
+        text = environment.get("CUDA_VISIBLE_DEVICES", "")
+        if text != first or not re.fullmatch(r"([0-9]{1,4}(,[0-9]{1,4})*)?", text):
+            what = f'CUDA_VISIBLE_DEVICES is "{text}"; expected numbers such as 0,1, the same for all ranks'
+            raise UserError(what, document.at((*path, "env", "CUDA_VISIBLE_DEVICES")), ("correct it",))
+    return tuple(int(word) for word in first.split(",")) if first else ()

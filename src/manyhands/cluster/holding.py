@@ -1,0 +1,51 @@
+"""What a format can hold: a cluster that is written and read again must be the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from manyhands.cluster.inventory import Cluster, Machine
+from manyhands.core.errors import UserError
+
+
+def canonical(cluster: Cluster) -> Cluster:
+    """The cluster in the one form that reading gives: what a reader would assume anyway is left empty."""
+    machines = tuple(_plain(machine) for machine in cluster.machines)
+    own = bool(machines) and cluster.master_address == machines[0].name
+    return replace(cluster, machines=machines, master_address="" if own else cluster.master_address)
+
+
+def must_hold(text: str, cluster: Cluster, read: Callable[[str, str], Cluster], name: str) -> str:
+    """The text, if reading it gives the cluster again.
+
+    Raises:
+        UserError: it doesn't; what the format has no place for is named.
+    """
+    found, wanted = read(text, f"the {name} to be written"), canonical(cluster)
+    if found == wanted:
+        return text
+    raise UserError(f"a {name} has no place for {_difference(found, wanted)}", cluster.source)
+
+
+def _plain(machine: Machine) -> Machine:
+    usual = machine.devices == tuple(range(machine.slots))
+    return replace(machine, devices=()) if usual else machine
+
+
+def _difference(found: Cluster, wanted: Cluster) -> str:
+    """The first thing that was lost, for the user."""
+    for here, there in zip(found.machines, wanted.machines, strict=False):
+        name = there.host or "a machine"
+        lost = {
+            f'the name "{there.host}"': here.host != there.host,
+            f"{there.slots or 'an unknown number of'} processes on {name}": here.slots != there.slots,
+            f"the numbers of the devices of {name}": here.devices != there.devices,
+        }
+        for what, is_lost in lost.items():
+            if is_lost:
+                return what
+    lost = {
+        f"{len(wanted.machines)} machines like these": len(found.machines) != len(wanted.machines),
+        f"the master's address {wanted.master_address}": found.master_address != wanted.master_address,
+        f"the master's port {wanted.master_port}": found.master_port != wanted.master_port,
+    }
+    return next((what for what, is_lost in lost.items() if is_lost), "which machine is this one")
