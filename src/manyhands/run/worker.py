@@ -144,7 +144,12 @@ def _first_of_all(group: Any, record: Failure) -> Failure:
 
 def digest(job: Job) -> str:
     """Of what must be equal on all processes: the job but for this process's own place, and the version."""
-    content = job.model_dump_json(exclude={"cluster": {"rank", "processes", "device", "threads"}, "run": {"out"}})
+    own = {
+        "cluster": {"rank", "processes", "device", "threads"},
+        "data": {"workers", "machine_workers"},
+        "run": {"out", "report"},
+    }
+    content = job.model_dump_json(exclude=own)
     return hashlib.sha256(f"{__version__} {content}".encode()).hexdigest()[:16]
 
 
