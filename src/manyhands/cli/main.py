@@ -27,6 +27,9 @@ COMMANDS = {
     "predict": "Say what is on pictures: the most likely classes of each.",
     "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
+    "ps": "List the runs that go on: where, since when, how far.",
+    "stop": "Have a run that goes on save and stop, and wait for it.",
+    "logs": "Show what the processes of a run wrote.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
     "schema": "Print the JSON Schema of job.toml, for editors.",
 }

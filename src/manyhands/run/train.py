@@ -30,6 +30,7 @@ from manyhands.core.errors import (
 )
 from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder, write_job
 from manyhands.core.records import Event, Failure, append, write_json
+from manyhands.core.registry import registered
 from manyhands.core.world import Membership
 from manyhands.report.page import write_report
 from manyhands.report.read import RunData, read_run
@@ -174,7 +175,8 @@ def _run_folder(job: Job) -> Iterator[RunFolder]:
     folder, lock = open_folder(job)
     topmost = missing or (folder.path if not job.run.out else None)
     try:
-        yield folder
+        with registered(folder.path, job.cluster.hosts):
+            yield folder
     except ManyhandsError as error:
         if error.exit_code == EXIT_USAGE and topmost and not folder.metrics.exists():
             remove_new(folder.path, topmost)
