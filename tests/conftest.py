@@ -15,4 +15,5 @@ torch.set_num_threads(1)
 def _own_cache(tmp_path_factory, monkeypatch):
     """No test reads or fills the user's cache, settings or data."""
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     monkeypatch.delenv("MANYHANDS_DATA", raising=False)

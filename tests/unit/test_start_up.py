@@ -13,6 +13,10 @@ LIGHT = {
     "help": COMMAND.format(["--help"]),
     "train help": COMMAND.format(["train", "--help"]),
     "config": COMMAND.format(["train", "--show-config"]),
+    "ps": COMMAND.format(["ps", "--json"]),
+    "stop": COMMAND.format(["stop", "no-such-run"]),
+    "logs": COMMAND.format(["logs", "no-such-run"]),
+    "imagenet": COMMAND.format(["imagenet", "--show-config"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
     "launcher": "import manyhands.cluster.start, manyhands.cluster.supervise, manyhands.cluster.rendezvous",
 }

@@ -200,7 +200,8 @@ def _explain(item: Mapping[str, Any], origins: dict[str, str]) -> tuple[str, str
     message = str(item["msg"]).removeprefix("Value error, ")
     found = "" if isinstance(given, dict) else f", found {json.dumps(given, default=str)}"
     expected = expected_values(key)
-    what = f"{key}: {message[0].lower()}{message[1:]}{found}"
+    # What concerns several sections has no key of its own.
+    what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"
     hint = did_you_mean(given, expected) if isinstance(given, str) else ""
     return what, origins.get(key, "job"), hint
 

@@ -135,11 +135,17 @@ def _device(membership: Membership) -> str:
     if kind == "auto":
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = accelerator.type if accelerator else "cpu"
-    if kind in {"cpu", "mps"} or ":" in kind:
+    name, _, number = kind.partition(":")
+    if name in {"cpu", "mps"}:
         return kind
-    if not torch.accelerator.is_available() or getattr(torch.accelerator.current_accelerator(), "type", "") != kind:
-        raise UserError(f"there is no {kind} device here", "cluster.device", ("leave it out, or give --device cpu",))
+    if not torch.accelerator.is_available() or getattr(torch.accelerator.current_accelerator(), "type", "") != name:
+        raise UserError(f"there is no {name} device here", "cluster.device", ("leave it out, or give --device cpu",))
     count = torch.accelerator.device_count()
+    if number:
+        if not number.isdecimal() or int(number) >= count:
+            what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"
+            raise UserError(what, "cluster.device", (f"{name}:0 … {name}:{count - 1}",))
+        return kind
     if membership.local_size > count:
         raise UserError(
             f"{membership.local_size} processes on this machine, and {count} {kind} devices",
@@ -157,6 +163,12 @@ def _backend(membership: Membership, device: str) -> str:
                 "cluster.backend",
                 ("leave it out: the device's own",),
             )
+        suits = dist.Backend.backend_capability.get(membership.backend, [])
+        if suits and device.partition(":")[0] not in suits:
+            what = (
+                f"the backend {membership.backend} is for {' and '.join(suits)}, and this process computes on {device}"
+            )
+            raise UserError(what, "cluster.backend", ("leave it out: the device's own",))
         return membership.backend
     return dist.get_default_backend_for_device(device)
 

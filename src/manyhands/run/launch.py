@@ -149,7 +149,7 @@ def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], por
     lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
     if all(link.here for link in crew.links):
         return lines
-    where = ", ".join(f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses))
+    where = ", ".join(f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True))
     lines.append(
         f"between them: {where}; the store listens on {addresses[0].address} port {port}; gradients travel unencrypted"
     )

@@ -32,6 +32,7 @@ from manyhands.core.errors import (
 )
 from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder, write_job
 from manyhands.core.records import MACHINE_LOST, Event, Failure, append, read_lines, write_json
+from manyhands.core.registry import registered
 from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure
 from manyhands.report.page import write_report
@@ -217,7 +218,8 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
     folder, lock = open_folder(job)
     topmost = missing or (folder.path if not job.run.out else None)
     try:
-        yield folder
+        with registered(folder.path, job.cluster.hosts):
+            yield folder
     except ManyhandsError as error:
         if error.exit_code == EXIT_USAGE and topmost and not folder.metrics.exists():
             remove_new(folder.path, topmost)

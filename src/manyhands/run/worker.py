@@ -161,7 +161,12 @@ def _first_of_all(group: Any, record: Failure) -> Failure:
 
 def digest(job: Job) -> str:
     """Of what must be equal on all processes: the job but for who takes part where, and the version."""
-    content = job.model_dump_json(exclude={"cluster": set(ClusterOptions.model_fields) - SHARED, "run": {"out", "report"}})
+    own = {
+        "cluster": set(ClusterOptions.model_fields) - SHARED,
+        "data": {"workers", "machine_workers"},
+        "run": {"out", "report"},
+    }
+    content = job.model_dump_json(exclude=own)
     return hashlib.sha256(f"{__version__} {content}".encode()).hexdigest()[:16]
 
 

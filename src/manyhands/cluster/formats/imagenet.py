@@ -101,7 +101,7 @@ def job_values(flags: Flags, nodes: Nodes) -> dict[str, Any]:
     """
     _check_together(flags)
     values = {
-        "model.name": f"torchvision:{flags.arch}" if flags.arch else None,
+        "model.name": f"torchvision:{flags.arch.removeprefix('torchvision:')}" if flags.arch else None,
         "model.pretrained": flags.pretrained or None,
         "train.epochs": flags.epochs,
         "train.start_epoch": flags.start_epoch,

@@ -1,0 +1,55 @@
+"""manyhands ps."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manyhands.core.registry import Running, running
+from manyhands.report.now import Now, as_object, look
+from manyhands.report.words import duration, percent, place, plain
+
+HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
+
+
+def ps(
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON array")] = False,
+) -> int:
+    """List the runs that go on: where, since when, how far."""
+    found = [(record, look(record)) for record in running()]
+    if as_json:
+        print(json.dumps([as_object(record, now) for record, now in found], ensure_ascii=False))
+        return 0
+    if not found:
+        print("no run goes on")
+        return 0
+    rows = [HEAD, *(_row(record, now) for record, now in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(record: Running, now: Now) -> tuple[str, ...]:
+    about = as_object(record, now)
+    count = f"{now.processes} x " if now.processes else ""
+    progress = "-"
+    if now.step:
+        epoch, done = place(now.step)
+        progress = f"epoch {epoch}/{about['epochs']}, step {done}/{now.step.steps_per_epoch}"
+    return (
+        plain(_shown(record.run)),
+        now.state if record.here else f"on {plain(record.host)}",
+        str(record.pid),
+        count + plain(",".join(record.hosts)),
+        duration(about["age_s"]),
+        progress,
+        percent(now.top1) if now.top1 is not None else "-",
+    )
+
+
+def _shown(run: str) -> str:
+    path = Path(run)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else run

@@ -1,0 +1,187 @@
+"""What the processes of a run wrote: their own files in the run folder, as they are or as they grow."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.registry import goes_on, running
+from manyhands.report.read import no_run
+from manyhands.run.watch import matches, unknown_run
+
+POLL_S = 0.2
+RUNS = Path("runs")
+# In the run folder of a run over several machines: where each machine's own files are.
+MACHINES = "machines.json"
+
+
+class LogPlace(BaseModel):
+    """Where the logs of one machine's processes are.
+
+    Attributes:
+        host: the machine.
+        ranks: its first rank and how many it has.
+        folder: the run folder on it.
+        local: True where that is this machine's disk.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    host: str
+    ranks: tuple[int, int]
+    folder: str
+    local: bool
+
+    def has(self, rank: int) -> bool:
+        """True for a rank of this machine."""
+        return self.ranks[0] <= rank < sum(self.ranks)
+
+
+@dataclass
+class LogFile:
+    """One process's file, read from where the last look ended.
+
+    Attributes:
+        rank: whose it is.
+        path: the file; it needn't be there yet.
+        offset: bytes read so far.
+    """
+
+    rank: int
+    path: Path
+    offset: int = 0
+
+    def new_lines(self, *, rest: bool = False) -> list[str]:
+        """Whole lines since the last look; with `rest` a last one without its end too."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text if rest else text[: text.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def find_run(word: str) -> RunFolder:
+    """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of a running one's.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
+        if word and folder.exists():
+            return folder
+    runs = running()
+    found = matches(word, runs)
+    if len(found) == 1:
+        return RunFolder(Path(found[0].run))
+    if found:
+        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(record.run for record in found))
+    if "/" in word or Path(word).exists():
+        raise no_run(Path(word))
+    raise unknown_run(
+        word, [record.name for record in runs] + sorted(path.parent.name for path in RUNS.glob("*/job.toml"))
+    )
+
+
+def show_logs(
+    folder: RunFolder,
+    rank: int | None,
+    *,
+    last: int,
+    follow: bool,
+    show: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Shows what the processes wrote, each line with its rank where there are several.
+
+    Args:
+        folder: the run.
+        rank: one process alone; None for all.
+        last: so many lines of each; 0 for all.
+        follow: go on until the run ends.
+        show: is given the lines.
+        say: is told what isn't here.
+
+    Raises:
+        UserError: there is no such rank, or its file is on another machine.
+    """
+    places = read_places(folder)
+    _check_rank(folder, places, rank)
+    for place in places:
+        if rank is None and not place.local:
+            say(f"ranks {place.ranks[0]} to {sum(place.ranks) - 1} are on {place.host}: see {place.folder}/ranks there")
+    files = {file.rank: file for file in log_files(folder) if rank in (None, file.rank)}
+    for file in files.values():
+        lines = file.new_lines(rest=not follow)
+        for line in deque(lines, last or None):
+            show(_with_rank(line, file.rank, rank))
+    if follow:
+        for file, line in _grown(folder, files, rank):
+            show(_with_rank(line, file.rank, rank))
+    if not files:
+        say(f"nothing is kept in {folder.ranks}: under torchrun or --init the output goes where each process began")
+
+
+def log_files(folder: RunFolder) -> list[LogFile]:
+    """The files on this machine, by rank."""
+    found = [LogFile(int(path.stem), path) for path in folder.ranks.glob("*.log") if path.stem.isdecimal()]
+    return sorted(found, key=lambda file: file.rank)
+
+
+def read_places(folder: RunFolder) -> list[LogPlace]:
+    """Where the machines of the run keep their files; empty where all are in the run folder.
+
+    Raises:
+        UserError: the file that says so is damaged.
+    """
+    path = folder.path / MACHINES
+    try:
+        return TypeAdapter(list[LogPlace]).validate_python(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return []
+    except (ValueError, ValidationError) as error:
+        raise UserError(f"{MACHINES} is damaged: {str(error).splitlines()[0]}", str(path), ("remove it",)) from error
+
+
+def _check_rank(folder: RunFolder, places: list[LogPlace], rank: int | None) -> None:
+    if rank is None:
+        return
+    for place in places:
+        if place.has(rank) and not place.local:
+            file = f"{place.folder}/ranks/{rank}.log"
+            raise UserError(
+                f"rank {rank} is on {place.host}", f"{place.host}:{file}", (f"ssh {place.host} cat {file}",)
+            )
+    known = [file.rank for file in log_files(folder)]
+    if known and rank not in known and not any(place.has(rank) for place in places):
+        have = ", ".join(map(str, known))
+        raise UserError(f"rank {rank} has left no log", str(folder.ranks), (f"these have: {have}",))
+
+
+def _grown(folder: RunFolder, files: dict[int, LogFile], rank: int | None) -> Iterator[tuple[LogFile, str]]:
+    """New lines until the run ends; files that appear meanwhile are taken in."""
+    heads = [record for record in running() if record.run == str(folder.path.resolve())]
+    over = False
+    while not over:
+        # Asked before the last look, so that nothing written before the end is missed.
+        over = not any(goes_on(head) for head in heads)
+        for file in log_files(folder):
+            if rank in (None, file.rank):
+                files.setdefault(file.rank, file)
+        for file in files.values():
+            for line in file.new_lines(rest=over):
+                yield file, line
+        if not over:
+            time.sleep(POLL_S)
+
+
+def _with_rank(line: str, rank: int, only: int | None) -> str:
+    return line if only is not None else f"rank {rank} | {line}"

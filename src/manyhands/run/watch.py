@@ -1,0 +1,109 @@
+"""Finds runs that go on by the words that users have for them, and stops them."""
+
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.plugins import did_you_mean
+from manyhands.core.records import Event
+from manyhands.core.registry import Running, goes_on, running, signal_head
+from manyhands.report.now import look
+
+POLL_S = 0.1
+# A head takes up one signal before the next; two at once may arrive as one.
+BETWEEN_SIGNALS_S = 0.5
+# What the agent itself needs to kill its workers, and some.
+KILL_S = 20.0
+# A stop that takes no longer needs no words.
+QUIET_S = 2.0
+
+
+def find_running(word: str) -> Running:
+    """The run that goes on and is meant: by its folder, the folder's name, or the beginning of that.
+
+    Raises:
+        UserError: none is, or several are.
+    """
+    runs = running()
+    found = matches(word, runs)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(f"{record.run}" for record in found))
+    if RunFolder(Path(word).expanduser()).exists():
+        mend = ("manyhands ps lists the runs that go on", f"manyhands resume {word} goes on with it")
+        raise UserError(f"the run in {word} isn't going on", "RUN", mend)
+    raise unknown_run(word, [record.name for record in runs])
+
+
+def matches(word: str, runs: Iterable[Running]) -> list[Running]:
+    """The runs that a word may mean, by the strictest reading that fits any."""
+    runs = list(runs)
+    path = str(Path(word).expanduser().resolve())
+    by_path = [record for record in runs if record.run == path]
+    by_name = [record for record in runs if record.name == word]
+    return by_path or by_name or [record for record in runs if word and record.name.startswith(word)]
+
+
+def unknown_run(word: str, names: Iterable[str]) -> UserError:
+    """The error for a word that means no run."""
+    known = list(dict.fromkeys(names))
+    shown = f"runs: {', '.join(known[:8])}" if known else "manyhands ps lists the runs that go on: none now"
+    return UserError(f'no run is called "{word}"', "RUN", tuple(filter(None, (did_you_mean(word, known), shown))))
+
+
+def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event | None:
+    """Has a run save and stop, or end at once, and waits until it has.
+
+    Returns:
+        The event that ended it; None where it was ended before it could write one.
+
+    Raises:
+        UserError: its head is on another machine.
+        RunError: it could not be ended.
+    """
+    if not record.here:
+        raise UserError(f"{record.name} is watched from {record.host}", "RUN", (f"on {record.host}: manyhands stop",))
+    signal_head(record, signal.SIGTERM)
+    if now:
+        say(f"ending {record.name} (pid {record.pid}) without a save")
+        _end(record, say)
+    else:
+        say(f"asked {record.name} (pid {record.pid}) to save and stop")
+        _wait_for_save(record, say)
+    return look(record).end
+
+
+def _wait_for_save(record: Running, say: Callable[[str], None]) -> None:
+    asked, told = time.monotonic(), ""
+    while goes_on(record):
+        stopping = look(record).state == "stopping"
+        words = "waiting for its last checkpoint" if stopping else "waiting for the update or evaluation that goes on"
+        if words != told and time.monotonic() - asked > QUIET_S:
+            told = words
+            say(f"{words}; --now ends it at once")
+        time.sleep(POLL_S)
+
+
+def _end(record: Running, say: Callable[[str], None]) -> None:
+    """A second signal, of the kind that ends a process of its own too; then the one that nobody can refuse."""
+    time.sleep(BETWEEN_SIGNALS_S)
+    signal_head(record, signal.SIGINT)
+    if _wait_until_gone(record, KILL_S):
+        return
+    say(f"it didn't end in {KILL_S:.0f} s and is killed")
+    signal_head(record, signal.SIGKILL)
+    if not _wait_until_gone(record, KILL_S):
+        raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"kill -9 {record.pid}",))
+
+
+def _wait_until_gone(record: Running, limit_s: float) -> bool:
+    until = time.monotonic() + limit_s
+    while goes_on(record):
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_S)
+    return True

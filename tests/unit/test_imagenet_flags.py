@@ -1,0 +1,213 @@
+"""imagenet main.py's flags: every one is known, has a home, and nodes are counted as there."""
+
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.cli.imagenet import RECIPE, imagenet
+from manyhands.cli.main import make_app
+from manyhands.cluster.formats.imagenet import Flags, Nodes, job_values, meeting_of, nodes_of, notes
+from manyhands.cluster.inventory import Meeting
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+
+URL = "tcp://10.0.0.1:8090"
+# Every flag of main.py in all its spellings, with a value, the field it belongs to and what is expected there.
+KNOWN = [
+    ("-a resnet50", "arch", "resnet50"),
+    ("--arch resnet50", "arch", "resnet50"),
+    ("-j 2", "workers", 2),
+    ("-j2", "workers", 2),
+    ("--workers 2", "workers", 2),
+    ("--epochs 30", "epochs", 30),
+    ("--start-epoch 3", "start_epoch", 3),
+    ("-b 64", "batch_size", 64),
+    ("--batch-size 64", "batch_size", 64),
+    ("--lr 0.2", "lr", 0.2),
+    ("--learning-rate 0.2", "lr", 0.2),
+    ("--momentum 0.8", "momentum", 0.8),
+    ("--wd 0.01", "weight_decay", 0.01),
+    ("--weight-decay 1e-2", "weight_decay", 0.01),
+    ("-p 20", "print_freq", 20),
+    ("--print-freq 20", "print_freq", 20),
+    ("--resume checkpoint.pth.tar", "resume", "checkpoint.pth.tar"),
+    ("-e", "evaluate", True),
+    ("--evaluate", "evaluate", True),
+    ("--pretrained", "pretrained", True),
+    ("--world-size 3", "world_size", 3),
+    ("--world-size -1", "world_size", -1),
+    ("--rank 0", "rank", 0),
+    ("--rank -1", "rank", -1),
+    ("--dist-url env://", "dist_url", "env://"),
+    ("--dist-backend gloo", "dist_backend", "gloo"),
+    ("--seed 7", "seed", 7),
+    ("--gpu 1", "gpu", 1),
+    ("--no-accel", "no_accel", True),
+    ("--multiprocessing-distributed", "multiprocessing_distributed", True),
+    ("--dummy", "dummy", True),
+    ("some/folder", "data", "some/folder"),
+]
+
+
+@pytest.mark.parametrize(("words", "field", "value"), KNOWN, ids=[words for words, _, _ in KNOWN])
+def test_every_flag_is_known(words, field, value):
+    command, bound, _ = make_app().parse_args(["imagenet", *words.split()], exit_on_error=False, print_error=False)
+    assert command is imagenet
+    assert bound.arguments == {field: value}
+    assert hasattr(Flags(), field)
+
+
+def test_every_field_has_a_flag():
+    assert {field for _, field, _ in KNOWN} == set(vars(Flags()))
+    assert set(vars(Flags())) <= set(inspect.signature(imagenet).parameters)
+
+
+def job_of(flags, environment=None):
+    nodes = nodes_of(flags, environment or {})
+    return load_job(job_values(flags, nodes), recipe=RECIPE, environment={}).job
+
+
+def test_without_flags_it_is_main_py():
+    job = job_of(Flags())
+    train = job.train
+    assert (train.epochs, train.batch, train.optimizer, train.lr, train.momentum) == (90, 256, "sgd", 0.1, 0.9)
+    assert (train.nesterov, train.weight_decay, train.decay_norm_and_bias) == (False, 1e-4, True)
+    assert (train.schedule, train.step_epochs, train.step_factor, train.warmup_epochs) == ("step", 30, 0.1, 0)
+    assert (train.loss, train.label_smoothing, train.clip, train.drop_last) == ("cross-entropy", 0, 0, False)
+    assert (train.precision, train.evaluate_every, train.start_epoch) == ("fp32", 1, 0)
+    assert (job.model.name, job.model.num_classes, job.model.pretrained) == ("torchvision:resnet18", 1000, False)
+    assert (job.data.name, job.data.image_size, job.data.augment) == ("./imagenet", 224, "resized-crop-flip")
+    assert (job.data.mean, job.data.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert job.checkpoint.pth_tar == "."
+    assert job.cluster.init == ""
+
+
+@pytest.mark.parametrize("arch", ["vit_b_16", "convnext_tiny", "swin_t"])
+def test_the_recipe_is_the_same_for_every_network(arch):
+    assert job_of(Flags(arch=arch)).train == job_of(Flags()).train
+
+
+def test_a_folder_is_never_taken_for_a_data_sets_name():
+    assert job_of(Flags(data="mnist")).data.name == "./mnist"
+    assert job_of(Flags(data="/data/imagenet")).data.name == "/data/imagenet"
+
+
+def test_flags_reach_the_job():
+    flags = Flags(
+        arch="resnet50", workers=6, epochs=5, start_epoch=2, lr=0.3, momentum=0.5, weight_decay=0.0, print_freq=7,
+        seed=11, dist_backend="gloo", no_accel=True, pretrained=True,
+    )  # fmt: skip
+    job = job_of(flags)
+    assert (job.model.name, job.model.pretrained, job.data.machine_workers) == ("torchvision:resnet50", True, 6)
+    assert (job.train.epochs, job.train.start_epoch, job.train.lr, job.train.momentum) == (5, 2, 0.3, 0.5)
+    assert (job.train.weight_decay, job.train.seed, job.run.log_steps) == (0.0, 11, 7)
+    assert (job.cluster.backend, job.cluster.device) == ("gloo", "cpu")
+    assert job_of(Flags(workers=0)).data.workers == 0
+    assert job_of(Flags(gpu=2)).cluster.device == "cuda:2"
+    assert job_of(Flags(gpu=2)).cluster.processes == 1
+    assert job_of(Flags(dummy=True)).data.name == "fake-imagenet"
+
+
+@given(
+    count=st.integers(2, 64), batch=st.integers(1, 4096), share=st.floats(0, 1), own=st.integers(1, 16),
+    many=st.booleans(),
+)  # fmt: skip
+def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many):
+    rank = min(count - 1, int(share * count))
+    flags = Flags(
+        world_size=count, rank=rank, batch_size=batch, dist_url=URL, multiprocessing_distributed=many, no_accel=True
+    )
+    job = job_of(flags)
+    assert job.train.batch == batch * count
+    assert (job.cluster.init, job.cluster.world_size, job.cluster.rank) == (URL, count, rank)
+    meeting = meeting_of(flags, own, {})
+    assert meeting == Meeting((own,) * count, rank, "10.0.0.1", 8090)
+    # main.py's own arithmetic: the first process of a node has the rank (node) x (processes on each).
+    assert sum(meeting.sizes[: meeting.machine]) == rank * own
+    assert sum(meeting.sizes) == count * own
+
+
+@pytest.mark.parametrize("url", ["tcp://[fd00::1]:8090", "tcp://n1:8090/", "tcp://10.0.0.1:8090"])
+def test_addresses_of_any_kind(url):
+    meeting = meeting_of(Flags(world_size=2, rank=1, dist_url=url), 4, {})
+    assert meeting.port == 8090
+    assert meeting.address in {"fd00::1", "n1", "10.0.0.1"}
+
+
+def test_one_node_needs_no_address_and_says_so():
+    for flags in (Flags(world_size=1, rank=0, multiprocessing_distributed=True, dist_url=URL), Flags(dist_url=URL)):
+        nodes = nodes_of(flags, {})
+        assert nodes == Nodes(1, 0, "")
+        assert "loopback" in notes(flags, nodes)[0]
+        assert job_values(flags, nodes)["train.batch"] == 256
+    assert notes(Flags(), Nodes()) == []
+
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
+}  # fmt: skip
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
+
+
+def test_the_environment_counts_processes_under_torchrun_and_nodes_by_hand():
+    flags = Flags(dist_url="env://", batch_size=10, workers=3)
+    assert nodes_of(flags, TORCHRUN) == Nodes(4, 3, "env://")
+    job = job_of(flags, TORCHRUN)
+    assert (job.train.batch, job.cluster.init, job.data.workers, job.data.machine_workers) == (40, "env://", 3, 0)
+    several = Flags(dist_url="env://", multiprocessing_distributed=True)
+    assert nodes_of(several, BY_HAND) == Nodes(2, 1, "tcp://[fd00::1]:29500")
+    assert meeting_of(several, 8, BY_HAND) == Meeting((8, 8), 1, "fd00::1", 29500)
+    assert nodes_of(Flags(dist_url="env://", world_size=3, rank=0), BY_HAND) == Nodes(3, 0, "tcp://[fd00::1]:29500")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "where", "says"),
+    [
+        (Flags(world_size=3, dist_url=URL), {}, "--rank", "needs --rank"),
+        (Flags(rank=1), {}, "--rank", "needs --world-size"),
+        (Flags(world_size=0), {}, "--world-size", "found 0"),
+        (Flags(world_size=-2), {}, "--world-size", "found -2"),
+        (Flags(world_size=2, rank=2, dist_url=URL), {}, "--rank", "outside 0 … 1"),
+        (Flags(world_size=1, rank=1), {}, "--rank", "outside 0 … 0"),
+        (Flags(world_size=2, rank=0), {}, "--dist-url", "multicast"),
+        (Flags(world_size=2, rank=0, dist_url="10.0.0.1:8090"), {}, "--dist-url", "10.0.0.1:8090"),
+        (Flags(world_size=2, rank=0, dist_url="tcp://10.0.0.1"), {}, "--dist-url", "no place"),
+        (Flags(dist_url="env://"), {}, "environment", "WORLD_SIZE"),
+        (Flags(dist_url="env://"), {"WORLD_SIZE": "two", "RANK": "0"}, "environment", '"two"'),
+        (Flags(dist_url="env://", world_size=2, rank=0), {}, "environment", "MASTER_ADDR and MASTER_PORT"),
+        (Flags(), TORCHRUN, "--dist-url", "torchrun"),
+        (Flags(dist_url="env://", multiprocessing_distributed=True), TORCHRUN, "--multiprocessing-d", "torchrun"),
+        (Flags(gpu=0, multiprocessing_distributed=True), {}, "--gpu", "contradict"),
+        (Flags(gpu=0, no_accel=True), {}, "--gpu", "contradict"),
+        (Flags(resume="x", start_epoch=3), {}, "--resume", "contradict"),
+        (Flags(resume="x", pretrained=True), {}, "--resume", "contradict"),
+        (Flags(dummy=True, data="x"), {}, "--dummy", "contradict"),
+        (Flags(print_freq=0), {}, "-p", "found 0"),
+        (Flags(workers=-1), {}, "-j", "found -1"),
+        (Flags(batch_size=0), {}, "-b", "found 0"),
+        (Flags(gpu=-1), {}, "--gpu", "found -1"),
+        (Flags(start_epoch=91), {}, "job", "beyond the last of 90"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
+    with pytest.raises(UserError) as caught:
+        job_of(flags, environment)
+    assert caught.value.where.startswith(where)
+    assert says in caught.value.what
+    assert caught.value.mend or where == "job"
+
+
+def test_several_processes_on_each_node_need_an_address():
+    with pytest.raises(UserError, match="meet at an address"):
+        meeting_of(Flags(world_size=2, rank=0, dist_url="file:///mnt/meet"), 4, {})
+
+
+@pytest.mark.parametrize("wrong", [{"train.schedule": "cosine"}, {"train.optimizer": "adamw"}])
+def test_files_for_main_py_need_what_it_knows(wrong):
+    with pytest.raises(UserError, match=r"main\.py") as caught:
+        load_job(wrong, recipe=RECIPE, environment={})
+    assert "pth_tar" in caught.value.what
+    assert load_job({**wrong, "checkpoint.pth_tar": ""}, recipe=RECIPE, environment={}).job.checkpoint.pth_tar == ""

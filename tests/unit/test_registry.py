@@ -1,0 +1,139 @@
+"""The list of runs that go on: what is in it lives, what doesn't is removed, and others' records are let be."""
+
+import os
+import platform
+import stat
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.core.records import write_json
+from manyhands.core.registry import Running, goes_on, registered, registry_folder, running, signal_head
+from manyhands.report.now import as_object, look
+from manyhands.run.watch import find_running, matches
+
+
+def record(run, *, pid=None, created=None, host=None, command=("x",)):
+    me = psutil.Process()
+    return Running(
+        time=time.time(),
+        pid=pid or me.pid,
+        created=me.create_time() if created is None else created,
+        host=host or platform.node(),
+        run=str(run),
+        hosts=["n1"],
+        command=list(command),
+    )
+
+
+def put(entry):
+    registry_folder().mkdir(parents=True, exist_ok=True)
+    write_json(registry_folder() / f"{entry.host}-{entry.pid}.json", entry)
+
+
+def test_a_run_is_listed_while_it_goes_on_and_for_this_user_alone(tmp_path):
+    with registered(tmp_path / "runs" / "a", ["n1", "n2"]):
+        (found,) = running()
+        assert (found.pid, found.name, found.hosts) == (os.getpid(), "a", ["n1", "n2"])
+        assert stat.S_IMODE(registry_folder().stat().st_mode) == 0o700
+        assert goes_on(found)
+    assert running() == []
+    assert not goes_on(found)
+    with pytest.raises(KeyError), registered(tmp_path / "b"):
+        raise KeyError
+    assert list(registry_folder().iterdir()) == []
+
+
+def test_records_of_the_dead_are_removed():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    alive = psutil.Process(process.pid)
+    put(record("/a", pid=process.pid, created=alive.create_time()))
+    assert [entry.run for entry in running()] == ["/a"]
+    process.kill()
+    # Not waited for yet: it is a zombie, which trains nothing.
+    while alive.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert running() == []
+    process.communicate()
+    # The number was given to another process meanwhile.
+    put(record("/b", created=1.0))
+    assert running() == []
+    assert list(registry_folder().iterdir()) == []
+
+
+def test_a_clock_that_was_set_hides_no_run():
+    put(record("/a", created=psutil.Process().create_time() - 3600, command=psutil.Process().cmdline()))
+    assert [entry.run for entry in running()] == ["/a"]
+
+
+def test_another_machines_record_is_taken_at_its_word():
+    put(record("/shared/a", pid=2**22 + 1, host="n7"))
+    (found,) = running()
+    assert look(found).state == "unknown"
+    signal_head(found, 0)
+
+
+def test_what_is_no_record_is_let_be(tmp_path):
+    with registered(tmp_path / "a"):
+        (registry_folder() / "other.json").write_text("{}")
+        (registry_folder() / "torn.json").write_text('{"v": 1')
+        newer = {**record("/c").model_dump(), "v": 99}
+        write_json(registry_folder() / "newer.json", newer)
+        assert [entry.name for entry in running()] == ["a"]
+    assert {path.name for path in registry_folder().iterdir()} == {"other.json", "torn.json", "newer.json"}
+
+
+def test_a_state_folder_that_cannot_be_written_costs_the_listing_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with registered(tmp_path / "a"):
+        pass
+    assert "isn't listed" in capsys.readouterr().err
+
+
+NAMES = st.lists(st.text("ab-1", min_size=1, max_size=5), min_size=1, max_size=8, unique=True)
+
+
+@given(names=NAMES, data=st.data())
+def test_the_strictest_reading_wins(names, data):
+    runs = [record(f"/nowhere/{name}") for name in names]
+    chosen = data.draw(st.sampled_from(runs))
+    assert matches(chosen.run, runs) == [chosen]
+    assert matches(chosen.name, runs) == [chosen]
+    begun = chosen.name[: data.draw(st.integers(1, len(chosen.name)))]
+    found = matches(begun, runs)
+    assert found
+    assert all(entry.name.startswith(begun) for entry in found)
+    assert begun not in names or [entry.name for entry in found] == [begun]
+    assert matches("", runs) == []
+
+
+def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
+    put(record(tmp_path / "digits-cnn"))
+    with pytest.raises(UserError, match='no run is called "digits-cn1"') as caught:
+        find_running("digits-cn1")
+    assert caught.value.mend[0] == 'did you mean "digits-cnn"?'
+    put(record(tmp_path / "digits-mlp", pid=os.getppid(), created=psutil.Process(os.getppid()).create_time()))
+    with pytest.raises(UserError, match="may mean 2 runs"):
+        find_running("digits")
+    assert find_running("digits-m").name == "digits-mlp"
+    ended = tmp_path / "ended"
+    ended.mkdir()
+    (ended / "job.toml").touch()
+    with pytest.raises(UserError, match="isn't going on"):
+        find_running(str(ended))
+
+
+def test_a_run_without_records_yet_is_starting(tmp_path):
+    with registered(tmp_path):
+        (found,) = running()
+        now = look(found)
+        assert now.state == "starting"
+        about = as_object(found, now)
+        assert (about["step"], about["top1"], about["processes"]) == (None, None, None)
