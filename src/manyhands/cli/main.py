@@ -24,6 +24,7 @@ manyhands train ./pets resnet50 --epochs 30  any folder of class folders
 COMMANDS = {
     "train": "Train a classifier.",
     "launch": "Train on several machines, started and watched from here over ssh.",
+    "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
     "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
     "predict": "Say what is on pictures: the most likely classes of each.",
     "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast, get_args
 
-# Plain JSON data about one machine; `cluster/facts.py` says what is in it. A fact that couldn't be found is missing.
+# Plain JSON data about one machine; `cluster/facts/` says what is in it. A fact that couldn't be found is missing.
 Facts = Mapping[str, Any]
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
@@ -66,7 +66,7 @@ class Collective:
     Attributes:
         result: skipped: not all machines could take part.
         said: the first cause, where it failed.
-        seconds: it took.
+        seconds: it took to meet and to add up, without torch's import.
         missing: hosts that did not arrive.
     """
 

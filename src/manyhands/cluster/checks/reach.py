@@ -1,5 +1,7 @@
 """Machines that don't reach each other: closed ports, and by what."""
 
+from collections.abc import Sequence
+
 from manyhands.cluster.addresses import unlikely
 from manyhands.cluster.compare import who
 from manyhands.cluster.findings import Attempt, Finding, Survey
@@ -47,13 +49,15 @@ def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
 def _finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> Finding:
     others = [pair[0] if pair[1] == host else pair[1] for pair in pairs]
     others = [other for other in survey.hosts if other in others]
-    attempt = _telling(survey.reach[pairs[0]])
+    # What was met on the way to the machine says more than how its own attempts ended.
+    pairs.sort(key=lambda pair: pair[1] != host)
+    attempt = _telling([attempt for pair in pairs for attempt in survey.reach[pair]])
     place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
     meaning = MEANINGS[attempt.result] if attempt else "can't be tried: it has no address but loopback"
     said = {
         "to": f"{who(others)} can't reach {host}: {place} {meaning}",
         "from": f"{host} can't reach {who(others)}: {place} {meaning}",
-        "both": f"{host} and {who(others)} can't reach each other: {place} {meaning}",
+        "both": f"{host} can't be reached by {who(others)}, nor reach them: {place} {meaning}",
     }[way]
     rules = [rule for name in (host, *others) for rule in survey.facts.get(name, {}).get("firewall", ())]
     mend = [f"a rule of the firewall that may do it: {rule}" for rule in rules[:2]]
@@ -66,7 +70,7 @@ def _finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> Finding:
     return Finding("reach", "fail", (host, *others), said, tuple(mend), f"reach:{host}:{way}", ("collective", "chosen"))
 
 
-def _telling(tries: tuple[Attempt, ...]) -> Attempt | None:
+def _telling(tries: Sequence[Attempt]) -> Attempt | None:
     """The attempt that says most: refused tells more than silence, silence more than a network that isn't there."""
     order = ("refused", "timeout", "other", "unreachable")
     return min(tries, key=lambda attempt: order.index(attempt.result), default=None)

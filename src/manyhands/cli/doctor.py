@@ -1,0 +1,97 @@
+"""manyhands doctor."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.text import Text
+
+from manyhands.cli.train import MODEL, NAME, settings
+from manyhands.config.load import load_job
+from manyhands.run.doctor import Diagnosis, diagnose
+
+MARKS = {"fail": ("✗", "bold red"), "warn": ("!", "yellow"), "ok": ("✓", "green")}
+
+
+def doctor(  # noqa: PLR0913 - one argument for each flag
+    data: Annotated[str | None, NAME] = None,
+    model: Annotated[str | None, MODEL] = None,
+    /,
+    *,
+    hosts: Annotated[str | None, Parameter(help="n1,n2,n3 or n1:4,n2:4; without: this machine")] = None,
+    hostfile: Annotated[str | None, Parameter(help="a file of hosts: n1 slots=4 a line")] = None,
+    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on each machine")] = None,
+    interface: Annotated[str | None, Parameter(help="network interface between the machines; found by trying")] = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="any option of the job")] = None,
+    picture: Annotated[Path | None, Parameter(help="draw the speed of each link into this PNG file")] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
+) -> int:
+    """Say what would keep a job from training, here or on many machines; takes seconds and changes nothing.
+
+    Leaves with 3 where training would fail.
+    """
+    job_file = Path(data) if data and data.endswith(".toml") else None
+    flags = {
+        "data.name": None if job_file else data,
+        "model.name": model,
+        "cluster.hosts": hosts.split(",") if hosts else None,
+        "cluster.hostfile": hostfile,
+        "cluster.processes": processes,
+        "cluster.interface": interface,
+        **settings(set_ or []),
+    }
+    diagnosis = diagnose(load_job(flags, file=job_file).job)
+    if picture:
+        from manyhands.report.links import draw_links
+
+        draw_links(diagnosis.survey.hosts, diagnosis.survey.mbps, diagnosis.survey.latency_ms, picture)
+    if as_json:
+        print(json.dumps(diagnosis.as_json(), ensure_ascii=False))
+    else:
+        _print(diagnosis)
+    return diagnosis.exit_code
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in diagnosis.findings:
+        mark, style = MARKS[finding.severity]
+        console.print(Text(f"{mark} {finding.what}", style=style))
+        for number, line in enumerate(finding.mend):
+            console.print(Text(f"    {'do:' if number == 0 else '   '} {line}"))
+    for line in _table(diagnosis):
+        console.print(Text(line))
+    console.print(Text(_summary(diagnosis), style="bold"))
+
+
+def _table(diagnosis: Diagnosis) -> list[str]:
+    """Each pair's speed and latency, in lines; none where nothing was measured."""
+    survey = diagnosis.survey
+    if not survey.mbps:
+        return []
+    width = max(16, *(len(host) + 2 for host in survey.hosts))
+    lines = ["", "Mbit/s (ms)".ljust(width) + "".join(f"to {host}".rjust(width) for host in survey.hosts)]
+    for one in survey.hosts:
+        cells = [_cell(diagnosis, one, two).rjust(width) for two in survey.hosts]
+        lines.append(f"from {one}".ljust(width) + "".join(cells))
+    return [*lines, ""]
+
+
+def _cell(diagnosis: Diagnosis, one: str, two: str) -> str:
+    mbps, latency = diagnosis.survey.mbps.get((one, two)), diagnosis.survey.latency_ms.get((one, two))
+    if mbps is None:
+        return "·" if one == two else "?"
+    speed = f"{mbps:.3g}" if mbps < 1000 else f"{mbps:.0f}"
+    return speed if latency is None else f"{speed} ({latency:.2f})"
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    counts = {word: sum(f.severity == word for f in diagnosis.findings) for word in MARKS}
+    where = f"on {len(diagnosis.survey.hosts)} machines" if len(diagnosis.survey.hosts) > 1 else "here"
+    if counts["fail"]:
+        return f"training {where} would fail: {counts['fail']} to mend first"
+    return f"nothing keeps training {where} from working" + (
+        f"; {counts['warn']} could be better" if counts["warn"] else ""
+    )

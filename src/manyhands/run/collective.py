@@ -1,0 +1,55 @@
+"""What each machine's one process does for the doctor: joins all the others and adds up numbers with them, once."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.rendezvous import worker_membership
+from manyhands.config.job import Job
+from manyhands.core.folder import RunFolder
+from manyhands.run.worker import Failed, leave_record
+
+ENTRY = "manyhands.run.collective:add_up"
+# A ring that fits no single packet, and takes no time even on a slow link.
+NUMBERS = 10_000
+
+
+def add_up(argument: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a process that an agent started; `argument` is plain data.
+
+    Returns:
+        The seconds that joining and adding took.
+    """
+    job, folder = Job.model_validate(argument["job"]), RunFolder(Path(argument["folder"]))
+    membership = worker_membership(job.cluster, os.environ)
+    from manyhands.train.failing import describe_failure
+
+    group, start = None, time.monotonic()
+    try:
+        from manyhands.parallel.group import join, say_on_stderr
+
+        group = join(membership, "doctor", job.cluster.collective_timeout_s, say_on_stderr)
+        _check_sum(group.world)
+    except BaseException as error:
+        record = describe_failure(error, rank=membership.rank, step=None, phase="doctor")
+        raise SystemExit(Failed(leave_record(record, folder)).record.exit_code) from error
+    finally:
+        if group:
+            group.leave()
+    # Nothing of an examination is to stay behind; the log of one that failed says why it did.
+    shutil.rmtree(folder.path)
+    return {"seconds": time.monotonic() - start}
+
+
+def _check_sum(world: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.full((NUMBERS,), float(world.rank + 1), device=world.device)
+    if not world.alone:
+        dist.all_reduce(numbers)
+    expected = world.size * (world.size + 1) / 2
+    if not bool((numbers == expected).all()):
+        raise RuntimeError(f"the sum over all machines is wrong: {numbers[0].item()}, expected {expected}")

@@ -1,0 +1,163 @@
+"""Examines this machine, or all machines of a job, before anything is trained; changes nothing."""
+
+import secrets
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster.assemble import Crew, assembled, prepare
+from manyhands.cluster.doctor import examine, fails
+from manyhands.cluster.facts import gather
+from manyhands.cluster.findings import Collective, Contact, Facts, Finding, Needs, Survey
+from manyhands.cluster.inventory import Machine
+from manyhands.cluster.orders import Orders
+from manyhands.cluster.supervise import Watch, first_cause, supervise
+from manyhands.cluster.survey import matrix, take_survey
+from manyhands.config.job import Job
+from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
+from manyhands.core.plugins import is_object_reference
+from manyhands.run.collective import ENTRY
+from manyhands.run.launch import machines_of
+
+# Machines that have just reached each other need no more for so little.
+COLLECTIVE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an examination found.
+
+    Attributes:
+        survey: everything that was asked and tried.
+        findings: one for each cause, the worst first.
+    """
+
+    survey: Survey
+    findings: list[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """3 where training would fail."""
+        return EXIT_DOCTOR if fails(self.findings) else EXIT_OK
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts; a machine's single files are left out."""
+        survey = self.survey
+        facts = {host: dict(own) for host, own in survey.facts.items()}
+        for own in facts.values():
+            own["code"] = {name: value for name, value in own.get("code", {}).items() if name != "files"}
+        return {
+            "v": 1,
+            "fails": fails(self.findings),
+            "hosts": list(survey.hosts),
+            "findings": [finding.as_json() for finding in self.findings],
+            "addresses": {host: {"interface": i, "address": a} for host, (i, a) in survey.chosen.items()},
+            "mbps": matrix(survey, survey.mbps),
+            "latency_ms": matrix(survey, survey.latency_ms),
+            "clock_s": {host: offset for host, (offset, _) in survey.clock_s.items()},
+            "facts": facts,
+        }
+
+
+def diagnose(job: Job) -> Diagnosis:
+    """Examines the machines that the job names, or this one alone.
+
+    Raises:
+        UserError: the job names its machines in a way that can't be read.
+    """
+    machines = machines_of(job)
+    survey = _survey_machines(job, machines) if machines else _survey_here(job)
+    return Diagnosis(survey, examine(survey))
+
+
+def _request(job: Job) -> dict[str, str]:
+    """What each machine is asked for beside the general facts."""
+    workdir = "" if job.cluster.workdir else str(Path.cwd())
+    return {
+        "workdir": workdir,
+        "runs": str(Path(job.run.out).parent) if job.run.out else "runs",
+        "data": job.data.name,
+        "data_dir": job.data.dir,
+    }
+
+
+def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) -> Needs:
+    asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
+    counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
+    references = (job.data.name, job.model.name, job.train.loss)
+    return Needs(
+        processes=counts,
+        threads=job.cluster.threads,
+        interface=job.cluster.interface,
+        data=job.data.name,
+        download=job.data.download,
+        code=any(is_object_reference(word) for word in references) and not job.cluster.sync_code,
+        device=job.cluster.device,
+    )
+
+
+def _survey_here(job: Job) -> Survey:
+    name = socket.gethostname()
+    facts = {name: gather(_request(job))}
+    return Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
+
+
+def _survey_machines(job: Job, machines: Sequence[Machine]) -> Survey:
+    with (
+        tempfile.TemporaryDirectory(prefix="manyhands-doctor-") as logs,
+        assembled(machines, job.cluster, Path(logs), _request(job)) as crew,
+    ):
+        names = [link.machine.name for link in crew.links]
+        facts = dict(zip(names, crew.facts, strict=True))
+        needs = _needs(job, machines, facts)
+        survey = take_survey(crew.links, facts, [machine.name for machine in machines], needs)
+        survey.errors |= {
+            host: Contact(contact.kind, contact.what, contact.mend) for host, contact in crew.contacts.items()
+        }
+        survey.collective = _add_up(job, crew, survey)
+        return survey
+
+
+def _add_up(job: Job, crew: Crew, survey: Survey) -> Collective:
+    """A real all-reduce with one process on each machine, where all machines reach each other."""
+    if survey.errors or len(survey.hosts) < 2 or set(survey.chosen) != set(survey.hosts):
+        return Collective("skipped")
+    if fails(examine(survey)):
+        return Collective("skipped")
+    token = secrets.token_hex(6)
+    try:
+        folders = [
+            link.ask({"do": "open", "folder": f"/tmp/manyhands-doctor-{token}-{number}", "token": token,
+                      "records": False, "held": {}}, COLLECTIVE_S)["folder"]
+            for number, link in enumerate(crew.links)
+        ]  # fmt: skip
+        _, devices = prepare(crew, [1] * len(crew.links), job.cluster)
+        address = survey.chosen[survey.hosts[0]][1]
+        port = crew.links[0].ask({"do": "bind", "address": address}, COLLECTIVE_S)["port"]
+    except ManyhandsError as error:
+        return Collective("failed", error.what)
+    options = job.cluster.model_copy(
+        update={"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
+    )
+    quick = job.model_copy(update={"cluster": options}).model_dump(mode="json")
+    orders = [
+        Orders(
+            entry=ENTRY, argument={"job": quick, "folder": folder}, logs=f"{folder}/ranks", sizes=[1] * len(folders),
+            machine=machine, device=devices[machine], threads=1, address=address, port=port, preload=[],
+            environment=_interface(survey.chosen[survey.hosts[machine]][0]),
+        )
+        for machine, folder in enumerate(folders)
+    ]  # fmt: skip
+    ending = supervise(crew.links, orders, Watch())
+    if ending.ok:
+        return Collective("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
+    cause = first_cause(ending)
+    lost = tuple(ending.lost)
+    return Collective("failed", cause.what if cause else ending.broken.strip().rpartition("\n")[2], missing=lost)
+
+
+def _interface(name: str) -> dict[str, str]:
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), name)

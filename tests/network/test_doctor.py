@@ -1,0 +1,164 @@
+"""Faults planted in a lab of hosts are found and named by the doctor's command, run from the laptop."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.network.lab import Lab
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The folder of a job, which all hosts see unless a test mounts another over it."""
+    folder = tmp_path / "job"
+    (folder / "runs").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def doctor(lab, *arguments, hosts="n1,n2,n3", code=None):
+    """What the command says as JSON; its findings beside `ok`, by check."""
+    done = subprocess.run(
+        [sys.executable, "-m", "manyhands", "doctor", *arguments, "--hosts", hosts, "--json",
+         "--set", f"cluster.ssh={lab.ssh}"],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert "findings" in told, told
+    assert done.returncode == (3 if told["fails"] else 0), done.stderr
+    if code is not None:
+        assert done.returncode == code, told["findings"]
+    return told
+
+
+def of(told, check):
+    """A check's findings that aren't `ok`."""
+    return [f for f in told["findings"] if f["check"] == check and f["severity"] != "ok"]
+
+
+def failing(told):
+    return [(finding["check"], finding["hosts"]) for finding in told["findings"] if finding["severity"] == "fail"]
+
+
+def no_traces(lab):
+    """No process but sshd is left, and no file of the doctor's."""
+    left = [Path(f"/proc/{pid}/cmdline").read_text() for host in lab.hosts for pid in lab.processes(host)]
+    assert all("sshd" in words for words in left), left
+    assert not list(Path("/tmp").glob("manyhands-doctor-*"))
+
+
+def test_a_healthy_lab_and_what_was_tried_in_it(lab, here):
+    for host in lab.hosts:  # the same on each, and a trap: who connects to it reaches himself
+        lab.add_dummy(host, "docker0", "172.17.0.1/16")
+    told = doctor(lab, "digits", "mlp", "--picture", "links.png", code=0)
+    assert told["addresses"] == {
+        n: {"interface": "eth0", "address": lab.address(h)} for h, n in enumerate(lab.names, 1)
+    }
+    assert [f["check"] for f in told["findings"] if f["check"] == "collective"] == ["collective"]
+    assert {one: set(row) for one, row in told["mbps"].items()} == {n: set(lab.names) - {n} for n in lab.names}
+    assert all(-1 < offset < 1 for offset in told["clock_s"].values())
+    assert not of(told, "links") + of(told, "interface") + of(told, "names") + of(told, "reach")
+    assert (here / "links.png").read_bytes().startswith(b"\x89PNG")
+    assert list((here / "runs").iterdir()) == []
+    no_traces(lab)
+
+
+def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
+    lab.add_dummy(1, "wan0", "192.168.55.1/24", default=True)
+    lab.set_names(2, f"127.0.0.1 localhost\n127.0.1.1 n2\n{lab.address(1)} n1\n{lab.address(3)} n3\n")
+    lab.rate(3, "10mbit", ways=("sent",))
+    plant(tmp_path / "late", "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n")
+    lab.start(2, environment=with_path(lab, tmp_path / "late"))
+    told = doctor(lab, "digits", "mlp", code=0)
+    (interface,), (name,), (link,), (clock,) = (of(told, check) for check in ("interface", "names", "links", "clock"))
+    assert interface["hosts"] == ["n1"]
+    assert "wan0" in interface["what"]
+    assert name["hosts"] == ["n2"]
+    assert "127.0.1.1" in name["what"]
+    assert link["hosts"] == ["n3"]
+    assert "asymmetric" in link["what"]
+    assert 5 < told["mbps"]["n3"]["n1"] < 15
+    assert clock["what"].startswith("clocks are apart: n2")
+    no_traces(lab)
+
+
+def test_closed_ports_and_a_host_that_is_down(lab, here):
+    lab.nft(2, firewall("tcp dport 1024-65535 drop"))
+    lab.down(3)
+    told = doctor(lab, "digits", "mlp", code=3)
+    assert failing(told) == [("contact", ["n3"]), ("reach", ["n2", "n1"])]
+    (reach,) = of(told, "reach")
+    assert "is not answered" in reach["what"]
+    assert "tcp dport 1024-65535 drop" in reach["mend"][0]
+    no_traces(lab)
+
+
+def test_a_firewall_that_rejects(lab, here):
+    lab.nft(1, firewall("tcp dport 1024-65535 reject with tcp reset"))
+    told = doctor(lab, "digits", "mlp", code=3)
+    assert failing(told) == [("reach", ["n1", "n2", "n3"])]
+    assert "is refused" in of(told, "reach")[0]["what"]
+
+
+def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, here):
+    lab.nft(1, firewall("tcp dport 22 reject with tcp reset"))
+    config = lab.ssh_config.read_text()
+    lab.ssh_config.write_text("Host n2\n  User nobody\n" + config)
+    known = lab.folder / "known_hosts"
+    known.write_text(known.read_text().replace("n3,", "other,").replace(f"{lab.address(3)} ", "other "))
+    told = doctor(lab, "digits", "mlp", code=3)
+    assert failing(told) == [("contact", ["n1"]), ("contact", ["n2"]), ("contact", ["n3"])]
+    said = " | ".join(finding["what"] for finding in told["findings"])
+    assert "refuses ssh" in said
+    assert "key" in said
+    assert "password" in said
+
+
+def test_other_versions_data_code_and_small_places(lab, here, tmp_path):
+    older = tmp_path / "older"
+    plant(older, "")
+    (older / "torch-2.1.0.dist-info").mkdir()
+    (older / "torch-2.1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.1.0\n")
+    for split in ("train", "val"):
+        (tmp_path / "data/pets" / split / "cat").mkdir(parents=True)
+        (tmp_path / "data/pets" / split / "cat/1.png").write_bytes(b"x")
+    (here / "net.py").write_text("def net(): ...\n")
+    other = tmp_path / "other"
+    (other / "runs").mkdir(parents=True)
+    (other / "net.py").write_text("def net(): return 1\n")
+    lab.start(1, environment=with_path(lab, older))
+    lab.start(2, prepare=f"mount -t tmpfs tmpfs {tmp_path}/data && mount -t tmpfs -o size=8m tmpfs /dev/shm")
+    lab.start(3, prepare=f"mount --bind {other} {here} && mount -t tmpfs -o size=50m tmpfs {here}/runs")
+    told = doctor(lab, str(tmp_path / "data/pets"), "net.py:net", code=3)
+    assert sorted(failing(told)) == [
+        ("code", ["n3"]), ("data", ["n2"]), ("disk", ["n3"]), ("memory", ["n2"]), ("versions", ["n1"]),
+    ]  # fmt: skip
+    (version,) = of(told, "versions")
+    assert version["mend"][0].startswith(f"ssh n1 {lab.python} -m pip install torch==")
+    assert "net.py" in of(told, "code")[0]["what"]
+    assert str(tmp_path / "data/pets") in of(told, "data")[0]["what"]
+
+
+def test_hosts_without_ipv4(here):
+    with Lab(hosts=2, ipv6_only=True) as lab:
+        told = doctor(lab, "digits", "mlp", hosts="n1,n2", code=0)
+        assert told["addresses"]["n2"] == {"interface": "eth0", "address": lab.address(2)}
+        assert [f["severity"] for f in told["findings"] if f["check"] == "collective"] == ["ok"]
+
+
+def firewall(rule):
+    return f"table inet closed {{ chain arriving {{ type filter hook input priority 0; {rule}; }}; }}\n"
+
+
+def plant(folder, sitecustomize):
+    """A folder that Python looks into first, as a second environment would be."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(sitecustomize)
+
+
+def with_path(lab, folder):
+    return {"PYTHONPATH": f"{folder}:{lab.environment['PYTHONPATH']}"}
