@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -92,3 +94,20 @@ class Meeting:
     address: str
     port: int
     devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a machine is reached by the others.
+
+    Attributes:
+        interface: its name there; empty where all processes are on one machine.
+        address: of that interface.
+    """
+
+    interface: str
+    address: str
+
+    def environment(self) -> dict[str, str]:
+        """Variables that have the backends' own searches for an interface end there."""
+        return dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}

@@ -21,7 +21,9 @@ CLOCK_QUESTIONS = 3
 LISTEN_S = 120.0
 
 
-def take_survey(links: Sequence[Link], facts: Mapping[str, Facts], hosts: Sequence[str], needs: Needs) -> Survey:
+def take_survey(
+    links: Sequence[Link], facts: Mapping[str, Facts], hosts: Sequence[str], needs: Needs, *, measure: bool = True
+) -> Survey:
     """Tries out everything between machines whose facts are known.
 
     A machine that stops answering meanwhile is noted among the survey's errors, and left out of the rest.
@@ -31,15 +33,18 @@ def take_survey(links: Sequence[Link], facts: Mapping[str, Facts], hosts: Sequen
         facts: of these, by the machine's name.
         hosts: all machines in the order of their ranks, those included that don't answer.
         needs: of the job.
+        measure: clocks and the speed of links too, which takes seconds.
     """
     survey = Survey(tuple(hosts), dict(facts), needs=needs)
     talk = _Talk(links, survey)
-    _compare_clocks(talk, survey)
+    if measure:
+        _compare_clocks(talk, survey)
     if len(talk.links) > 1:
         targets = _listen(talk, survey)
         _try_all(talk, survey, targets)
         survey.chosen = choose_addresses(_narrowed(survey), survey.reach)
-        _measure_all(talk, survey, targets)
+        if measure:
+            _measure_all(talk, survey, targets)
         talk.ask_each({"do": "unlisten"})
     _try_port(talk, survey)
     return survey

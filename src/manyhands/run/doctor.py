@@ -12,7 +12,8 @@ from manyhands.cluster.assemble import Crew, assembled, prepare
 from manyhands.cluster.doctor import examine, fails
 from manyhands.cluster.facts import gather
 from manyhands.cluster.findings import Collective, Contact, Facts, Finding, Needs, Survey
-from manyhands.cluster.inventory import Machine
+from manyhands.cluster.inventory import Address, Machine
+from manyhands.cluster.machines import machines_of
 from manyhands.cluster.orders import Orders
 from manyhands.cluster.supervise import Watch, first_cause, supervise
 from manyhands.cluster.survey import matrix, take_survey
@@ -20,7 +21,6 @@ from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
 from manyhands.core.plugins import is_object_reference
 from manyhands.run.collective import ENTRY
-from manyhands.run.launch import machines_of
 
 # Machines that have just reached each other need no more for so little.
 COLLECTIVE_S = 30.0
@@ -68,12 +68,12 @@ def diagnose(job: Job) -> Diagnosis:
     Raises:
         UserError: the job names its machines in a way that can't be read.
     """
-    machines = machines_of(job)
+    machines = machines_of(job.cluster)
     survey = _survey_machines(job, machines) if machines else _survey_here(job)
     return Diagnosis(survey, examine(survey))
 
 
-def _request(job: Job) -> dict[str, str]:
+def facts_wanted(job: Job) -> dict[str, str]:
     """What each machine is asked for beside the general facts."""
     workdir = "" if job.cluster.workdir else str(Path.cwd())
     return {
@@ -101,24 +101,37 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
 
 def _survey_here(job: Job) -> Survey:
     name = socket.gethostname()
-    facts = {name: gather(_request(job))}
+    facts = {name: gather(facts_wanted(job))}
     return Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
 
 
 def _survey_machines(job: Job, machines: Sequence[Machine]) -> Survey:
     with (
         tempfile.TemporaryDirectory(prefix="manyhands-doctor-") as logs,
-        assembled(machines, job.cluster, Path(logs), _request(job)) as crew,
+        assembled(machines, job.cluster, Path(logs), facts_wanted(job)) as crew,
     ):
-        names = [link.machine.name for link in crew.links]
-        facts = dict(zip(names, crew.facts, strict=True))
-        needs = _needs(job, machines, facts)
-        survey = take_survey(crew.links, facts, [machine.name for machine in machines], needs)
-        survey.errors |= {
-            host: Contact(contact.kind, contact.what, contact.mend) for host, contact in crew.contacts.items()
-        }
+        survey = survey_crew(job, crew, machines)
         survey.collective = _add_up(job, crew, survey)
         return survey
+
+
+def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
+    """Tries out everything between the machines that answer; why the others don't is noted.
+
+    Args:
+        job: what they shall do.
+        crew: the agents of those that answer.
+        machines: all.
+        measure: clocks and the speed of links too, which takes seconds.
+    """
+    names = [link.machine.name for link in crew.links]
+    facts = dict(zip(names, crew.facts, strict=True))
+    needs = _needs(job, machines, facts)
+    survey = take_survey(crew.links, facts, [machine.name for machine in machines], needs, measure=measure)
+    survey.errors |= {
+        host: Contact(contact.kind, contact.what, contact.mend) for host, contact in crew.contacts.items()
+    }
+    return survey
 
 
 def _add_up(job: Job, crew: Crew, survey: Survey) -> Collective:
@@ -147,7 +160,7 @@ def _add_up(job: Job, crew: Crew, survey: Survey) -> Collective:
         Orders(
             entry=ENTRY, argument={"job": quick, "folder": folder}, logs=f"{folder}/ranks", sizes=[1] * len(folders),
             machine=machine, device=devices[machine], threads=1, address=address, port=port, preload=[],
-            environment=_interface(survey.chosen[survey.hosts[machine]][0]),
+            environment=Address(*survey.chosen[survey.hosts[machine]]).environment(),
         )
         for machine, folder in enumerate(folders)
     ]  # fmt: skip
@@ -157,7 +170,3 @@ def _add_up(job: Job, crew: Crew, survey: Survey) -> Collective:
     cause = first_cause(ending)
     lost = tuple(ending.lost)
     return Collective("failed", cause.what if cause else ending.broken.strip().rpartition("\n")[2], missing=lost)
-
-
-def _interface(name: str) -> dict[str, str]:
-    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), name)

@@ -7,44 +7,28 @@ from typing import Any
 
 from manyhands.cluster.assemble import Crew, assembled, prepare
 from manyhands.cluster.code import code_files, with_absolute_paths
-from manyhands.cluster.formats import hostfile
-from manyhands.cluster.inventory import Machine, Meeting
+from manyhands.cluster.doctor import examine
+from manyhands.cluster.inventory import Address, Machine, Meeting
+from manyhands.cluster.machines import machines_of
 from manyhands.cluster.mirror import Receiver
 from manyhands.cluster.orders import Orders
-from manyhands.cluster.reach import Address, find_addresses
 from manyhands.cluster.supervise import Watch, supervise
 from manyhands.config.job import Job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_DOCTOR, RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_json
 from manyhands.report.terminal import Screen
-from manyhands.run.train import STOPPING, WORK, Outcome, conclude, run_folder, train
+from manyhands.run.doctor import facts_wanted, survey_crew
+from manyhands.run.train import LOOPBACK, STOPPING, WORK, Outcome, conclude, run_folder, train
+
+# What the doctor would say, and the next minute may change.
+MOMENTARY = {"cpu", "jobs"}
 
 
 def start(job: Job, *, quiet: bool = False, meeting: Meeting | None = None) -> Outcome:
     """Trains as the job says: on the machines that it names, or here."""
-    machines = machines_of(job)
+    machines = machines_of(job.cluster)
     return launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet, meeting=meeting)
-
-
-def machines_of(job: Job) -> tuple[Machine, ...]:
-    """The machines that the job is to be launched on; none where it names none.
-
-    Raises:
-        UserError: hosts and a hostfile are given, or one of them can't be read.
-    """
-    options = job.cluster
-    if options.hosts and options.hostfile:
-        raise UserError("hosts and a hostfile are given", "cluster.hosts", ("leave one of them out",))
-    if options.hosts:
-        return hostfile.read_list(",".join(options.hosts), "--hosts").machines
-    if options.hostfile:
-        path = Path(options.hostfile).expanduser()
-        try:
-            return hostfile.read(path.read_text(encoding="utf-8"), str(path)).machines
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"the hostfile can't be read: {error}", str(path)) from None
-    return ()
 
 
 def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Outcome:
@@ -56,9 +40,10 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
     with run_folder(job) as folder:
         receiver, screen = Receiver(folder.path), Screen(folder.path, quiet=quiet)
         try:
-            with assembled(machines, job.cluster, folder.ranks, {}) as crew:
+            with assembled(machines, job.cluster, folder.ranks, facts_wanted(job)) as crew:
                 crew.require_all()
-                orders = _ready(job, crew, folder, receiver, screen)
+                addresses = _look_over(job, crew, machines, screen)
+                orders = _ready(job, crew, addresses, folder, receiver, screen)
                 watch = Watch(
                     screen.update, lambda: screen.say(STOPPING), receiver.take, clock_offsets_s=crew.clock_offsets_s
                 )
@@ -68,11 +53,34 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
         return conclude(job, folder, ending)
 
 
-def _ready(job: Job, crew: Crew, folder: RunFolder, receiver: Receiver, screen: Screen) -> list[Orders]:
-    """Everything that comes before the workers: folders, code, addresses, sizes, the store's port."""
-    addresses = find_addresses(crew, job.cluster)
+def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen) -> list[Address]:
+    """What the doctor sees without measuring anything, and the addresses that all machines reach each other at.
+
+    Raises:
+        RunError: training would fail; what the doctor found is in it.
+    """
+    if len(crew.links) == 1:
+        return [Address("", LOOPBACK)]
+    survey = survey_crew(job, crew, machines, measure=False)
+    found = examine(survey)
+    worst = [finding for finding in found if finding.severity == "fail"]
+    if worst:
+        others = [finding.what for finding in worst[1:]]
+        error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].mend, *others))
+        error.exit_code = EXIT_DOCTOR
+        raise error
+    for finding in found:
+        if finding.severity == "warn" and finding.check not in MOMENTARY:
+            screen.say(finding.what, "WARNING")
+    return [Address(*survey.chosen[link.machine.name]) for link in crew.links]
+
+
+def _ready(
+    job: Job, crew: Crew, addresses: Sequence[Address], folder: RunFolder, receiver: Receiver, screen: Screen
+) -> list[Orders]:
+    """Everything that comes before the workers: folders, code, sizes, the store's port."""
     opened = _open_folders(crew, folder, receiver)
-    paths = _share_code(crew, job) if job.cluster.sync_code else [""] * len(crew.links)
+    paths = _share_code(crew) if job.cluster.sync_code else [""] * len(crew.links)
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
     port = crew.links[0].ask({"do": "bind", "address": addresses[0].address}, 30.0)["port"]
     _note_machines(folder, crew, sizes, [answer["folder"] for answer in opened], addresses)
@@ -120,7 +128,7 @@ def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver) -> list[dic
         marker.unlink()
 
 
-def _share_code(crew: Crew, job: Job) -> list[str]:
+def _share_code(crew: Crew) -> list[str]:
     """This folder's code on every other machine, in a folder of its own; the workers work there."""
     request = {"do": "code", "files": code_files(Path.cwd())}
     return [str(Path.cwd()) if link.here else link.ask(request, 120.0)["folder"] for link in crew.links]
@@ -149,7 +157,9 @@ def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], por
     lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
     if all(link.here for link in crew.links):
         return lines
-    where = ", ".join(f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True))
+    where = ", ".join(
+        f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True)
+    )
     lines.append(
         f"between them: {where}; the store listens on {addresses[0].address} port {port}; gradients travel unencrypted"
     )

@@ -1,0 +1,275 @@
+"""One job on three hosts, over real ssh: what it learns, how it ends, and what it leaves behind."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.command import (
+    NETS,
+    QUICK,
+    assert_equal_weights,
+    assert_one_screen,
+    events,
+    final_weights,
+    finish,
+    run,
+    running,
+    wait_until,
+)
+from tests.network.lab import Lab
+
+pytestmark = pytest.mark.timeout(400)
+SHORT = ["digits", "mlp", "--epochs", "2", *QUICK]
+ENDLESS = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK]
+# After whatever happens nothing may be left on any machine for longer.
+GONE_S = 30
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def hosts(lab, *slots):
+    names = [f"{lab.name(host)}:{count}" for host, count in zip(lab.hosts, slots, strict=False)] or lab.names
+    return ["--hosts", ",".join(names), "--cluster.ssh", lab.ssh]
+
+
+def agents(lab):
+    """Processes of ours in any host."""
+    found = []
+    for host in lab.hosts:
+        for pid in lab.processes(host):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                words = " ".join(process.cmdline())
+                if "manyhands" in words and "sshd" not in words and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(words)
+    return found
+
+
+def begun(folder="run", kind="metrics"):
+    """True once the run has made updates (or saved)."""
+    path = Path(folder) / "metrics.jsonl"
+    return lambda: path.is_file() and '"kind":"step"' in path.read_text() if kind == "metrics" else events(folder, kind)
+
+
+def gone(lab, process=None):
+    """Waits until no host has a process of ours; the limit is part of what is promised."""
+    until = time.monotonic() + GONE_S
+    while left := agents(lab):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+def test_three_hosts_do_what_three_processes_here_do(lab, here):
+    ended = run("launch", *SHORT, *hosts(lab), "--out", "far", "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["status"] == "finished"
+    assert "3 processes on n1, n2, n3" in ended.err
+    for host in lab.hosts:
+        assert f"n{host} {lab.address(host)} (eth0)" in ended.err
+    assert "unencrypted" in ended.err
+    assert [entry["ranks"] for entry in json.loads(Path("far/machines.json").read_text())] == [[0, 1], [1, 1], [2, 1]]
+    assert run("train", *SHORT, "-n", "3", "--out", "near").code == 0
+    assert_equal_weights(final_weights("far"), final_weights("near"))
+    gone(lab)
+
+
+def test_mnist_on_three_hosts(lab, here, real_data):
+    ended = run("launch", "mnist", "mlp", "--epochs", "2", *QUICK, *hosts(lab), "--out", "run", "--data.dir", real_data)
+    assert ended.code == 0, ended.err
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    (*_, last) = [record for record in records if record["kind"] == "evaluation"]
+    assert last["count"] == 10_000
+    assert last["top1"] > 0.95
+
+
+@pytest.fixture
+def real_data():
+    folder = os.environ.get("MANYHANDS_LAB_DATA") or str(Path(__file__).parents[3] / "shared" / "data")
+    if not (Path(folder) / "mnist").is_dir():
+        pytest.skip(f"MNIST is not in {folder}")
+    return folder
+
+
+def test_unequal_machines_without_a_shared_disk(lab, here):
+    """The hosts' work folders are their own; records come to the head, checkpoints stay, and a resumed run goes on."""
+    place = Path("/srv/manyhands-test")
+    place.mkdir(parents=True, exist_ok=True)
+    for host in lab.hosts:
+        lab.start(host, prepare=f"mount -t tmpfs none {place}")
+    where = [*hosts(lab, 2, 1), "--cluster.workdir", place]
+    first = run("launch", *SHORT, *where, "--out", "run", "--set", "train.max_steps=30")
+    assert first.code == 0, first.err
+    assert not Path("run/checkpoints").exists()
+    assert not (place / "run").exists()
+    assert Path("run/env.json").is_file()
+    assert events("run", "finished")
+    second = run("resume", "run", "--set", "train.max_steps=0")
+    assert second.code == 0, second.err
+    assert [event["step"] for event in events("run", "resumed")] == [30]
+    assert run("train", *SHORT, "-n", "3", "--out", "whole").code == 0
+    for name in ("metrics", "events"):
+        assert Path(f"run/{name}.jsonl").read_text().count("\n") > 3
+    evaluated = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][-1]
+    whole = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()][-1]
+    assert evaluated["loss"] == whole["loss"]
+    gone(lab)
+    shutil.rmtree(place)
+
+
+def test_the_failing_ranks_own_error_is_shown_from_whichever_machine(lab, here):
+    ended = run("launch", "digits", f"{NETS}:Raises", "--epochs", "50", *QUICK, *hosts(lab), "--out", "run")
+    assert ended.code == 1
+    assert 'KeyError: "the user\'s own mistake"' in ended.err
+    assert "rank 1 on n2" in ended.err
+    assert_one_screen("\n".join(line for line in ended.err.splitlines() if "rror" not in line or "manyhands" in line),
+                      most=30)  # fmt: skip
+    gone(lab)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_whatever_ends_the_launcher_ends_all(number, lab, here):
+    with running("launch", *ENDLESS, *hosts(lab), "--out", "run") as process:
+        wait_until(begun(), process)
+        assert len(agents(lab)) >= 6
+        process.send_signal(number)
+        ended = finish(process)
+    gone(lab)
+    assert ended.code == (-9 if number == signal.SIGKILL else 75), ended.err
+    # The workers were asked to save in each case, and had the time to.
+    assert events("run", "saved")
+
+
+@pytest.mark.parametrize("how", ["kill", "down", "agent"])
+def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
+    with running("launch", *ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--out", "run") as process:
+        wait_until(begun(kind="saved"), process)
+        if how == "agent":
+            (agent,) = [
+                pid for pid in lab.processes(3) if "-m manyhands.cluster.host" in " ".join(psutil.Process(pid).cmdline())
+                and psutil.Process(psutil.Process(pid).ppid()).name() == "sshd"
+            ]  # fmt: skip
+            os.kill(agent, signal.SIGKILL)
+        else:
+            {"kill": lab.kill, "down": lab.down}[how](3)
+        ended = finish(process)
+        gone(lab)
+    assert ended.code == 1
+    assert "n3 is lost" in ended.err
+    assert "manyhands resume run" in ended.err
+    assert_one_screen(ended.err)
+    if how == "down":
+        lab.up(3)
+    if how == "kill":
+        lab.up(3)
+        lab.start(3)
+    saved = events("run", "saved")[-1]["step"]
+    again = run("resume", "run", "--set", f"train.max_steps={saved + 30}")
+    assert again.code == 0, again.err
+    assert events("run", "resumed")[-1]["step"] == saved
+
+
+def test_misleading_names_and_interfaces_do_no_harm(lab, here):
+    """A name on loopback as Debian has it, a container bridge that all have, and a default route that leads nowhere."""
+    for host in lab.hosts:
+        lab.add_dummy(host, "docker0", "172.17.0.1/16", default=True)
+        names = "\n".join(f"{lab.address(other)} n{other}" for other in lab.hosts if other != host)
+        lab.set_names(host, f"127.0.0.1 localhost\n127.0.1.1 n{host}\n{names}\n")
+    ended = run("launch", *SHORT, *hosts(lab), "--out", "run")
+    assert ended.code == 0, ended.err
+    assert "docker0" not in next(line for line in ended.err.splitlines() if "between them" in line)
+
+
+def test_a_network_of_ipv6_alone(here):
+    with Lab(hosts=2, ipv6_only=True) as lab:
+        ended = run("launch", *SHORT, *hosts(lab), "--out", "run")
+        assert ended.code == 0, ended.err
+        assert lab.address(1) in ended.err
+
+
+def test_one_of_the_hosts_launches(lab, here):
+    command = [lab.python, "-m", "manyhands", "launch", *SHORT, *hosts(lab), "--out", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
+    lab.run(2, command, env=environment)
+    assert [entry["here"] for entry in json.loads(Path("run/machines.json").read_text())] == [False, True, False]
+
+
+def test_code_travels_when_asked(lab, here):
+    """The user's own network, from a folder that the other machines don't have."""
+    place = Path("/srv/manyhands-code")
+    place.mkdir(parents=True, exist_ok=True)
+    (here / "mine.py").write_text(
+        "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    (here / "large.bin").write_bytes(bytes(100))
+    for host in lab.hosts:
+        lab.start(host, prepare=f"mount -t tmpfs none {place}", environment={"MANYHANDS_CACHE": str(place / "cache")})
+    job = ["digits", "mine.py:net", "--epochs", "1", *QUICK, *hosts(lab), "--cluster.workdir", place]
+    without = run("launch", *job, "--out", "without")
+    assert without.code != 0
+    assert "mine.py" in without.err
+    ended = run("launch", *job, "--out", "run", "--sync-code")
+    assert ended.code == 0, ended.err
+
+
+def test_ten_starts_and_stops_leave_nothing(lab, here):
+    before = {path for path in Path("/tmp").iterdir() if path.name.startswith("manyhands-") and "lab" not in path.name}
+    for number in range(10):
+        with running("launch", *ENDLESS, *hosts(lab), "--out", f"run{number}") as process:
+            wait_until(begun(f"run{number}"), process)
+            process.send_signal(signal.SIGINT)
+            assert finish(process).code == 75
+        gone(lab)
+    for host in lab.hosts:
+        listening = lab.run(host, ["ss", "-ltnH"]).splitlines()
+        assert all(":22 " in line for line in listening), listening
+    after = {path for path in Path("/tmp").iterdir() if path.name.startswith("manyhands-") and "lab" not in path.name}
+    assert after <= before
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [
+        ("down", ["n2 can't be reached"]),
+        ("refused", ["n2 is there, but refuses ssh", "systemctl start ssh"]),
+        ("key", ["ssh doesn't know n2's key", "ssh-keygen -R n2"]),
+        ("unknown", ["the name nowhere has no address"]),
+        ("python", ["n1 has no Python with manyhands", "--cluster.python"]),
+        ("firewall", ["n2"]),
+    ],
+)
+def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, wanted, lab, here):
+    given = hosts(lab)
+    if fault == "down":
+        lab.down(2)
+    elif fault == "refused":
+        lab.nft(
+            2, "table inet t { chain c { type filter hook input priority 0; tcp dport 22 reject with tcp reset; }; }\n"
+        )
+    elif fault == "key":
+        known = lab.folder / "known_hosts"
+        lines = known.read_text().splitlines()
+        known.write_text("\n".join([lines[0], lines[1].replace(lines[1].split()[-1], lines[0].split()[-1]), lines[2]]))
+    elif fault == "unknown":
+        given[1] += ",nowhere"
+    elif fault == "python":
+        given += ["--cluster.python", "/usr/bin/false"]
+    else:
+        accepted = f"ip saddr {lab.address(254)} accept; ct state established,related accept"
+        lab.nft(2, f"table inet t {{ chain c {{ type filter hook input priority 0; {accepted}; drop; }}; }}\n")
+    ended = run("launch", *SHORT, *given, "--out", "run")
+    assert ended.code == 3, ended.err
+    assert_one_screen(ended.err)
+    for words in wanted:
+        assert words in ended.err
+    gone(lab)
