@@ -141,6 +141,8 @@ def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
             + ", ".join(f"{rank} on {machine.name}" for rank, machine in enumerate(others, 1) if machine.host)
         )
     address = cluster.master_address or first.name
+    if address != first.host:
+        notes.append(f"the first machine goes by the address {address}: the file has no place for {first.host}")
     keep_devices = not others or cluster.machine is not None
     if not keep_devices and any(machine.devices for machine in cluster.machines):
         notes.append("numbers of devices are left out: the file has them for the machine alone that it lies on")

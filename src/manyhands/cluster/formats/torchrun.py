@@ -24,7 +24,7 @@ _VALUED = (
     "nnodes nproc_per_node node_rank master_addr master_port rdzv_backend rdzv_endpoint rdzv_id rdzv_conf max_restarts "
     "monitor_interval start_method role log_dir redirects tee local_ranks_filter local_addr logs_specs "
     "event_log_handler numa_binding signals_to_handle virtual_local_rank duplicate_stdout_filters "
-    "duplicate_stderr_filters shutdown_timeout"
+    "duplicate_stderr_filters shutdown_timeout log_line_prefix_template print_completion"
 )
 _FLAGS = Flags(
     valued=frozenset(_VALUED.split()),
