@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.describe import FORMATS, format_named, format_of, names, read_cluster
@@ -14,6 +14,7 @@ from manyhands.cluster.inventory import Cluster, Machine
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import load_choice, module_names
 
+PROPERTY = settings(max_examples=60, deadline=None)
 MODULES = [rank_table, hostfile, torchrun, msrun, accelerate, launch_json]
 
 HOSTS = st.one_of(
@@ -45,6 +46,7 @@ def clusters(draw):
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.NAMES[0])
+@PROPERTY
 @given(cluster=clusters())
 def test_what_is_written_is_read_or_it_is_refused(module, cluster):
     try:
@@ -63,12 +65,14 @@ def _plain(slots, most=5):
     )
 
 
+@PROPERTY
 @given(st.one_of(_plain(st.just(8)), _plain(st.sampled_from([1, 2, 4, 8]), most=1)))
 def test_rank_tables_hold_machines_that_hccl_can_group(listed):
     cluster = Cluster(tuple(listed))
     assert rank_table.read(rank_table.write(cluster, {}), "") == cluster
 
 
+@PROPERTY
 @given(st.lists(machines(), min_size=1, max_size=9, unique_by=lambda machine: machine.name))
 def test_hostfiles_hold_any_machines_without_numbers_of_devices(listed):
     cluster = Cluster(tuple(Machine(machine.host, machine.slots) for machine in listed))
@@ -83,6 +87,7 @@ def _in_a_list(machine):
 
 
 @pytest.mark.parametrize("module", [torchrun, msrun], ids=lambda module: module.NAMES[0])
+@PROPERTY
 @given(data=st.data())
 def test_commands_hold_everything_about_all_machines(module, data):
     listed = data.draw(st.lists(machines(), min_size=2, max_size=5, unique_by=lambda machine: machine.name))
@@ -94,6 +99,7 @@ def test_commands_hold_everything_about_all_machines(module, data):
 
 
 @pytest.mark.parametrize("module", [torchrun, msrun], ids=lambda module: module.NAMES[0])
+@PROPERTY
 @given(data=st.data(), slots=st.integers(1, 9), size=st.integers(2, 5), port=st.integers(0, 65535))
 def test_commands_hold_one_machine_among_others(module, data, slots, size, port):
     rank = data.draw(st.integers(0, size - 1))
@@ -102,6 +108,7 @@ def test_commands_hold_one_machine_among_others(module, data, slots, size, port)
     assert module.read(module.write(cluster), "") == cluster
 
 
+@PROPERTY
 @given(st.data(), st.integers(0, 9), st.integers(1, 5), st.integers(0, 65535))
 def test_accelerate_holds_machines_alike(data, slots, size, port):
     address = data.draw(HOSTS)
@@ -112,6 +119,7 @@ def test_accelerate_holds_machines_alike(data, slots, size, port):
     assert accelerate.read(accelerate.write(cluster), "") == cluster
 
 
+@PROPERTY
 @given(st.integers(1, 9), st.integers(1, 65535))
 def test_launch_json_holds_processes_of_this_machine(slots, port):
     cluster = Cluster((Machine("localhost", slots, tuple(reversed(range(slots)))),), master_port=port)
@@ -119,6 +127,7 @@ def test_launch_json_holds_processes_of_this_machine(slots, port):
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.NAMES[0])
+@PROPERTY
 @given(data=st.data())
 def test_what_is_fitted_can_be_written(module, data):
     """`convert-cluster` leaves out what a format has no place for, and says so; so sensible machines always pass."""
@@ -133,6 +142,7 @@ def test_what_is_fitted_can_be_written(module, data):
         assert notes
 
 
+@PROPERTY
 @given(st.text(max_size=200))
 def test_no_text_is_a_surprise(text):
     """Any text is either read or refused in words, by every format."""

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.describe import read_cluster
@@ -15,6 +15,7 @@ from manyhands.cluster.hccl_table import written
 from manyhands.cluster.inventory import Cluster, Machine
 from manyhands.core.errors import UserError
 
+PROPERTY = settings(max_examples=60, deadline=None)
 TABLES = Path(__file__).with_name("rank_tables")
 TEN = ("10.0.0.1", "10.0.0.2")
 
@@ -154,6 +155,7 @@ def test_placeholders_are_known(word):
     assert "placeholder" in _refused(_table("right_8").replace("10.0.0.1", word, 1)).what
 
 
+@PROPERTY
 @given(st.data())
 def test_a_table_with_any_card_or_rank_broken_is_refused(data):
     table = json.loads(_table("right_16"))
@@ -170,6 +172,7 @@ def test_a_table_with_any_card_or_rank_broken_is_refused(data):
 
 
 # Any text at all is either a table or a mistake with a place.
+@PROPERTY
 @given(st.text(alphabet='{}[]",: 10abserver_list', max_size=40))
 def test_any_text_is_refused_in_words(text):
     assert _refused(text).where.startswith("table.json, line ")
@@ -208,6 +211,16 @@ def test_waiting_ends(tmp_path):
     with pytest.raises(UserError, match="not completed within 60 s"):
         rank_table.wait(path, 60, clock=clock, sleep=clock.sleep)
     assert clock.now == 60
+
+
+def test_what_stays_cut_off_is_shown_where(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(_table("right_16")[:300])
+    clock = _Clock(path, [])
+    assert "this is not JSON" in _refused(rank_table.wait(path, 5, clock=clock, sleep=clock.sleep)).what
+    assert clock.now == 5
+    with pytest.raises(UserError, match="not JSON"):
+        rank_table.place({"RANK_TABLE_FILE": str(path), "RANK_ID": "0"})
 
 
 def test_a_mistake_is_not_waited_out(tmp_path):

@@ -93,7 +93,7 @@ def write(cluster: Cluster) -> str:
         before = f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
         return f"{before}torchrun {' '.join(words)} -m manyhands train job.toml"
 
-    return must_hold(lines(plain, command), plain, read, "torchrun command")
+    return must_hold(lines(plain, command), plain, read, "torchrun's command")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
