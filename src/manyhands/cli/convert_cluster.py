@@ -10,7 +10,9 @@ from manyhands.core.errors import UserError
 
 
 def convert_cluster(
-    file: Annotated[str, Parameter(help="a description of a cluster; - reads from standard input")],
+    file: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="a description of a cluster; - reads from standard input")
+    ],
     /,
     *,
     to: Annotated[str, Parameter(help="rank_table, hostfile, torchrun, msrun, accelerate, slurm, launch.json …")],

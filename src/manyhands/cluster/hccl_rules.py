@@ -1,6 +1,7 @@
 """How the values of a rank table must fit together, as HCCL demands it."""
 
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from manyhands.cluster.hccl_table import RankTable, Server
 from manyhands.cluster.located_json import Document, Path
@@ -21,12 +22,12 @@ def check(table: RankTable, document: Document) -> None:
         rule(table, _refuser(document))
 
 
-Refuse = Callable[[Path, str, str], None]
+Refuse = Callable[..., NoReturn]
 
 
 def _refuser(document: Document) -> Refuse:
-    def refuse(path: Path, what: str, mend: str) -> None:
-        raise UserError(what, document.at(path), (mend,))
+    def refuse(path: Path, what: str, *mend: str) -> NoReturn:
+        raise UserError(what, document.at(path), mend)
 
     return refuse
 
@@ -119,21 +120,22 @@ def _groups(table: RankTable, refuse: Refuse) -> None:
     """Ascend 910: 1, 2, 4 or 8 cards on a machine, 2 and 4 within 0-3 or 4-7; over several machines a multiple of 8."""
     if table.version == "1.2" or _is_newer(table):
         return
-    other = 'machines of another kind than Ascend 910 say so in the table, such as "hardware_type": "800T-A2"'
+    other = 'machines newer than Ascend 910 say so in the table, such as "hardware_type": "800T-A2" beside server_id'
     for at, server in enumerate(table.server_list):
         path: Path = ("server_list", at, "device")
         count, cards = len(server.device), sorted(int(device.device_id) for device in server.device)
         if count not in GROUP_SIZES:
-            refuse(path, f"{count} cards on one server; HCCL can group 1, 2, 4 or 8", other)
+            what = f"{count} cards on one server; HCCL can group 1, 2, 4 or 8"
+            refuse(path, what, "list that many cards", other)
         if cards[-1] > 7:
-            refuse(path, f"cards {_listed(cards)}; expected numbers from 0 to 7", other)
+            refuse(path, f"cards {_listed(cards)}; expected numbers from 0 to 7", "correct the device_id", other)
         if count in (2, 4) and cards[0] < 4 <= cards[-1]:
             what = f"cards {_listed(cards)} are on both rings; HCCL can group {count} cards within 0-3 or within 4-7"
-            refuse(path, what, other)
+            refuse(path, what, f"choose {count} cards of one ring", other)
     total = sum(len(server.device) for server in table.server_list)
     if len(table.server_list) > 1 and total % 8:
         what = f"{total} cards over {len(table.server_list)} servers; HCCL can group 8, 16, 24 … over several"
-        refuse(("server_list",), what, other)
+        refuse(("server_list",), what, "list that many cards, or one server alone", other)
 
 
 def _is_newer(table: RankTable) -> bool:

@@ -226,7 +226,8 @@ def _refusal(document: Document, error: dict[str, Any]) -> UserError:
     kind = kinds.get(error["type"], str(error["msg"]).removeprefix("Value error, "))
     found = json.dumps(error["input"], ensure_ascii=False)
     what = f"{name} is {found if len(found) < 80 else found[:77] + '…'}; {kind}"
-    return UserError(what, document.at(path), (_mend(str(path[-1]), kind),))
+    mend = f'write "{found}"' if isinstance(error["input"], int) else _mend(str(path[-1]), kind)
+    return UserError(what, document.at(path), (mend,))
 
 
 def _mend(field: str, kind: str) -> str:

@@ -20,10 +20,11 @@ def must_hold(text: str, cluster: Cluster, read: Callable[[str, str], Cluster], 
     Raises:
         UserError: it doesn't; what the format has no place for is named.
     """
-    found, wanted = read(text, f"the {name} to be written"), canonical(cluster)
+    found, wanted = read(text, f"{name} to be written"), canonical(cluster)
     if found == wanted:
         return text
-    raise UserError(f"a {name} has no place for {_difference(found, wanted)}", cluster.source)
+    what = f"{name} has no place for {_difference(found, wanted)}"
+    raise UserError(what, cluster.source, ("change that, or choose a format that has one",))
 
 
 def _plain(machine: Machine) -> Machine:

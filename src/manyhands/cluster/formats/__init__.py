@@ -7,5 +7,7 @@ What a file may have:
 - `read(text, where) -> Cluster`: strict; a mistake is a `UserError` that names file, field, line, found and expected.
 - `write(cluster) -> str`: with `read(write(cluster), "") == cluster` for every cluster that the format can hold;
   one that it can't hold is refused with a `UserError`.
+- `fit(cluster) -> (cluster, notes)`: the nearest cluster that `write` can hold, and in words what was left out of it;
+  without it `convert-cluster` writes a cluster as it is, or not at all.
 - `place(environment) -> Place | None`: the process that a launcher's variables say this is; None without them.
 """

@@ -128,7 +128,7 @@ def write(cluster: Cluster) -> str:
         "debug": False,
     }
     kept = {key: value for key, value in content.items() if value is not None}
-    return must_hold(yaml.safe_dump(kept, sort_keys=False), plain, read, "accelerate configuration")
+    return must_hold(yaml.safe_dump(kept, sort_keys=False), plain, read, "accelerate's configuration")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
@@ -140,7 +140,11 @@ def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
             "names of machines but the first are left out; start each with its own --machine_rank: "
             + ", ".join(f"{rank} on {machine.name}" for rank, machine in enumerate(others, 1) if machine.host)
         )
+    if not all(machine.slots for machine in cluster.machines):
+        notes.append("how many processes there are is not known: give accelerate launch --num_processes")
     address = cluster.master_address or first.name
+    if address != first.host:
+        notes.append(f"the first machine goes by the address {address}: the file has no place for {first.host}")
     keep_devices = not others or cluster.machine is not None
     if not keep_devices and any(machine.devices for machine in cluster.machines):
         notes.append("numbers of devices are left out: the file has them for the machine alone that it lies on")

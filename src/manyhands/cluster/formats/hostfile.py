@@ -82,7 +82,7 @@ def write(cluster: Cluster) -> str:
         UserError: a hostfile can't hold this cluster.
     """
     lines = [f"{m.host} slots={m.slots}" if m.slots else m.host for m in cluster.machines]
-    return must_hold("\n".join(lines) + "\n", cluster, read, "hostfile")
+    return must_hold("\n".join(lines) + "\n", cluster, read, "a hostfile")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:

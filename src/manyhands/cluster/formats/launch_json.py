@@ -25,7 +25,9 @@ _WRITTEN_BY = '// manyhands: choose "debug rank 0" in Run and Debug. `args` are 
 def recognise(path: str, text: str) -> bool:
     """Whether it is a JSON object with configurations, or a file of that name."""
     return path.endswith("launch.json") or bool(
-        re.search(r'"configurations"\s*:', text) and re.search(r'"request"\s*:', text)
+        text.lstrip().startswith(("{", "//", "/*"))
+        and re.search(r'"configurations"\s*:', text)
+        and re.search(r'"request"\s*:', text)
     )
 
 
@@ -151,13 +153,8 @@ def _configurations(document: Document) -> Iterator[tuple[Path, dict[str, Any]]]
 def _check_own_environment(document: Document, path: Path, configuration: dict[str, Any]) -> None:
     """Refuses ${env:X} of a variable that the same configuration sets: VS Code fills it in before, from its own."""
     own = configuration.get("env") or {}
-    for at in document.lines:
-        if at[: len(path)] != path:
-            continue
-        value: Any = document.value
-        for part in at:
-            value = value[part]
-        matched = _OWN_ENVIRONMENT.search(value) if isinstance(value, str) else None
+    for at, text in _texts(configuration, path):
+        matched = _OWN_ENVIRONMENT.search(text)
         if matched and matched[1] in own:
             raise UserError(
                 f"{matched[0]} is not the {matched[1]} of this configuration's env: VS Code fills it in beforehand, "
@@ -165,6 +162,15 @@ def _check_own_environment(document: Document, path: Path, configuration: dict[s
                 document.at(at),
                 (f"write the value itself: {own[matched[1]]}",),
             )
+
+
+def _texts(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """Every text in a value, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in parts:
+        yield from _texts(inner, (*path, key))
 
 
 def _number(document: Document, path: Path, environment: dict[str, Any]) -> int:

@@ -69,7 +69,7 @@ def write(cluster: Cluster) -> str:
         before = f"ASCEND_RT_VISIBLE_DEVICES={visible} " if visible else ""
         return f"{before}msrun {words} train.py"
 
-    return must_hold(lines(plain, command), plain, read, "msrun command")
+    return must_hold(lines(plain, command), plain, read, "msrun's command")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:

@@ -69,31 +69,43 @@ def wait(
 ) -> str:
     """Waits until the table is completed, and returns its text.
 
-    A file that is empty, cut off or "initializing" is still being written; any other mistake ends the waiting.
+    A file that is gone, cut off or "initializing" is still being written; any other mistake ends the waiting, and is
+    left to the reader.
 
     Raises:
-        UserError: the table is wrong, or was not completed in time.
+        UserError: the table says that it is still being written, after all this time.
     """
     ends = clock() + timeout_s
     while True:
-        text = path.read_text(encoding="utf-8")
-        if not _is_being_written(text, str(path)):
+        text = _content(path)
+        status = _status(text)
+        if status not in {"initializing", "cut off"}:
             return text
         if clock() >= ends:
-            raise UserError(
-                f'the rank table was not completed within {timeout_s:g} s: its status is not "completed"',
-                str(path),
-                ("see why whoever writes it does not end; or finish it by hand",),
-            )
+            break
         sleep(POLL_S)
+    if status == "initializing" and timeout_s:
+        raise UserError(
+            f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"',
+            str(path),
+            ("see why whoever writes it does not end; or finish it by hand",),
+        )
+    return text
 
 
-def _is_being_written(text: str, where: str) -> bool:
+def _content(path: Path) -> str:
     try:
-        document = parse(text, where)
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""  # some writers replace the file
+
+
+def _status(text: str) -> str:
+    try:
+        value = parse(text, "").value
     except UserError:
-        return not text.rstrip().endswith("}")
-    return isinstance(document.value, dict) and document.value.get("status") == "initializing"
+        return "broken" if text.rstrip().endswith("}") else "cut off"
+    return str(value.get("status", "")) if isinstance(value, dict) else ""
 
 
 def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
@@ -123,7 +135,7 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
         servers.append(Server(server_id=name, **more, device=devices, host_nic_ip="reserve"))
     count = str(len(servers))
     text = written(RankTable(version="1.0", server_count=count, server_list=servers, status="completed"))
-    return must_hold(text, cluster, read, "rank table")
+    return must_hold(text, cluster, read, "a rank table")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:

@@ -24,7 +24,7 @@ _VALUED = (
     "nnodes nproc_per_node node_rank master_addr master_port rdzv_backend rdzv_endpoint rdzv_id rdzv_conf max_restarts "
     "monitor_interval start_method role log_dir redirects tee local_ranks_filter local_addr logs_specs "
     "event_log_handler numa_binding signals_to_handle virtual_local_rank duplicate_stdout_filters "
-    "duplicate_stderr_filters shutdown_timeout"
+    "duplicate_stderr_filters shutdown_timeout log_line_prefix_template print_completion"
 )
 _FLAGS = Flags(
     valued=frozenset(_VALUED.split()),
@@ -93,7 +93,7 @@ def write(cluster: Cluster) -> str:
         before = f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
         return f"{before}torchrun {' '.join(words)} -m manyhands train job.toml"
 
-    return must_hold(lines(plain, command), plain, read, "torchrun command")
+    return must_hold(lines(plain, command), plain, read, "torchrun's command")
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:

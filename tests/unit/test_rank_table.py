@@ -1,0 +1,309 @@
+"""Rank tables: right ones are read whole, each wrong one is refused with its field and line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.cluster.describe import read_cluster
+from manyhands.cluster.formats import rank_table
+from manyhands.cluster.hccl_machine import find_server, read_hccn
+from manyhands.cluster.hccl_table import written
+from manyhands.cluster.inventory import Cluster, Machine
+from manyhands.core.errors import UserError
+
+PROPERTY = settings(max_examples=60, deadline=None)
+TABLES = Path(__file__).with_name("rank_tables")
+TEN = ("10.0.0.1", "10.0.0.2")
+
+
+def _table(name):
+    return (TABLES / f"{name}.json").read_text(encoding="utf-8")
+
+
+def _refused(text, where="table.json"):
+    with pytest.raises(UserError) as caught:
+        rank_table.read(text, where)
+    assert caught.value.mend
+    return caught.value
+
+
+RIGHT = {
+    "right_8": [Machine("10.0.0.1", 8)],
+    "right_16": [Machine("10.0.0.1", 8), Machine("10.0.0.2", 8)],
+    "right_2_on_second_ring": [Machine("127.0.0.1", 2, (4, 5))],
+    "right_ranks_backwards_no_version": [Machine("10.0.0.1", 8, (7, 6, 5, 4, 3, 2, 1, 0))],
+    "right_newer_2_and_2": [Machine("10.0.0.1", 2), Machine("10.0.0.2", 2)],
+    "right_in_pods": [Machine("172.17.0.4", 8)],
+    "right_super_pod": [Machine("10.0.0.1", 3), Machine("10.0.0.2", 3)],
+}
+WRONG = {
+    "wrong_rank_gap": ("server_list[1].device[3].rank_id", ['"16"', "0 … 15", "missing: 11"]),
+    "wrong_rank_double": ("server_list[1].device[3].rank_id", ['"8" is given twice', "missing: 11"]),
+    "wrong_server_count": ("server_count", ['"3"', "server_list has 2"]),
+    "wrong_order": ("server_list[1].device[0].rank_id", ['"8"', "expected 0 … 7", "10.0.0.10"]),
+    "wrong_placeholder": ("server_list[0].server_id", ['"10.*.*.*"', "placeholder", "hostname -I"]),
+    "wrong_three_cards": ("server_list[0].device", ["3 cards on one server", "1, 2, 4 or 8"]),
+    "wrong_both_rings": ("server_list[0].device", ["cards 3, 4", "0-3", "4-7"]),
+    "wrong_twelve_over_two": ("server_list", ["12 cards over 2 servers", "8, 16, 24"]),
+    "wrong_number_without_quotes": ("server_list[0].device[2].rank_id", ["is 2", "double quotes", 'write "2"']),
+    "wrong_card_double": ("server_list[0].device[5].device_id", ['"4"', "device[4]"]),
+    "wrong_address": ("server_list[0].device[1].device_ip", ['"192.168.1.300"', "expected an IP address"]),
+    "wrong_address_double": ("server_list[1].device[0].device_ip", ['"192.168.1.1"', "server_list[0].device[0]"]),
+    "wrong_version": ("version", ['"1.3"', '"1.0" or "1.2"']),
+    "wrong_missing_field": ("server_list[1].device[2].rank_id", ["is missing"]),
+    "wrong_not_json": ("", ["not JSON", 'expected ","']),
+    "wrong_comment": ("", ["JSON has no comments"]),
+    "wrong_key_twice": ("", ["server_list[0].server_id is given twice"]),
+    "wrong_name_too_long": ("server_list[1].server_id", ["at most 64 characters"]),
+    "wrong_name_double": ("server_list[1].server_id", ['"10.0.0.1"', "server_list[0]"]),
+    "wrong_initializing": ("status", ['"initializing"', "still being written"]),
+    "wrong_spelling": ("server_list[1].device[1].devcie_ip", ['did you mean "device_ip"?']),
+    "wrong_old_layout": ("group_list", ["before 1.0", "1.0 and 1.2 are read"]),
+    "wrong_pod_member": ("super_pod_list[0].server_list[1].server_id", ['"node_2"', "not in server_list"]),
+}
+LINES = {"wrong_not_json": 13, "wrong_comment": 3, "wrong_key_twice": 17}
+
+
+def test_every_table_is_looked_at():
+    assert {path.stem for path in TABLES.glob("*.json")} == set(RIGHT) | set(WRONG)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_table_is_read_and_written_whole(name):
+    text = _table(name)
+    assert read_cluster(TABLES / f"{name}.json").machines == tuple(RIGHT[name])
+    assert json.loads(written(rank_table.read_table(text, ""))) == json.loads(text)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_table_is_refused_with_field_and_line(name):
+    field, said = WRONG[name]
+    error = _refused(_table(name), f"{name}.json")
+    for words in said:
+        assert words in str(error)
+    line = LINES.get(name) or _line_of(json.loads(_table(name)), _table(name), field)
+    assert error.where == f"{name}.json, line {line}" + (f": {field}" if field else "")
+
+
+def _line_of(value, text, field):
+    """Marks the field's value (or what holds it, where it is missing) and looks for the mark's line."""
+    path = [int(part) if part.isdigit() else part for part in re.findall(r"\w+", field)]
+    for part in path[:-1]:
+        value = value[part]
+    if path[-1] in value:
+        key = f'"{path[-1]}"'
+        # The same key has been written so often before it.
+        before = _keys_before(json.loads(text), path)
+        return text[: [m.start() for m in re.finditer(re.escape(key) + r"\s*:", text)][before]].count("\n") + 1
+    return _line_of(json.loads(text), text, field.rpartition(".")[0] + ".device_id")
+
+
+def _keys_before(tree, path):
+    seen = 0
+
+    def walk(value, at):
+        nonlocal seen
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if [*at, key] == path:
+                return True
+            seen += key == path[-1]
+            if isinstance(inner, dict | list) and walk(inner, [*at, key]):
+                return True
+        return False
+
+    assert walk(tree, [])
+    return seen
+
+
+PRINTED = {"8": (1, 8), "16": (2, 8), "2": (1, 2)}
+
+
+def _as_printed(servers, cards, names):
+    """A table as the MindSpore tutorial prints it: its layout, and its placeholders for server_id."""
+    blocks = []
+    for server in range(servers):
+        lines = [
+            f'{{"device_id": "{card}","device_ip": "192.{card % 4 + 1}.27.{6 + card // 4 + 2 * server}",'
+            f'"rank_id": "{card + cards * server}"}}'
+            for card in range(cards)
+        ]
+        devices = ",\n".join(lines)
+        blocks.append(f'{{\n"server_id": "{names[server]}",\n"device": [\n{devices}],\n"host_nic_ip": "reserve"\n}}')
+    listed = ",\n".join(blocks)
+    head = f'"version": "1.0",\n"server_count": "{servers}"'
+    return f'{{\n{head},\n"server_list": [\n{listed}\n],\n"status": "completed"\n}}'
+
+
+@pytest.mark.parametrize("pieces", PRINTED)
+def test_the_tutorials_tables_want_real_addresses(pieces):
+    servers, cards = PRINTED[pieces]
+    error = _refused(_as_printed(servers, cards, ["10.*.*.*"] * 2))
+    assert "placeholder" in error.what
+    assert error.where == "table.json, line 6: server_list[0].server_id"
+    cluster = rank_table.read(_as_printed(servers, cards, TEN), "")
+    assert cluster.machines == tuple(Machine(name, cards) for name in TEN[:servers])
+
+
+@pytest.mark.parametrize(
+    "word", ["10.*.*.*", "xx.xx.xx.xx", "10.xxx.xxx.1", "192.168.1.x", "...", "<server ip>", "IP of the master", ""]
+)
+def test_placeholders_are_known(word):
+    assert "placeholder" in _refused(_table("right_8").replace("10.0.0.1", word, 1)).what
+
+
+@PROPERTY
+@given(st.data())
+def test_a_table_with_any_card_or_rank_broken_is_refused(data):
+    table = json.loads(_table("right_16"))
+    server = data.draw(st.integers(0, 1))
+    card = data.draw(st.integers(0, 7))
+    field = data.draw(st.sampled_from(["rank_id", "device_id"]))
+    device = table["server_list"][server]["device"][card]
+    wrong = data.draw(st.one_of(st.integers(), st.none(), st.text(max_size=4), st.integers(-3, 20).map(str)))
+    if wrong == device[field]:
+        return
+    device[field] = wrong
+    error = _refused(json.dumps(table, indent=1))
+    assert re.search(r"line \d+: server_list\[\d\]", error.where)
+
+
+# Any text at all is either a table or a mistake with a place.
+@PROPERTY
+@given(st.text(alphabet='{}[]",: 10abserver_list', max_size=40))
+def test_any_text_is_refused_in_words(text):
+    assert _refused(text).where.startswith("table.json, line ")
+
+
+class _Clock:
+    """Time that passes only while somebody sleeps, and what happens then."""
+
+    def __init__(self, path, texts):
+        self.now = 0.0
+        self.path = path
+        self.texts = list(texts)
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if self.texts:
+            self.path.write_text(self.texts.pop(0), encoding="utf-8")
+
+
+def test_a_table_that_is_being_written_is_waited_for(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text("")
+    begun = _table("wrong_initializing")
+    clock = _Clock(path, [begun[:100], begun, begun, _table("right_16")])
+    assert rank_table.wait(path, 60, clock=clock, sleep=clock.sleep) == _table("right_16")
+    assert not clock.texts
+
+
+def test_waiting_ends(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(_table("wrong_initializing"))
+    clock = _Clock(path, [])
+    with pytest.raises(UserError, match="not completed within 60 s"):
+        rank_table.wait(path, 60, clock=clock, sleep=clock.sleep)
+    assert clock.now == 60
+
+
+def test_what_stays_cut_off_is_shown_where(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(_table("right_16")[:300])
+    clock = _Clock(path, [])
+    assert "this is not JSON" in _refused(rank_table.wait(path, 5, clock=clock, sleep=clock.sleep)).what
+    assert clock.now == 5
+    with pytest.raises(UserError, match="not JSON"):
+        rank_table.place({"RANK_TABLE_FILE": str(path), "RANK_ID": "0"})
+
+
+def test_a_mistake_is_not_waited_out(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(_table("wrong_rank_gap"))
+    clock = _Clock(path, [])
+    rank_table.read(_table("right_8"), "")
+    assert "rank_id" in _refused(rank_table.wait(path, 60, clock=clock, sleep=clock.sleep)).what
+    assert clock.now == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"), [({"10.0.0.2", "127.0.0.1"}, 1), ({"node_0", "172.17.0.9"}, 0), ({"10.0.0.1"}, 0)]
+)
+def test_a_machine_finds_itself(names, wanted):
+    assert find_server(rank_table.read_table(_table("right_newer_2_and_2"), ""), names, "table.json") == wanted
+
+
+@pytest.mark.parametrize("names", [{"127.0.0.1", "192.168.7.7"}, {"10.0.0.1", "10.0.0.2"}, set()])
+def test_a_machine_that_is_not_one_server_is_told_so(names):
+    with pytest.raises(UserError) as caught:
+        find_server(rank_table.read_table(_table("right_16"), ""), names, "table.json")
+    assert "10.0.0.1" in str(caught.value)
+    assert caught.value.where == "table.json"
+
+
+def _environment(tmp_path, name, **more):
+    path = tmp_path / "table.json"
+    path.write_text(_table(name))
+    return {"RANK_TABLE_FILE": str(path), **more}
+
+
+def test_every_rank_has_its_place(tmp_path):
+    for rank in range(16):
+        variables = _environment(tmp_path, "right_16", RANK_ID=str(rank), RANK_SIZE="16", DEVICE_ID=str(rank % 8))
+        place = rank_table.place(variables)
+        assert (place.rank, place.size, place.local_rank, place.local_size) == (rank, 16, rank % 8, 8)
+        assert (place.device, place.master_address, place.master_port) == (rank % 8, "10.0.0.1", 29500)
+        assert place.origins["rank"] == "RANK_ID"
+
+
+def test_ranks_may_lie_on_any_card(tmp_path):
+    place = rank_table.place(_environment(tmp_path, "right_2_on_second_ring", RANK_ID="1", MASTER_PORT="1234"))
+    assert (place.local_rank, place.device, place.master_address, place.master_port) == (1, 5, "127.0.0.1", 1234)
+
+
+def test_without_a_rank_there_is_no_place(tmp_path):
+    assert rank_table.place(_environment(tmp_path, "right_8")) is None
+    assert rank_table.place({"RANK_ID": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK_ID": "8"}, "RANK_ID is 8; expected 0 … 7"),
+        ({"RANK_ID": "0", "RANK_SIZE": "16"}, "RANK_SIZE is 16; expected 8"),
+        ({"RANK_ID": "1", "DEVICE_ID": "0"}, "DEVICE_ID is 0; expected 1"),
+        ({"RANK_ID": "-1"}, 'RANK_ID is "-1"'),
+        ({"RANK_ID": "0", "RANK_TABLE_FILE": "nowhere.json"}, "there is no file nowhere.json"),
+    ],
+)
+def test_variables_that_contradict_the_table_are_refused(tmp_path, variables, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        rank_table.place({**_environment(tmp_path, "right_8"), **variables})
+
+
+def test_addresses_of_cards_come_from_hccn_conf(tmp_path):
+    conf = tmp_path / "hccn.conf"
+    conf.write_text("# cards\naddress_0=192.168.100.101\nnetmask_0=255.255.255.0\naddress_1 = 192.168.101.101\n")
+    known = read_hccn(conf)
+    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)), known), "")
+    assert [card.device_ip for card in table.server_list[0].device] == ["192.168.100.101", "192.168.101.101"]
+    assert read_hccn(tmp_path / "none") == {}
+    conf.write_text("address_0=192.168\n")
+    with pytest.raises(UserError, match=r'address_0 is "192\.168"') as caught:
+        read_hccn(conf)
+    assert caught.value.where == f"{conf}, line 1"
+
+
+def test_names_out_of_order_are_written_beside_addresses():
+    cluster = Cluster((Machine("10.0.0.9", 8), Machine("10.0.0.10", 8)))
+    text = rank_table.write(cluster, {})
+    assert '"server_id": "node_0"' in text
+    assert rank_table.read(text, "") == cluster
+    with pytest.raises(UserError, match="order of their names"):
+        rank_table.write(Cluster((Machine("n9", 8), Machine("n10", 8))), {})
