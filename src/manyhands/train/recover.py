@@ -59,12 +59,18 @@ def _share(found: Found | None, world: World) -> Found | None:
     tensors: dict[str, Tensor] = {}
     tree = None
     if found and world.speaks:
-        snapshot = {"model": found.snapshot.model, "optimizer": found.snapshot.optimizer, "state": found.snapshot.state}
+        optimizer = found.snapshot.optimizer
+        if optimizer:
+            # Another tool's parameters are numbered, and JSON knows words as keys alone.
+            optimizer = {**optimizer, "state": [[key, entries] for key, entries in optimizer["state"].items()]}
+        snapshot = {"model": found.snapshot.model, "optimizer": optimizer, "state": found.snapshot.state}
         tree = {"snapshot": flatten(snapshot, "snapshot", tensors), "path": str(found.path)}
     tree = broadcast_plain(tree, world)
     if tree is None:
         return None
     content = unflatten(tree["snapshot"], broadcast_tensors(tensors, world))
+    if content["optimizer"]:
+        content["optimizer"]["state"] = dict(content["optimizer"]["state"])
     return found if world.speaks else Found(Snapshot(**content), Path(tree["path"]))
 
 
