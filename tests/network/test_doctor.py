@@ -143,6 +143,37 @@ def test_other_versions_data_code_and_small_places(lab, here, tmp_path):
     assert str(tmp_path / "data/pets") in of(told, "data")[0]["what"]
 
 
+BROKEN_INSTALLATION = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ImportError("libcudart.so.12: cannot open shared object file")
+sys.meta_path.insert(0, Broken())
+"""
+BROKEN_NETWORK = """
+import os, sys
+def broken(*_, **__):
+    raise RuntimeError("unhandled system error")
+def in_child():
+    if "torch.distributed" in sys.modules:
+        sys.modules["torch.distributed"].all_reduce = broken
+os.register_at_fork(after_in_child=in_child)
+"""
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"), [(BROKEN_INSTALLATION, "libcudart.so.12"), (BROKEN_NETWORK, "unhandled system error")]
+)
+def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path, planted, words):
+    plant(tmp_path / "broken", planted)
+    lab.start(2, environment=with_path(lab, tmp_path / "broken"))
+    told = doctor(lab, "digits", "mlp", hosts="n1,n2", code=3)
+    assert [check for check, _ in failing(told)] == ["collective"]
+    assert words in of(told, "collective")[0]["what"]
+    no_traces(lab)
+
+
 def test_hosts_without_ipv4(here):
     with Lab(hosts=2, ipv6_only=True) as lab:
         told = doctor(lab, "digits", "mlp", hosts="n1,n2", code=0)

@@ -17,6 +17,7 @@ LIGHT = {
     "stop": COMMAND.format(["stop", "no-such-run"]),
     "logs": COMMAND.format(["logs", "no-such-run"]),
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
+    "doctor": COMMAND.format(["doctor"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
     "launcher": "import manyhands.cluster.start, manyhands.cluster.supervise, manyhands.cluster.rendezvous",
 }

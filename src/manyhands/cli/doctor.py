@@ -1,8 +1,9 @@
 """manyhands doctor."""
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -10,7 +11,9 @@ from rich.text import Text
 
 from manyhands.cli.train import MODEL, NAME, settings
 from manyhands.config.load import load_job
-from manyhands.run.doctor import Diagnosis, diagnose
+
+if TYPE_CHECKING:
+    from manyhands.run.doctor import Diagnosis
 
 MARKS = {"fail": ("✗", "bold red"), "warn": ("!", "yellow"), "ok": ("✓", "green")}
 
@@ -42,8 +45,12 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
         "cluster.interface": interface,
         **settings(set_ or []),
     }
+    from manyhands.run.doctor import diagnose
+
     diagnosis = diagnose(load_job(flags, file=job_file).job)
-    if picture:
+    if picture and not diagnosis.survey.mbps:
+        sys.stderr.write("manyhands: no picture is drawn, for nothing could be measured between machines\n")
+    elif picture:
         from manyhands.report.links import draw_links
 
         draw_links(diagnosis.survey.hosts, diagnosis.survey.mbps, diagnosis.survey.latency_ms, picture)
@@ -54,7 +61,7 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     return diagnosis.exit_code
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _print(diagnosis: "Diagnosis") -> None:
     console = Console(highlight=False, soft_wrap=True)
     for finding in diagnosis.findings:
         mark, style = MARKS[finding.severity]
@@ -66,7 +73,7 @@ def _print(diagnosis: Diagnosis) -> None:
     console.print(Text(_summary(diagnosis), style="bold"))
 
 
-def _table(diagnosis: Diagnosis) -> list[str]:
+def _table(diagnosis: "Diagnosis") -> list[str]:
     """Each pair's speed and latency, in lines; none where nothing was measured."""
     survey = diagnosis.survey
     if not survey.mbps:
@@ -79,7 +86,7 @@ def _table(diagnosis: Diagnosis) -> list[str]:
     return [*lines, ""]
 
 
-def _cell(diagnosis: Diagnosis, one: str, two: str) -> str:
+def _cell(diagnosis: "Diagnosis", one: str, two: str) -> str:
     mbps, latency = diagnosis.survey.mbps.get((one, two)), diagnosis.survey.latency_ms.get((one, two))
     if mbps is None:
         return "·" if one == two else "?"
@@ -87,7 +94,7 @@ def _cell(diagnosis: Diagnosis, one: str, two: str) -> str:
     return speed if latency is None else f"{speed} ({latency:.2f})"
 
 
-def _summary(diagnosis: Diagnosis) -> str:
+def _summary(diagnosis: "Diagnosis") -> str:
     counts = {word: sum(f.severity == word for f in diagnosis.findings) for word in MARKS}
     where = f"on {len(diagnosis.survey.hosts)} machines" if len(diagnosis.survey.hosts) > 1 else "here"
     if counts["fail"]:

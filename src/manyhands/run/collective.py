@@ -8,8 +8,7 @@ from typing import Any
 
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder
-from manyhands.run.worker import Failed, leave_record
+from manyhands.core.records import FAILURE_FILE, write_json
 
 ENTRY = "manyhands.run.collective:add_up"
 # A ring that fits no single packet, and takes no time even on a slow link.
@@ -22,7 +21,7 @@ def add_up(argument: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The seconds that joining and adding took.
     """
-    job, folder = Job.model_validate(argument["job"]), RunFolder(Path(argument["folder"]))
+    job = Job.model_validate(argument["job"])
     membership = worker_membership(job.cluster, os.environ)
     from manyhands.train.failing import describe_failure
 
@@ -34,12 +33,13 @@ def add_up(argument: dict[str, Any]) -> dict[str, Any]:
         _check_sum(group.world)
     except BaseException as error:
         record = describe_failure(error, rank=membership.rank, step=None, phase="doctor")
-        raise SystemExit(Failed(leave_record(record, folder)).record.exit_code) from error
+        write_json(Path(os.environ[FAILURE_FILE]), record)
+        raise SystemExit(record.exit_code) from error
     finally:
         if group:
             group.leave()
-    # Nothing of an examination is to stay behind; the log of one that failed says why it did.
-    shutil.rmtree(folder.path)
+        # Nothing of an examination is to stay behind.
+        shutil.rmtree(argument["folder"])
     return {"seconds": time.monotonic() - start}
 
 

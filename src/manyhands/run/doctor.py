@@ -135,38 +135,46 @@ def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: b
 
 
 def _add_up(job: Job, crew: Crew, survey: Survey) -> Collective:
-    """A real all-reduce with one process on each machine, where all machines reach each other."""
-    if survey.errors or len(survey.hosts) < 2 or set(survey.chosen) != set(survey.hosts):
+    """A real all-reduce with one process on each machine, where nothing is known that would keep it from working."""
+    alone = len(survey.hosts) < 2
+    if alone or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return Collective("skipped")
-    if fails(examine(survey)):
-        return Collective("skipped")
-    token = secrets.token_hex(6)
     try:
-        folders = [
-            link.ask({"do": "open", "folder": f"/tmp/manyhands-doctor-{token}-{number}", "token": token,
-                      "records": False, "held": {}}, COLLECTIVE_S)["folder"]
-            for number, link in enumerate(crew.links)
-        ]  # fmt: skip
-        _, devices = prepare(crew, [1] * len(crew.links), job.cluster)
-        address = survey.chosen[survey.hosts[0]][1]
-        port = crew.links[0].ask({"do": "bind", "address": address}, COLLECTIVE_S)["port"]
+        orders = _orders(job, crew, survey)
     except ManyhandsError as error:
         return Collective("failed", error.what)
-    options = job.cluster.model_copy(
-        update={"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
-    )
-    quick = job.model_copy(update={"cluster": options}).model_dump(mode="json")
-    orders = [
-        Orders(
-            entry=ENTRY, argument={"job": quick, "folder": folder}, logs=f"{folder}/ranks", sizes=[1] * len(folders),
-            machine=machine, device=devices[machine], threads=1, address=address, port=port, preload=[],
-            environment=Address(*survey.chosen[survey.hosts[machine]]).environment(),
-        )
-        for machine, folder in enumerate(folders)
-    ]  # fmt: skip
     ending = supervise(crew.links, orders, Watch())
     if ending.ok:
         return Collective("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)
-    lost = tuple(ending.lost)
-    return Collective("failed", cause.what if cause else ending.broken.strip().rpartition("\n")[2], missing=lost)
+    said = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
+    return Collective("failed", said, missing=tuple(ending.lost))
+
+
+def _orders(job: Job, crew: Crew, survey: Survey) -> list[Orders]:
+    """One process for each machine; what they write goes into a folder that they remove themselves."""
+    _, devices = prepare(crew, [1] * len(crew.links), job.cluster)
+    address = survey.chosen[survey.hosts[0]][1]
+    port = crew.links[0].ask({"do": "bind", "address": address}, COLLECTIVE_S)["port"]
+    token = secrets.token_hex(6)
+    common = {"do": "open", "token": token, "records": False, "held": {}}
+    places = [f"/tmp/manyhands-doctor-{token}-{number}" for number in range(len(crew.links))]
+    answers = crew.ask([{**common, "folder": place} for place in places], COLLECTIVE_S)
+    limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
+    quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)}).model_dump(mode="json")
+    return [
+        Orders(
+            entry=ENTRY,
+            argument={"job": quick, "folder": answer["folder"]},
+            logs=f"{answer['folder']}/ranks",
+            sizes=[1] * len(answers),
+            machine=machine,
+            device=devices[machine],
+            threads=1,
+            address=address,
+            port=port,
+            preload=[],
+            environment=Address(*survey.chosen[survey.hosts[machine]]).environment(),
+        )
+        for machine, answer in enumerate(answers)
+    ]

@@ -1,0 +1,134 @@
+"""Facts are plain data, true of this machine, and fingerprints change exactly with what they stand for."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from manyhands.cluster.facts import gather
+from manyhands.cluster.facts.files import code, dataset
+from manyhands.cluster.facts.load import other_jobs
+
+WAITING = ["-c", "import time; print(flush=True); time.sleep(100)"]
+
+
+def test_facts_are_json_and_true_of_this_machine(tmp_path):
+    facts = json.loads(json.dumps(gather({"workdir": str(tmp_path), "data": "digits"})))
+    assert facts["errors"] == {}
+    assert facts["name"]["host"] == socket.gethostname()
+    addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET}
+    said = {entry["address"] for interface in facts["interfaces"] for entry in interface["addresses"]}
+    assert addresses <= said
+    assert facts["python"] == {"version": sys.version.split()[0], "path": sys.executable}
+    assert facts["versions"]["torch"]
+    assert 0 < facts["cores"] <= psutil.cpu_count()
+    assert facts["data"] == {"kind": "none"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_is_not_imported_for_them():
+    program = (
+        "import sys; from manyhands.cluster.facts import gather; gather({}); import manyhands.cluster.probe;"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_fact_that_cannot_be_found_is_told_and_hides_no_other(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    facts = gather({})
+    assert "version mismatch" in facts["errors"]["accelerators"]
+    assert facts["cores"]
+
+
+def test_what_nvidias_tool_says_is_read(monkeypatch, tmp_path):
+    """In the form that is asked of it: of two devices the first is in use, the second doesn't tell its load."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\ncase $1 in\n"
+        "--query-gpu=*) echo '0, GPU-a1, NVIDIA H200, 143771, 90001, 98'\n"
+        "echo '1, GPU-b2, NVIDIA H200, 143771, 4, [N/A]';;\n"
+        "*) echo 'GPU-a1, 4711, 90000, python, with a comma';;\nesac\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    one, two = gather({})["accelerators"]
+    assert (one["name"], one["used_mib"], one["busy_percent"]) == ("NVIDIA H200", 90001, 98)
+    assert one["processes"] == [{"pid": 4711, "used_mib": 90000, "name": "python, with a comma"}]
+    assert (two["index"], two["busy_percent"], two["processes"]) == (1, 0, [])
+
+
+names = st.text("abcdef", min_size=1, max_size=4)
+trees = st.dictionaries(names.map("{}.py".format), st.binary(max_size=20), min_size=1, max_size=5)
+each_anew = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+@each_anew
+@given(trees, trees)
+def test_two_folders_have_one_fingerprint_exactly_if_their_code_is_equal(tmp_path_factory, one, two):
+    first, second = (write(tmp_path_factory.mktemp("code"), files) for files in (one, two))
+    assert (code(first)["hash"] == code(second)["hash"]) == (one == two)
+
+
+def test_results_environments_and_hidden_files_are_no_code(tmp_path):
+    before = code(write(tmp_path, {"net.py": b"1"}))
+    write(
+        tmp_path,
+        {"runs/a.py": b"", ".git/b.py": b"", "env/pyvenv.cfg": b"", "env/c.py": b"", "picture.png": b"", ".d.py": b""},
+    )
+    assert code(tmp_path) == before
+    assert code(tmp_path / "nowhere")["exists"] is False
+
+
+@each_anew
+@given(trees, trees)
+def test_data_is_known_by_names_and_sizes(tmp_path_factory, one, two):
+    first, second = (write(tmp_path_factory.mktemp("data"), files) for files in (one, two))
+    shapes = [{name: len(content) for name, content in files.items()} for files in (one, two)]
+    prints = [dataset(str(folder), "", folder) for folder in (first, second)]
+    assert (prints[0]["hash"] == prints[1]["hash"]) == (shapes[0] == shapes[1])
+    assert prints[0]["files"] == len(one)
+
+
+def test_named_data_is_looked_for_where_it_would_lie(tmp_path):
+    assert dataset("mnist", str(tmp_path), tmp_path) == {
+        "kind": "named",
+        "path": str(tmp_path / "mnist"),
+        "exists": False,
+    }
+    write(tmp_path, {"MNIST/raw/x.gz": b"12"})
+    assert dataset("mnist", str(tmp_path), tmp_path)["files"] == 1
+    assert dataset("./pets", "", tmp_path)["exists"] is False
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    (["torchrun"], True), (["ssh", "n2", "torchrun"], False), (["vim", "notes_on_torchrun.py"], False),
+    (["python", "-m", "deepspeed"], True),
+])  # fmt: skip
+def test_other_jobs_are_known_by_what_they_run(words, found):
+    """A process's own words are its parent's to choose, so that sleep can stand for all."""
+    program = f"import os; os.execv({sys.executable!r}, {words + WAITING!r})"
+    if "-m" in words:
+        program = f"import os, sys; os.execv({sys.executable!r}, {words[:1] + WAITING + words[1:]!r})"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pids = [job["pid"] for job in other_jobs()]
+        process.kill()
+    assert (process.pid in pids) == found

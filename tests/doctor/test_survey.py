@@ -1,0 +1,76 @@
+"""A survey of real agents on this machine, over their own pipes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from manyhands.cluster.addresses import own_candidates
+from manyhands.cluster.doctor import examine
+from manyhands.cluster.findings import Needs
+from manyhands.cluster.inventory import Machine
+from manyhands.cluster.start import open_here
+from manyhands.cluster.survey import take_survey
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """Three agents that all are on this machine, under names of their own."""
+    links = [open_here(tmp_path / f"{name}.log", Machine(name)) for name in ("a", "b", "c")]
+    yield links
+    for link in links:
+        link.close()
+
+
+def facts_of(links):
+    facts = {link.machine.name: link.ask({"do": "hello"}, 30)["facts"] for link in links}
+    if not own_candidates(facts["a"]):
+        pytest.skip("this machine has no network beside loopback to try ways over")
+    return facts
+
+
+def test_every_way_is_tried_and_measured(agents):
+    survey = take_survey(agents, facts_of(agents), "abc", Needs())
+    pairs = {(one, two) for one in "abc" for two in "abc" if one != two}
+    assert set(survey.reach) == set(survey.mbps) == set(survey.latency_ms) == pairs
+    assert set(survey.chosen) == set("abc")
+    assert all(abs(offset) <= uncertain + 0.01 for offset, uncertain in survey.clock_s.values())
+    assert not [finding for finding in examine(survey) if finding.severity == "fail"]
+
+
+def test_a_machine_that_goes_while_it_is_asked_is_the_one_finding(agents):
+    facts = facts_of(agents)
+    agents[1].process.kill()
+    survey = take_survey(agents, facts, "abc", Needs())
+    assert set(survey.errors) == {"b"}
+    assert set(survey.mbps) == {("a", "c"), ("c", "a")}
+    assert [finding.hosts for finding in examine(survey) if finding.severity == "fail"] == [("b",)]
+
+
+def command(*arguments, cwd, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "manyhands", "doctor", *arguments],
+        capture_output=True, text=True, cwd=cwd, env=os.environ | environment, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_this_machine_alone(tmp_path):
+    told = json.loads(command("digits", "mlp", "--json", cwd=tmp_path).stdout)
+    assert told["hosts"] == list(told["facts"])
+    assert not told["fails"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_that_is_not_there_fails_and_is_told_on_the_screen(tmp_path):
+    done = command("./pets", "mlp", cwd=tmp_path)
+    assert done.returncode == 3
+    assert f"has no data at {tmp_path / 'pets'}" in done.stdout
+    assert "would fail" in done.stdout.splitlines()[-1]
+
+
+def test_a_mistake_in_the_command_is_a_mistake(tmp_path):
+    done = command("--set", "train.epoch=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "train.epochs" in done.stderr
