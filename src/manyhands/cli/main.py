@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
     "predict": "Say what is on pictures: the most likely classes of each.",
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
+    "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
     "schema": "Print the JSON Schema of job.toml, for editors.",
 }

@@ -32,10 +32,12 @@ def port(variables: Mapping[str, str], default: int) -> int:
     Raises:
         UserError: it is no port.
     """
-    found = number(variables, "MASTER_PORT", default)
-    if not 0 < found < 65536:
-        raise UserError(f"MASTER_PORT is {found}; expected 1 … 65535", "MASTER_PORT", ("export MASTER_PORT=29500",))
-    return found
+    text = variables.get("MASTER_PORT", "").strip() or str(default)
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 65536):
+        raise UserError(
+            f'MASTER_PORT is "{text}"; expected 1 … 65535', "environment", ("export MASTER_PORT=29500, say",)
+        )
+    return int(text)
 
 
 def port_from_name(name: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manyhands.cluster.inventory import Cluster, Machine, Place
 from manyhands.cluster.nodelist import expand_counts, expand_hosts
-from manyhands.cluster.submission import Submission
+from manyhands.cluster.submission import JOB, Submission
 from manyhands.cluster.variables import FIRST_PORT, PORTS, first_set, number, port
 from manyhands.core.errors import EXIT_SAVED, UserError
 
@@ -109,14 +109,14 @@ def script(job: Submission) -> str:
         "gpus-per-task": 1 if job.accelerators else None,
         "cpus-per-task": job.threads or None,
         "time": job.time_limit or None,
-        "signal": f"TERM@{SAVE_S}" if job.time_limit else None,
+        "signal": f"TERM@{SAVE_S}",
         "output": f"{job.name}-%j.out",
         "open-mode": "append",
         "requeue": "",
     }
     lines = [f"#SBATCH --{key}{f'={value}' if value else ''}" for key, value in settings.items() if value is not None]
     lines += [f"#SBATCH {option}" for option in job.options]
-    command = shlex.join(job.command).replace("'@JOB@'", "$SLURM_JOB_ID").replace("@JOB@", "$SLURM_JOB_ID")
+    command = shlex.join(job.command).replace(JOB, "$SLURM_JOB_ID")
     return f"""#!/bin/bash
 {chr(10).join(lines)}
 
