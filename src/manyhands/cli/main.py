@@ -32,6 +32,7 @@ COMMANDS = {
     "ps": "List the runs that go on: where, since when, how far.",
     "stop": "Have a run that goes on save and stop, and wait for it.",
     "logs": "Show what the processes of a run wrote.",
+    "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
     "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
     "schema": "Print the JSON Schema of job.toml, for editors.",

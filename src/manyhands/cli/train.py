@@ -37,6 +37,8 @@ def train(  # noqa: PLR0913 - one argument for each flag
     init: Annotated[str | None, Parameter(help="meet other processes: tcp://HOST:PORT, file:///PATH, env://")] = None,
     world_size: Annotated[int | None, Parameter(help="with --init: processes over all machines")] = None,
     rank: Annotated[int | None, Parameter(help="with --init: this process, counted from 0")] = None,
+    rank_table: Annotated[str | None, Parameter(help="Ascend's rank table, with this machine in it")] = None,
+    cluster: Annotated[str | None, Parameter(help="a description of the cluster, with this machine in it")] = None,
     backend: Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")] = None,
     device: Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")] = None,
     pretrained: Annotated[bool | None, Parameter(negative="", help="start from torchvision's weights")] = None,
@@ -74,6 +76,8 @@ def train(  # noqa: PLR0913 - one argument for each flag
         "cluster.init": init,
         "cluster.world_size": world_size,
         "cluster.rank": rank,
+        "cluster.rank_table": rank_table,
+        "cluster.file": cluster,
         "cluster.backend": backend,
         "cluster.device": device,
         "model.pretrained": pretrained,
@@ -134,12 +138,14 @@ def describe(loaded: LoadedJob) -> list[str]:
     from manyhands.cluster.rendezvous import participate
 
     place = participate(job.cluster)
-    if place.membership is None:
-        count = place.processes
-        who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one for each accelerator"
-        who += " on this machine"
-    else:
+    count = place.processes
+    who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one for each accelerator"
+    if place.meeting:
+        who += f" on machine {place.meeting.machine} of {len(place.meeting.sizes)}, by {place.origins['size']}"
+    elif place.membership:
         who = f"rank {place.membership.rank} of {place.membership.size}, by {place.membership.started_by}"
+    else:
+        who += " on this machine"
     return [
         f"would train {job.model.name} on {job.data.name}: {job.train.epochs} epochs, {job.train.batch} samples per "
         f"update, {job.train.optimizer} with a peak rate of {job.train.lr}",

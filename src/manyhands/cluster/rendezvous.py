@@ -1,10 +1,18 @@
-"""Decides how this process takes part: on its own, as one of a launcher's workers, or in a group met by hand."""
+"""Decides how this process takes part: on its own, as one of a launcher's workers, or in a group met by hand.
+
+The flags --init, --rank and --world-size win over what torchrun and its like set for each worker, that over other
+launchers' variables, those over descriptions of a cluster, and without any of these manyhands starts the processes.
+"""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from manyhands.cluster.inventory import Meeting
+from manyhands.cluster.described import DEFAULT_PORT, given_cluster, meeting_in
+from manyhands.cluster.inventory import Cluster, Meeting, Place
+from manyhands.cluster.launched import described_cluster, find_place, other_places, refuse_alone
+from manyhands.cluster.own import reachable
+from manyhands.cluster.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import Membership
@@ -21,7 +29,7 @@ class Participation:
         membership: its place in a group somebody else formed; None when manyhands starts the processes itself.
         processes: how many manyhands starts on this machine; 0 for one per accelerator.
         meeting: other machines that start their own processes and meet this one's; None for this machine alone.
-        origins: what each of these came from, for `manyhands explain`.
+        origins: what each of these came from, for `manyhands explain`; "overridden" names what was not followed.
     """
 
     membership: Membership | None
@@ -31,26 +39,64 @@ class Participation:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> Participation:
-    """Reads flags first, then a launcher's variables.
+    """Reads flags first, then launchers' variables, then descriptions of the cluster.
 
     Raises:
-        UserError: the flags contradict each other or leave something out.
+        UserError: the flags or variables contradict each other or leave something out.
     """
     variables = os.environ if environment is None else environment
     if options.init and not options.init.startswith("env://"):
-        return Participation(_by_hand(options))
-    if options.init.startswith("env://") or all(name in variables for name in LAUNCHER_VARIABLES):
-        return Participation(_from_environment(options, variables))
+        return _with_others(_by_hand(options), variables)
+    if options.init.startswith("env://"):
+        return _with_others(_from_environment(options, variables), variables, options)
     if options.rank >= 0 or options.world_size:
         raise UserError(
             "--rank and --world-size need --init, the place where the processes meet",
             "--init",
             ("--init tcp://ADDRESS_OF_RANK_0:23456", "or -n N for N processes on this machine"),
         )
-    return Participation(None, options.processes)
+    return _launched(options, variables) or _described(options, variables) or _started_here(options, variables)
 
 
-def _by_hand(options: ClusterOptions) -> Membership:
+def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> Participation | None:
+    """As a worker that some launcher started."""
+    # Kubeflow sets RANK for each machine, beside PET_… for torchrun; LOCAL_RANK tells torchrun's own workers.
+    counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
+    if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
+        return _with_others(_from_environment(options, variables), variables, options)
+    if options.rank_table:
+        variables = {**variables, "RANK_TABLE_FILE": options.rank_table}
+    place = find_place(variables)
+    if place:
+        return _with_others(_at_place(options, place, variables), variables, options)
+    if not counts_machines and (variables.get("RANK") or number(variables, "WORLD_SIZE", 1) > 1):
+        raise _incomplete("some of a launcher's variables are set, but not", variables)
+    return None
+
+
+def _described(options: ClusterOptions, variables: Mapping[str, str]) -> Participation | None:
+    """As a machine of a described cluster, which starts its own processes."""
+    found: tuple[Cluster, str] | None = given_cluster(options, variables)
+    if not found:
+        cluster = described_cluster(variables)
+        found = (cluster, cluster.source or "environment") if cluster else None
+    if not found:
+        return None
+    meeting, origins = meeting_in(*found, options, variables)
+    own = meeting.sizes[meeting.machine]
+    if len(meeting.sizes) == 1 and meeting.devices in {(), tuple(range(own))}:
+        return Participation(None, own, origins=origins)
+    return Participation(None, own, meeting, origins)
+
+
+def _started_here(options: ClusterOptions, variables: Mapping[str, str]) -> Participation:
+    if not options.processes and not (options.hosts or options.hostfile):
+        refuse_alone(variables)
+    origins = {"processes": "-n" if options.processes else "default"}
+    return Participation(None, options.processes, origins=origins)
+
+
+def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
     if options.processes > 1:
         raise UserError(
             "-n starts processes here, and --init joins one process to others",
@@ -63,82 +109,111 @@ def _by_hand(options: ClusterOptions) -> Membership:
             "--init",
             ("--world-size: processes over all machines", "--rank: 0 on one of them, 1 on the next …"),
         )
-    _check_rank(options.rank, options.world_size, "--rank", "--world-size")
-    return _membership(options, options.rank, options.world_size, started_by="--init")
+    check_rank(options.rank, options.world_size, "--rank", "--world-size")
+    place = Place(options.rank, options.world_size, started_by="--init")
+    origins = {
+        "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
+        "local_rank": "found when the processes meet", "local_size": "found when the processes meet",
+    }  # fmt: skip
+    return _membership(options, place, options.init), origins
 
 
-def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> Membership:
-    missing = [name for name in LAUNCHER_VARIABLES if name not in variables]
-    if missing:
-        raise UserError(
-            f"env:// needs {', '.join(missing)} in the environment",
-            "environment",
-            ("export them", "or start with torchrun, or give --init tcp://…"),
-        )
-    rank, size, local_rank, local_size = (
-        _number(variables, name, default)
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-    )
-    _check_rank(rank, size, "RANK", "WORLD_SIZE")
-    return _membership(
-        options,
-        rank,
-        size,
-        local_rank=local_rank,
-        local_size=local_size,
-        agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
+    if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
+        raise _incomplete("env:// needs", variables)
+    place = Place(
+        number(variables, "RANK"),
+        number(variables, "WORLD_SIZE"),
+        number(variables, "LOCAL_RANK", 0),
+        number(variables, "LOCAL_WORLD_SIZE", 1),
+        variables["MASTER_ADDR"],
+        port(variables, DEFAULT_PORT),
         started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
-        attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )
+    check_rank(place.rank, place.size, "RANK", "WORLD_SIZE")
+    served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    init = "env://"
+    if "LOCAL_WORLD_SIZE" in variables and place.size > place.local_size and not served:
+        init = _url(reachable(place.master_address), place.master_port)
+    membership = replace(
+        _membership(options, place, init),
+        agent_store=served,
+        attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+    names = {
+        "rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
+        "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",
+    }  # fmt: skip
+    return membership, {key: name if name in variables else "default" for key, name in names.items()}
 
 
-def _membership(  # noqa: PLR0913 - one argument for each variable a launcher sets
-    options: ClusterOptions,
-    rank: int,
-    size: int,
-    *,
-    local_rank: int = 0,
-    local_size: int = 1,
-    agent_store: bool = False,
-    started_by: str = "manyhands",
-    attempt: int = 0,
-) -> Membership:
+def _incomplete(what: str, variables: Mapping[str, str]) -> UserError:
+    missing = [name for name in LAUNCHER_VARIABLES if not variables.get(name)]
+    there = [name for name in LAUNCHER_VARIABLES if variables.get(name)]
+    mend = ["export them", "or start with torchrun, or give --init tcp://…"]
+    mend += [f"or unset {' '.join(there)}, if they are left over"] if there else []
+    found = f" ({', '.join(there)}: set)" if there else ""
+    return UserError(f"{what} {', '.join(missing)}{found}", "environment", tuple(mend))
+
+
+def _at_place(options: ClusterOptions, place: Place, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
+    """At the place that a launcher's own variables give; several machines need an address that all reach."""
+    check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
+    origins = {key: value for key, value in place.origins.items() if value}
+    address, together = place.master_address, place.size == place.local_size
+    if not address and together:
+        address, origins["master_address"] = "127.0.0.1", "all processes are on one machine"
+    elif not address and variables.get("MASTER_ADDR"):
+        address, origins["master_address"] = variables["MASTER_ADDR"], "MASTER_ADDR"
+    if not address:
+        what = f"{place.started_by} started processes on several machines and doesn't say where rank 0 is"
+        raise UserError(what, "MASTER_ADDR", ("export MASTER_ADDR=an address of rank 0's machine, on every machine",))
+    if not place.master_port:
+        origins["master_port"] = "MASTER_PORT" if variables.get("MASTER_PORT") else "default"
+    url = _url(address if together else reachable(address), place.master_port or port(variables, DEFAULT_PORT))
+    return _membership(options, place, url), origins
+
+
+def _membership(options: ClusterOptions, place: Place, init: str) -> Membership:
     return Membership(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        init=options.init or "env://",
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        init=init,
         backend=options.backend,
         device=options.device,
-        agent_store=agent_store,
-        started_by=started_by,
+        started_by=place.started_by,
         join_warn_s=options.join_warn_s,
         join_timeout_s=options.join_timeout_s,
-        attempt=attempt,
+        device_index=place.device,
     )
+
+
+def _with_others(
+    found: tuple[Membership, dict[str, str]], variables: Mapping[str, str], options: ClusterOptions | None = None
+) -> Participation:
+    """Notes what else said who this process is, and was not followed."""
+    membership, origins = found
+    others = other_places(variables, (membership.rank, membership.size))
+    if "RANK" in variables and origins["rank"] != "RANK":
+        theirs = variables["RANK"], variables.get("WORLD_SIZE", "")
+        if theirs != (str(membership.rank), str(membership.size)):
+            others.append(f"RANK {theirs[0]}, WORLD_SIZE {theirs[1] or 'not set'}")
+    if options and options.processes:
+        others.append(f"-n {options.processes}")
+    if options and options.file:
+        others.append(f"--cluster {options.file}")
+    if others:
+        origins["overridden"] = "; ".join(others)
+    return Participation(membership, origins=origins)
 
 
 def worker_membership(options: ClusterOptions, variables: Mapping[str, str]) -> Membership:
     """The place of a process that manyhands' own agent started; the agent serves the store."""
-    started = options.model_copy(update={"init": "env://"})
-    membership = _from_environment(started, variables)
-    return Membership(**{**vars(membership), "started_by": "manyhands"})
+    membership, _ = _from_environment(options, variables)
+    return replace(membership, started_by="manyhands", init="env://")
 
 
-def _check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
-    if not 0 <= rank < size:
-        raise UserError(
-            f"{rank_word} {rank} is outside 0 … {size - 1}, the ranks of {size_word} {size}",
-            rank_word,
-            (f"count from 0: the last rank is {size - 1}",),
-        )
-
-
-def _number(variables: Mapping[str, str], name: str, default: int) -> int:
-    text = variables.get(name, "")
-    if not text:
-        return default
-    if not text.isdecimal():
-        raise UserError(f'{name} is not a number: "{text}"', "environment", (f"export {name}=0, 1, 2 …",))
-    return int(text)
+def _url(address: str, port: int) -> str:
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

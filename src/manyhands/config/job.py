@@ -93,6 +93,25 @@ class ClusterOptions(Options):
     collective_timeout_s: float = Field(default=600.0, gt=0.0, description="give up on a silent peer after so long")
 
 
+class SubmitOptions(Options):
+    """What a scheduler is asked for when it is handed the job (`launch --on`)."""
+
+    nodes: int = Field(default=1, ge=1, le=100_000, description="machines")
+    accelerators: int = Field(default=0, ge=0, le=1024, description="on each machine; one process for each of them")
+    time_limit: str = Field(
+        default="",
+        pattern=r"^[0-9:-]*$",
+        description="in Slurm's way: minutes, H:MM:SS or D-HH; what is saved before goes on",
+    )
+    options: tuple[str, ...] = Field(default=(), description='more words for sbatch: "--partition=gpu"')
+    image: str = Field(default="", description="for Kubernetes: a container image with manyhands and the data in it")
+    kind: Literal["TrainJob", "PyTorchJob"] = Field(
+        default="TrainJob", description="for Kubernetes: Kubeflow Trainer's, or the older training operator's"
+    )
+    runtime: str = Field(default="torch-distributed", description="for Kubernetes: the runtime of a TrainJob")
+    namespace: str = Field(default="", description="for Kubernetes; empty: the current one")
+
+
 class RunOptions(Options):
     """Where the run is kept and how it speaks."""
 
@@ -121,6 +140,7 @@ class Job(Options):
     sync: SyncOptions = Field(default_factory=SyncOptions)
     cluster: ClusterOptions = Field(default_factory=ClusterOptions)
     checkpoint: CheckpointOptions = Field(default_factory=CheckpointOptions)
+    submit: SubmitOptions = Field(default_factory=SubmitOptions)
     run: RunOptions = Field(default_factory=RunOptions)
 
     @model_validator(mode="after")

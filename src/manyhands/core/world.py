@@ -47,10 +47,11 @@ class Membership:
         backend: torch.distributed's backend, or "auto" for the device's own.
         device: "auto" or torch's name of a device type.
         agent_store: True when a launcher already serves the store (its workers are all clients).
-        started_by: words for the user: "manyhands", "torchrun", "--init", "environment".
+        started_by: words for the user: "manyhands", "torchrun", "--init", "environment", "Slurm" …
         join_warn_s: seconds after which missing ranks are named.
         join_timeout_s: seconds after which the process gives up.
         attempt: how many times the launcher has restarted its workers.
+        device_index: number of this process's accelerator; None for the local rank's.
     """
 
     rank: int = 0
@@ -65,3 +66,4 @@ class Membership:
     join_warn_s: float = 30.0
     join_timeout_s: float = 600.0
     attempt: int = 0
+    device_index: int | None = None

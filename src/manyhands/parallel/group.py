@@ -89,6 +89,10 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         device = _device(membership)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // membership.local_size))
+    elif "OMP_NUM_THREADS" not in os.environ and membership.started_by != "manyhands":
+        # A launcher may have bound each process to some cores already; then these are all that torch counts.
+        share = (os.cpu_count() or 1) // membership.local_size
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     backend = _backend(membership, device)
     _choose_interface(membership, [other["machine"] for other in present.values()])
     if ":" in device:
@@ -146,6 +150,8 @@ def _device(membership: Membership) -> str:
             what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"
             raise UserError(what, "cluster.device", (f"{name}:0 … {name}:{count - 1}",))
         return kind
+    if membership.device_index is not None:
+        return _chosen(kind, membership.device_index, count)
     if membership.local_size > count:
         raise UserError(
             f"{membership.local_size} processes on this machine, and {count} {kind} devices",
@@ -153,6 +159,15 @@ def _device(membership: Membership) -> str:
             (f"-n {count}", "or --device cpu"),
         )
     return f"{kind}:{membership.local_rank % count}"
+
+
+def _chosen(kind: str, index: int, count: int) -> str:
+    """The device that a launcher or a description of the cluster gave this process."""
+    if index >= count:
+        what = f"this process is to use {kind} device {index}, and the devices here are 0 … {count - 1}"
+        mend = ("a list of visible devices (CUDA_VISIBLE_DEVICES …) numbers them anew, from 0",)
+        raise UserError(what, "DEVICE_ID, or the description of the cluster", mend)
+    return f"{kind}:{index}"
 
 
 def _backend(membership: Membership, device: str) -> str:
@@ -187,7 +202,7 @@ def _open_store(membership: Membership, say: Say) -> Any:
         mend = "--init tcp://10.0.0.1:23456" if url.scheme == "tcp" else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456"
         raise UserError(what, "--init" if url.scheme == "tcp" else "MASTER_ADDR and MASTER_PORT", (mend,))
     if membership.rank == 0 and not membership.agent_store:
-        listener = ports.listen(host, port)
+        listener = ports.listen(host, port, _address_is_from(membership))
         if membership.started_by != "manyhands":
             say(ports.describe_exposure(host, port))
         descriptor = listener.detach()
@@ -198,6 +213,10 @@ def _open_store(membership: Membership, say: Say) -> Any:
         )
     _wait_for_listener(host, port, membership, say)
     return _connect(host, port, membership)
+
+
+def _address_is_from(membership: Membership) -> str:
+    return "--init" if membership.started_by == "--init" else "MASTER_ADDR and MASTER_PORT"
 
 
 def _connect(host: str, port: int, membership: Membership) -> Any:
@@ -218,7 +237,7 @@ def _connect(host: str, port: int, membership: Membership) -> Any:
         reason = str(found[0]).partition("\n")[0] if found else "no answer"
         raise PeerError(
             f"what listens at {host}:{port} is not rank 0 of a run: {reason}",
-            "--init" if membership.started_by == "--init" else "MASTER_ADDR and MASTER_PORT",
+            _address_is_from(membership),
             (
                 "is the port another program's? choose another one on every process",
                 f"to see whose: ss -ltnp | grep {port}",
@@ -249,12 +268,12 @@ def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -
             reason = error.strerror or str(error)
             if isinstance(error, socket.gaierror):
                 raise UserError(
-                    f"the name {host} has no address: {reason}", "--init", ("give an IP address",)
+                    f"the name {host} has no address: {reason}", _address_is_from(membership), ("give an IP address",)
                 ) from None
             if waited > membership.join_timeout_s:
                 raise PeerError(
                     f"rank {membership.rank} can't reach rank 0 at {host}:{port}: {reason}",
-                    "--init",
+                    _address_is_from(membership),
                     ("is rank 0 started, and the address right?", f"is a firewall between? try: nc -zv {host} {port}"),
                 ) from None
             if waited > membership.join_warn_s and not warned:

@@ -8,8 +8,13 @@ import psutil
 from manyhands.core.errors import UserError
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
     """A socket that listens on `host` alone (torch's own store would listen on every interface).
+
+    Args:
+        host: an address of this machine.
+        port: of it.
+        given_by: the flag or variables that both are from, for the user.
 
     Raises:
         UserError: the address is not this machine's, or the port is taken (by whom, where that can be seen).
@@ -18,7 +23,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise UserError(
-            f"the name {host} has no address: {error.strerror}", "--init", ("give an IP address",)
+            f"the name {host} has no address: {error.strerror}", given_by, ("give an IP address",)
         ) from None
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -27,26 +32,26 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(host, port, error) from None
+        raise _cannot_listen(host, port, error, given_by) from None
     return listener
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
+def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserError:
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
         return UserError(
             f"port {port} is in use{holder and f' by {holder}'}",
-            "--init",
+            given_by,
             (f"choose another port on every process, such as {port + 1}", "or end that process"),
         )
     if error.errno == errno.EADDRNOTAVAIL:
         ours = ", ".join(own_addresses())
         return UserError(
             f"{host} is not an address of this machine (it has {ours})",
-            "--init",
+            given_by,
             ("rank 0 runs on the machine that the address belongs to", "give this process its right --rank"),
         )
-    return UserError(f"can't listen on {host}:{port}: {error.strerror}", "--init", ("choose a port above 1024",))
+    return UserError(f"can't listen on {host}:{port}: {error.strerror}", given_by, ("choose a port above 1024",))
 
 
 def holder_of(port: int) -> str:

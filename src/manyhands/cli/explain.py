@@ -1,0 +1,51 @@
+"""manyhands explain."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from manyhands.cli.train import settings
+from manyhands.config.load import load_job
+
+
+def explain(  # noqa: PLR0913 - one argument for each flag
+    job: Annotated[Path | None, Parameter(help="a job.toml")] = None,
+    /,
+    *,
+    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="as for train")] = None,
+    init: Annotated[str | None, Parameter(help="as for train")] = None,
+    world_size: Annotated[int | None, Parameter(help="as for train")] = None,
+    rank: Annotated[int | None, Parameter(help="as for train")] = None,
+    rank_table: Annotated[str | None, Parameter(help="as for train")] = None,
+    cluster: Annotated[str | None, Parameter(help="as for train")] = None,
+    device: Annotated[str | None, Parameter(help="as for train")] = None,
+    backend: Annotated[str | None, Parameter(help="as for train")] = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="any option of the job")] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
+) -> int:
+    """Say what this process would be if it trained: rank, world, master, device, and where each value is from.
+
+    Put it in the place of train, such as srun manyhands explain.
+    """
+    from manyhands.run.explain import explained
+
+    flags: dict[str, Any] = {
+        "cluster.processes": processes,
+        "cluster.init": init,
+        "cluster.world_size": world_size,
+        "cluster.rank": rank,
+        "cluster.rank_table": rank_table,
+        "cluster.file": cluster,
+        "cluster.device": device,
+        "cluster.backend": backend,
+    }
+    rows = explained(load_job({**flags, **settings(set_ or [])}, file=job))
+    if as_json:
+        print(json.dumps({row.key: {"value": row.value, "from": row.origin} for row in rows}, ensure_ascii=False))
+        return 0
+    keys, values = max(len(row.name) for row in rows), max(len(row.text) for row in rows)
+    lines = [f"{row.name:<{keys}}  {row.text:<{values}}  {row.origin}".rstrip() for row in rows]
+    print("\n".join(lines), flush=True)  # at once: other processes write to the same place
+    return 0

@@ -1,0 +1,205 @@
+"""Who a process is, by whatever says so; variables as the launchers themselves were seen to set them."""
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.cluster.described import meeting_in
+from manyhands.cluster.formats import mpi, slurm
+from manyhands.cluster.inventory import Cluster, Machine
+from manyhands.cluster.own import find_machine, is_own_name, outer_addresses, reachable
+from manyhands.cluster.rendezvous import participate
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
+
+HERE = socket.gethostname()
+
+
+def step(rank=3, tasks=(2, 2), **more):
+    """Task `rank` of a step that srun started."""
+    node = next(n for n in range(len(tasks)) if rank < sum(tasks[: n + 1]))
+    return {
+        "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(rank - sum(tasks[:node])), "SLURM_STEP_NUM_TASKS": str(sum(tasks)),
+        "SLURM_NTASKS": str(sum(tasks)), "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)),
+        "SLURM_STEP_NODELIST": f"n[1-{len(tasks)}]" if len(tasks) > 1 else "n1", **more,
+    }  # fmt: skip
+
+
+BATCH = {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "1",
+         "SLURM_TASKS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n1"}  # fmt: skip
+INTERACTIVE = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+           "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "1009844225"}  # fmt: skip
+MPICH = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
+MVAPICH = {f"MV2_COMM_WORLD_{key}": value for key, value in
+           {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()}  # fmt: skip
+
+
+def member(environment, **options):
+    """The membership that comes of variables and options."""
+    found = participate(ClusterOptions(**options), environment)
+    assert found.membership
+    return found.membership, found.origins
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=5).filter(lambda tasks: sum(tasks) > 1))
+def test_slurms_tasks_are_every_rank_once(tasks):
+    places = [slurm.place(step(rank, tuple(tasks))) for rank in range(sum(tasks))]
+    assert [place.rank for place in places] == list(range(sum(tasks)))
+    assert [place.local_rank for place in places] == [n for count in tasks for n in range(count)]
+    assert len({(place.size, place.master_address, place.master_port) for place in places}) == 1
+    assert places[0].master_address == ("n1" if len(tasks) > 1 else "127.0.0.1")
+    assert places[0].master_port == 15000 + 4567
+
+
+def test_masters_variables_win_under_slurm():
+    place = slurm.place(step(MASTER_ADDR="10.0.0.9", MASTER_PORT="4000"))
+    assert (place.master_address, place.master_port) == ("10.0.0.9", 4000)
+    assert place.origins["master_address"] == "MASTER_ADDR"
+
+
+@pytest.mark.parametrize(
+    ("more", "device"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "2"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, None),
+    ],
+)
+def test_a_task_with_its_own_devices_takes_its_first(more, device):
+    assert slurm.place(step(**more)).device == device
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"SLURM_STEP_TASKS_PER_NODE": "2,1"}, {"SLURM_LOCALID": "2"}, {"SLURM_LOCALID": ""}, {"SLURM_NODEID": "7"},
+     {"SLURM_PROCID": "x"}, {"SLURM_STEP_NODELIST": "n[1", "SLURM_JOB_NODELIST": ""}],
+)  # fmt: skip
+def test_slurms_broken_variables_are_refused(wrong):
+    with pytest.raises(UserError, match=r"SLURM|Slurm"):
+        slurm.place(step(**wrong))
+
+
+@pytest.mark.parametrize("environment", [BATCH, INTERACTIVE], ids=["batch", "interactive"])
+def test_without_srun_there_is_no_place_and_it_is_said(environment):
+    assert slurm.place(environment) is None
+    with pytest.raises(UserError, match="4 tasks, but without srun") as caught:
+        participate(ClusterOptions(), environment)
+    assert "srun manyhands train" in caught.value.mend[0]
+    assert participate(ClusterOptions(processes=3), environment).processes == 3
+
+
+def test_a_job_of_one_task_is_this_machine_alone():
+    one = {**BATCH, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}
+    assert participate(ClusterOptions(), one).membership is None
+    assert participate(ClusterOptions(processes=2), step(0, (1,))).processes == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "place"),
+    [(OPENMPI, "OpenMPI", (1, 2, 1, 2)), (MPICH, "MPICH", (0, 4, 0, 4)),
+     ({**MVAPICH, "MASTER_ADDR": "10.0.0.1"}, "MVAPICH", (2, 4, 0, 2))],
+)  # fmt: skip
+def test_every_mpi_has_its_variables(environment, name, place):
+    found, _ = member(environment)
+    assert found.started_by == name
+    assert (found.rank, found.size, found.local_rank, found.local_size) == place
+    assert found.init.startswith("tcp://10.0.0.1:" if name == "MVAPICH" else "tcp://127.0.0.1:")
+
+
+def test_two_mpiruns_meet_at_different_ports():
+    ports = {mpi.place({**OPENMPI, "PMIX_NAMESPACE": str(job)}).master_port for job in (1009844225, 1009909761)}
+    assert len(ports) == 2
+
+
+@pytest.mark.parametrize("environment", [MVAPICH, {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "4"}])
+def test_mpi_over_several_machines_needs_an_address(environment):
+    with pytest.raises(UserError, match="doesn't say where rank 0 is"):
+        participate(ClusterOptions(), environment)
+
+
+def test_slurms_own_pmi_leaves_it_to_slurm():
+    found, _ = member(step(PMI_RANK="3", PMI_SIZE="4"))
+    assert found.started_by == "Slurm"
+
+
+def test_mpirun_inside_a_batch_job_is_mpi():
+    daemon = step(0, (1, 1), SLURM_PROCID="0")
+    found, origins = member({**daemon, **OPENMPI})
+    assert (found.started_by, found.rank) == ("OpenMPI", 1)
+    assert "SLURM_PROCID 0" in origins["overridden"]
+
+
+def test_workers_variables_win_over_launchers_and_both_are_told():
+    found, origins = member({**step(), **WORKER}, processes=2)
+    assert (found.rank, found.size, found.init) == (1, 3, "env://")
+    assert "SLURM_PROCID 3" in origins["overridden"]
+    assert "-n 2" in origins["overridden"]
+
+
+def test_flags_win_over_all():
+    found, origins = member({**step(), **WORKER}, init="tcp://10.0.0.1:5", rank=0, world_size=2)
+    assert (found.rank, found.size, found.init) == (0, 2, "tcp://10.0.0.1:5")
+    assert "SLURM_PROCID 3" in origins["overridden"]
+    assert "RANK 1" in origins["overridden"]
+
+
+def test_masters_variables_alone_are_no_launcher():
+    assert participate(ClusterOptions(), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}).membership is None
+
+
+@pytest.mark.parametrize("missing", [["RANK"], ["WORLD_SIZE"], ["MASTER_ADDR"], ["MASTER_ADDR", "MASTER_PORT"]])
+def test_some_of_a_workers_variables_are_not_enough(missing):
+    with pytest.raises(UserError, match=", ".join(missing)):
+        participate(ClusterOptions(), {key: value for key, value in WORKER.items() if key not in missing})
+
+
+def test_an_address_that_only_means_oneself_is_refused_over_several_machines():
+    with pytest.raises(UserError, match=r"several machines, and 127\.0\.0\.1"):
+        participate(ClusterOptions(), {**WORKER, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    with pytest.raises(UserError, match="several machines, and localhost"):
+        participate(ClusterOptions(), step(MASTER_ADDR="localhost"))
+
+
+def test_a_name_that_means_loopback_here_becomes_an_address_or_is_refused():
+    """As far as this machine's own name does; every name that doesn't stays as it is."""
+    outer = [address for address in outer_addresses() if ":" not in address] or outer_addresses()
+    loopback = {entry[4][0] for entry in socket.getaddrinfo(HERE, 1)} <= {"127.0.0.1", "127.0.1.1", "::1"}
+    if not loopback:
+        assert reachable(HERE) == HERE
+    elif len(outer) == 1:
+        assert reachable(HERE) == outer[0]
+    else:
+        with pytest.raises(UserError, match="/etc/hosts"):
+            reachable(HERE)
+    assert reachable("192.0.2.77") == "192.0.2.77"
+
+
+def test_this_machine_finds_itself():
+    assert is_own_name(HERE)
+    assert is_own_name("127.0.0.1")
+    others = (Machine("192.0.2.77", 2), Machine(f"user@{HERE}", 4))
+    assert find_machine(Cluster(others)) == 1
+    assert find_machine(Cluster(others, machine=0)) == 0
+    with pytest.raises(UserError, match="none of the 1"):
+        find_machine(Cluster(others[:1]))
+    with pytest.raises(UserError, match="2 times"):
+        find_machine(Cluster((Machine(HERE), Machine("127.0.0.1"))))
+
+
+def test_a_described_machine_meets_the_others():
+    cluster = Cluster((Machine("192.0.2.77", 2), Machine(HERE, 3, (4, 5, 6))), master_port=2222)
+    meeting, origins = meeting_in(cluster, "--cluster x", ClusterOptions(processes=9), {})
+    assert (meeting.sizes, meeting.machine, meeting.address, meeting.port) == ((2, 3), 1, "192.0.2.77", 2222)
+    assert meeting.devices == (4, 5, 6)
+    assert origins["overridden"] == "-n 9"
+    unsized = Cluster((Machine("192.0.2.77"), Machine(HERE)))
+    meeting, _ = meeting_in(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"})
+    assert (meeting.sizes, meeting.port) == ((2, 2), 77)
+    assert meeting_in(unsized, "x", ClusterOptions(), {})[0].port == 29500
