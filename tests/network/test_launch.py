@@ -56,6 +56,11 @@ def agents(lab):
     return found
 
 
+def is_agent(process):
+    """The one that sshd started, not the workers that it forked."""
+    return "manyhands.cluster.host" in process.cmdline() and process.parent().name() == "sshd"
+
+
 def begun(folder="run", kind="metrics"):
     """True once the run has made updates (or saved)."""
     path = Path(folder) / "metrics.jsonl"
@@ -155,10 +160,7 @@ def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
     with running("launch", *ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
         if how == "agent":
-            (agent,) = [
-                pid for pid in lab.processes(3) if "-m manyhands.cluster.host" in " ".join(psutil.Process(pid).cmdline())
-                and psutil.Process(psutil.Process(pid).ppid()).name() == "sshd"
-            ]  # fmt: skip
+            (agent,) = [pid for pid in lab.processes(3) if is_agent(psutil.Process(pid))]
             os.kill(agent, signal.SIGKILL)
         else:
             {"kill": lab.kill, "down": lab.down}[how](3)

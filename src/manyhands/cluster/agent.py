@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from manyhands.cluster.orders import Orders
+from manyhands.cluster.orders import DEVICE_INDEX, Orders
 from manyhands.cluster.start import cores
 from manyhands.core.records import FAILURE_FILE
 
@@ -191,7 +191,7 @@ def _worker(orders: Orders, scratch: str, agent: int) -> Any:
     _die_with_parent(agent)
     os.environ[FAILURE_FILE] = f"{scratch}/{os.environ['RANK']}.json"
     if orders.devices:
-        os.environ["MANYHANDS_DEVICE_INDEX"] = str(orders.devices[int(os.environ["LOCAL_RANK"])])
+        os.environ[DEVICE_INDEX] = str(orders.devices[int(os.environ["LOCAL_RANK"])])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     _write_to(Path(orders.logs) / f"{os.environ['RANK']}.log")

@@ -142,12 +142,13 @@ def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[
     ]
     answers = crew.ask(requests, PREPARE_S)
     for link, size, answer in zip(crew.links, sizes, answers, strict=True):
-        if size > answer["count"] and answer["device"] not in {"cpu", "mps"}:
+        device, count = answer["device"], answer["count"]
+        if size > count and device not in {"cpu", "mps"}:
             raise UserError(
-                f"{size} processes are asked for, and {link.machine.name} has {answer['count']} {answer['device']} devices",
+                f"{size} processes are asked for, and {link.machine.name} has {count} {device} devices",
                 "cluster.hosts",
-                (f"{link.machine.host}:{answer['count']}", "or --device cpu"),
-            )  # fmt: skip
+                (f"{link.machine.host}:{count}", "or --device cpu"),
+            )
     return [size or answer["count"] for size, answer in zip(sizes, answers, strict=True)], [
         answer["device"] for answer in answers
     ]

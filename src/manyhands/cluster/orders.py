@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+# The variable that tells a worker the number of its device.
+DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"
 PRELOAD = ("manyhands.train.preload",)
 
 

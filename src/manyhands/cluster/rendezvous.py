@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from manyhands.cluster.described import DEFAULT_PORT, given_cluster, meeting_in
 from manyhands.cluster.inventory import Cluster, Meeting, Place
 from manyhands.cluster.launched import described_cluster, find_place, other_places, refuse_alone
+from manyhands.cluster.orders import DEVICE_INDEX
 from manyhands.cluster.own import reachable
 from manyhands.cluster.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
@@ -212,7 +213,8 @@ def _with_others(
 def worker_membership(options: ClusterOptions, variables: Mapping[str, str]) -> Membership:
     """The place of a process that manyhands' own agent started; the agent serves the store."""
     membership, _ = _from_environment(options, variables)
-    return replace(membership, started_by="manyhands", init="env://")
+    device = _number(variables, DEVICE_INDEX, -1)
+    return replace(membership, started_by="manyhands", init="env://", device_index=device if device >= 0 else None)
 
 
 def _url(address: str, port: int) -> str:
