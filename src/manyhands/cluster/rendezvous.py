@@ -213,7 +213,7 @@ def _with_others(
 def worker_membership(options: ClusterOptions, variables: Mapping[str, str]) -> Membership:
     """The place of a process that manyhands' own agent started; the agent serves the store."""
     membership, _ = _from_environment(options, variables)
-    device = _number(variables, DEVICE_INDEX, -1)
+    device = number(variables, DEVICE_INDEX, -1)
     return replace(membership, started_by="manyhands", init="env://", device_index=device if device >= 0 else None)
 
 

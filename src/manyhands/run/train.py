@@ -84,6 +84,9 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     participation = Participation(None, meeting=meeting) if meeting else participate(job.cluster)
     if participation.membership:
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
+    if participation.meeting and len(participation.meeting.sizes) == 1:
+        alone = replace(participation.meeting, address=LOOPBACK, port=0)
+        return _train_here(job, alone, quiet=quiet, objects=objects)
     if participation.meeting:
         return _train_among_machines(job, participation.meeting, quiet=quiet, objects=objects)
     return _train_here(job, Meeting((participation.processes,), 0, LOOPBACK, 0), quiet=quiet, objects=objects)
