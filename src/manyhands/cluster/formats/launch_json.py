@@ -50,19 +50,14 @@ def read(text: str, where: str) -> Cluster:
             document.at(("configurations",)),
             ("write one: manyhands convert-cluster HOSTFILE --to launch.json",),
         )
-    sizes = {_number(document, (*path, "env", "WORLD_SIZE"), known) for path, known in ranks.values()}
-    ports = {_number(document, (*path, "env", "MASTER_PORT"), known) for path, known in ranks.values()}
-    first, _ = min(ranks.values(), key=lambda value: document.lines[value[0]])
-    if len(sizes) > 1 or len(ports) > 1:
-        name = "WORLD_SIZE" if len(sizes) > 1 else "MASTER_PORT"
-        what = f"{name} differs between configurations; all ranks need the same"
-        raise UserError(what, document.at((*first, "env", name)), ("correct it",))
-    if set(ranks) != set(range(size := sizes.pop())):
+    size, port = _agreed(document, ranks, "WORLD_SIZE"), _agreed(document, ranks, "MASTER_PORT")
+    if set(ranks) != set(range(size)):
         what = f"WORLD_SIZE is {size}, but there are configurations for ranks {', '.join(map(str, sorted(ranks)))}"
-        raise UserError(what, document.at((*first, "env", "WORLD_SIZE")), (f"write one for each of 0 … {size - 1}",))
+        path, _ = ranks[min(ranks)]
+        raise UserError(what, document.at((*path, "env", "WORLD_SIZE")), (f"write one for each of 0 … {size - 1}",))
     devices = _devices(document, [ranks[rank] for rank in range(size)])
     source = f"launch.json {where}".rstrip()
-    return canonical(Cluster((Machine(HOST, size, devices),), master_port=ports.pop(), source=source))
+    return canonical(Cluster((Machine(HOST, size, devices),), master_port=port, source=source))
 
 
 def write(cluster: Cluster) -> str:
@@ -162,6 +157,19 @@ def _check_own_environment(document: Document, path: Path, configuration: dict[s
                 document.at(at),
                 (f"write the value itself: {own[matched[1]]}",),
             )
+
+
+def _agreed(document: Document, ranks: dict[int, tuple[Path, dict[str, str]]], name: str) -> int:
+    """A number that all ranks' environments have in common."""
+    found = [((*path, "env", name), _number(document, (*path, "env", name), known)) for path, known in ranks.values()]
+    _, wanted = found[0]
+    for path, number in found:
+        if number != wanted:
+            what = (
+                f"{name} differs between configurations: {number} here, {wanted} in the first; all ranks need the same"
+            )
+            raise UserError(what, document.at(path), ("correct it",))
+    return wanted
 
 
 def _texts(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
