@@ -79,8 +79,10 @@ def _for_kubernetes(job: Job) -> Submission:
     for key in ("time_limit", "options"):
         if getattr(job.submit, key):
             raise UserError(f"submit.{key} is for Slurm", f"submit.{key}", ("leave it out with --on kubernetes",))
-    out = job.run.out or f"runs/{JOB}"
-    return _submission(job, ("manyhands", "train", *_words(job, None), "--out", out))
+    if not job.run.out:
+        mend = ("--out /data/runs/first, where /data is a volume that the runtime mounts",)
+        raise UserError("Kubernetes throws a container's own files away, and the run with them", "--out", mend)
+    return _submission(job, ("manyhands", "train", *_words(job, None), "--out", job.run.out))
 
 
 def _submission(job: Job, command: tuple[str, ...]) -> Submission:

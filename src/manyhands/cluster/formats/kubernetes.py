@@ -8,6 +8,8 @@ from manyhands.cluster.submission import JOB, Submission
 
 NAMES = ("kubernetes", "kubeflow")
 GPU = "nvidia.com/gpu"
+# A pod that was moved away goes on from its last checkpoint; one that fails by itself must not do so for ever.
+MOST_RESTARTS = 3
 
 
 def manifest(job: Submission) -> str:
@@ -43,6 +45,7 @@ def _pytorch_job(job: Submission) -> dict[str, Any]:
     replicas = {"Master": 1, "Worker": job.nodes - 1}
     return {
         "nprocPerNode": str(job.processes),
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": MOST_RESTARTS},
         "pytorchReplicaSpecs": {
             role: {
                 "replicas": count,

@@ -1,0 +1,131 @@
+"""The digits on two processes, under each launcher as its users start it: one run, one result."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.config.load import load_job
+from manyhands.run.submit import submit
+from tests.e2e.command import QUICK, environment, events, wait_until
+from tests.launchers.slurm import script_output
+
+pytestmark = pytest.mark.timeout(300)
+MANYHANDS = [sys.executable, "-m", "manyhands"]
+JOB = ["train", "digits", "mlp", "--epochs", "1", "--out", "run", "--device", "cpu", *QUICK]
+
+
+def run_to_end(command, **variables):
+    """Runs a launcher as a user would."""
+    return subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def assert_one_run_of_two(ended, folder):
+    """Two processes, one result, and one process that spoke."""
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert json.loads((folder / "run" / "env.json").read_text())["processes"] == 2
+    assert ended.stdout.count("best and final") == 1
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events].count("finished") == 1
+
+
+def test_srun(slurm, here):
+    ended = run_to_end(["srun", "-n", "2", *MANYHANDS, *JOB], **slurm.environment)
+    assert_one_run_of_two(ended, here)
+
+
+def test_mpirun(here):
+    if not shutil.which("mpirun"):
+        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    ended = run_to_end(["mpirun", *as_root, "-n", "2", "--oversubscribe", *MANYHANDS, *JOB])
+    assert_one_run_of_two(ended, here)
+
+
+def test_accelerate_launch(here):
+    """With --cpu alone accelerate starts one process, whatever it is told; --multi_gpu starts them on CPUs too."""
+    accelerate = Path(sys.executable).with_name("accelerate")
+    if not accelerate.exists():
+        pytest.skip("accelerate is not installed (pip install accelerate)")
+    shape = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no"
+    options = [*shape.split(), "--dynamo_backend", "no"]
+    ended = run_to_end([str(accelerate), "launch", *options, "-m", "manyhands", *JOB], HF_HOME=str(here))
+    assert_one_run_of_two(ended, here)
+
+
+def test_a_batch_script_with_srun(slurm, here):
+    command = " ".join([*MANYHANDS, *JOB])
+    (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\nsrun {command}\n")
+    done = slurm.run("sbatch", "--wait", "job.sh", env=environment())
+    done.stdout = script_output(here)
+    assert_one_run_of_two(done, here)
+
+
+def test_a_batch_script_without_srun_is_told(slurm, here):
+    command = " ".join([*MANYHANDS, *JOB])
+    (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\n{command}\n")
+    done = slurm.run("sbatch", "--wait", "job.sh", env=environment())
+    said = script_output(here)
+    assert done.returncode == 2, said
+    assert "has 2 tasks, but without srun only one runs" in said
+    assert "srun manyhands train" in said
+    assert not (here / "run").exists()
+
+
+def test_the_shell_of_salloc_is_told_too(slurm, here):
+    done = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", env=environment())
+    assert done.returncode == 2
+    assert "without srun only one runs" in done.stderr
+    done = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", "-n", "1", env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_explain_under_srun(slurm):
+    done = slurm.run(
+        "srun", "-n", "2", "--label", *MANYHANDS, "explain", "--device", "cpu", "--json", env=environment()
+    )
+    told = {int(line[0]): json.loads(line.partition(": ")[2]) for line in done.stdout.splitlines()}
+    assert {number: told[number]["rank"]["value"] for number in told} == {0: 0, 1: 1}
+    assert told[1]["rank"]["from"] == "SLURM_PROCID"
+    assert told[0]["master_address"]["value"] == "127.0.0.1"
+
+
+def test_sbatch_takes_the_script(slurm):
+    flags = {"submit.nodes": 1, "cluster.processes": 2, "submit.time_limit": "10", "submit.options": ["--comment=x"]}
+    text = submit(load_job(flags, environment={}).job, None, "slurm", dry_run=True)
+    taken = slurm.run("sbatch", "--test-only", input=text)
+    assert taken.returncode == 0, taken.stderr
+    refused = slurm.run("sbatch", "--test-only", input=text.replace("--comment=x", "--partition=nowhere"))
+    assert refused.returncode != 0
+
+
+def test_a_submitted_job_saves_when_told_and_goes_on(slurm, here, monkeypatch):
+    """The signal that Slurm sends before the time limit, sent by hand; the second turn ends the run."""
+    for name, value in {
+        **slurm.environment,
+        "PATH": f"{Path(sys.executable).parent}:{slurm.environment['PATH']}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    flags = {
+        "cluster.processes": 2,
+        "cluster.device": "cpu",
+        "train.epochs": 40,
+        "run.report": False,
+        "model.name": "cnn",
+    }
+    said = submit(load_job(flags, environment={}).job, None, "slurm", dry_run=False)
+    number = said.split()[-1]
+    folder = here / "runs" / f"slurm-{number}"
+    wait_until(lambda: (folder / "metrics.jsonl").exists())
+    slurm.run("scancel", "--signal=TERM", number)
+    wait_until(lambda: "finished" in [event["kind"] for event in events(folder)])
+    kinds = [event["kind"] for event in events(folder)]
+    assert kinds.count("stopped") == 1
+    assert kinds.count("started") == 2
+    wait_until(lambda: "COMPLETED" in slurm.run("scontrol", "show", "job", number).stdout)
