@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -68,6 +69,16 @@ def test_data_that_is_not_there_fails_and_is_told_on_the_screen(tmp_path):
     assert done.returncode == 3
     assert f"has no data at {tmp_path / 'pets'}" in done.stdout
     assert "would fail" in done.stdout.splitlines()[-1]
+
+
+def test_a_port_that_somebody_holds_is_told_with_the_holder(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        done = command("digits", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)
+    assert done.returncode == 3
+    assert f"port {port}" in done.stdout
+    assert str(os.getpid()) in done.stdout
+    assert "already in use" in done.stdout
 
 
 def test_a_mistake_in_the_command_is_a_mistake(tmp_path):

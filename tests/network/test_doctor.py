@@ -104,6 +104,14 @@ def test_a_firewall_that_rejects(lab, here):
     assert "is refused" in of(told, "reach")[0]["what"]
 
 
+def test_one_closed_port_that_the_job_names(lab, here):
+    lab.nft(1, firewall("tcp dport 29500 drop"))
+    told = doctor(lab, "digits", "mlp", "--set", f"cluster.init=tcp://{lab.address(1)}:29500", code=3)
+    assert failing(told) == [("port", ["n1"])]
+    assert "port 29500 of n1" in of(told, "port")[0]["what"]
+    assert "n3 does not reach it (timeout)" in of(told, "port")[0]["what"]
+
+
 def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, here):
     lab.nft(1, firewall("tcp dport 22 reject with tcp reset"))
     config = lab.ssh_config.read_text()

@@ -89,7 +89,6 @@ class Needs:
         download: a named data set may be fetched where it is missing.
         code: the job uses the user's own Python files.
         device: "auto", "cpu", "cuda", "npu" …
-        step_bytes: what a process sends for one update; 0: unknown.
     """
 
     processes: Mapping[str, int] = field(default_factory=dict)
@@ -100,7 +99,6 @@ class Needs:
     download: bool = True
     code: bool = False
     device: str = "auto"
-    step_bytes: int = 0
 
 
 @dataclass
@@ -116,7 +114,7 @@ class Survey:
         mbps: (from, to) to what went through.
         latency_ms: (from, to) to the median of a small message and its answer.
         clock_s: how far each clock is ahead of the asking machine's, and how uncertain that is.
-        port_errors: host to why the named port can't be listened on.
+        port_errors: host to why the port that the job names can't be used there.
         collective: the real one; None where it wasn't tried.
         needs: of the job.
     """

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
+from manyhands.cluster.addresses import own_candidates
 from manyhands.cluster.assemble import Crew, assembled, prepare
 from manyhands.cluster.doctor import examine, fails
 from manyhands.cluster.facts import gather
@@ -15,6 +17,7 @@ from manyhands.cluster.findings import Collective, Contact, Facts, Finding, Need
 from manyhands.cluster.inventory import Address, Machine
 from manyhands.cluster.machines import machines_of
 from manyhands.cluster.orders import Orders
+from manyhands.cluster.probe import Listeners
 from manyhands.cluster.supervise import Watch, first_cause, supervise
 from manyhands.cluster.survey import matrix, take_survey
 from manyhands.config.job import Job
@@ -24,6 +27,7 @@ from manyhands.run.collective import ENTRY
 
 # Machines that have just reached each other need no more for so little.
 COLLECTIVE_S = 30.0
+LOOPBACK = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
     return Needs(
         processes=counts,
         threads=job.cluster.threads,
+        port=_meeting(job)[1],
         interface=job.cluster.interface,
         data=job.data.name,
         download=job.data.download,
@@ -102,7 +107,21 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
 def _survey_here(job: Job) -> Survey:
     name = socket.gethostname()
     facts = {name: gather(facts_wanted(job))}
-    return Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
+    survey = Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
+    address, port = _meeting(job)
+    if address in own_candidates(facts[name]) or address in LOOPBACK:
+        ears = Listeners([address], port)
+        ears.close()
+        told = ears.told[address]
+        if "error" in told:
+            survey.port_errors[name] = told["error"] + (f", by {told['holder']}" if told["holder"] else "")
+    return survey
+
+
+def _meeting(job: Job) -> tuple[str, int]:
+    """The address and port where the job's processes are to meet, if it names one."""
+    url = urlparse(job.cluster.init)
+    return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else ("", 0)
 
 
 def _survey_machines(job: Job, machines: Sequence[Machine]) -> Survey:

@@ -1,5 +1,6 @@
 """Clocks that are apart."""
 
+import math
 import statistics
 
 from manyhands.cluster.compare import who
@@ -20,7 +21,7 @@ def run(survey: Survey) -> list[Finding]:
     }
     if not far:
         apart = max(abs(offset - middle) for offset, _ in survey.clock_s.values())
-        what = f"clocks are within {apart * 1000:.0f} ms"
+        what = f"clocks are within {math.ceil(apart * 1000)} ms"
         return [Finding("clock", "ok", tuple(survey.clock_s), what, cause="clock")]
     shown = ", ".join(f"{host} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for host, by in far.items())
     others = who(host for host in survey.clock_s if host not in far)

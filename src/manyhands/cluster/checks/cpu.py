@@ -1,6 +1,6 @@
 """More threads than cores, and cores that are busy already."""
 
-from manyhands.cluster.compare import fact
+from manyhands.cluster.compare import fact, on_host
 from manyhands.cluster.findings import Finding, Survey
 
 BUSY_SHARE = 0.5
@@ -40,7 +40,8 @@ def _busy(survey: Survey) -> list[Finding]:
     }
     return [
         Finding("cpu", "warn", (host,), f"{host} is busy: {load:.1f} processes want its {cores[host]:g} cores",
-                ("end or wait for other programs; the slowest machine sets the pace", f"ssh {host} top -b -n 1"),
+                ("end or wait for other programs; the slowest machine sets the pace",
+                 on_host(survey, host, "top -b -n 1")),
                 f"load:{host}")
         for host, load in busy.items()
     ]  # fmt: skip

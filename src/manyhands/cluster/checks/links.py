@@ -8,8 +8,9 @@ from manyhands.cluster.findings import Finding, Survey
 
 # Below this, agreeing on the gradients of a small network takes longer than its step on an accelerator.
 SLOW_MBPS = 400.0
-# A link so much slower than the usual one holds up the others.
+# A link so much slower than the usual one holds up the others; above ENOUGH_MBPS it's the processors that differ.
 ODD_FACTOR = 3.0
+ENOUGH_MBPS = 2000.0
 FAR_MS = 20.0
 RESNET18_BYTES = 46_800_000
 Pair = tuple[str, str]
@@ -20,7 +21,8 @@ def run(survey: Survey) -> list[Finding]:
     if not survey.mbps:
         return []
     usual = statistics.median(survey.mbps.values())
-    slow = {pair for pair, mbps in survey.mbps.items() if mbps < SLOW_MBPS or mbps * ODD_FACTOR < usual}
+    limit = max(SLOW_MBPS, min(usual / ODD_FACTOR, ENOUGH_MBPS))
+    slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):
         return [_all(survey), *_far(survey)]
     found: list[Finding] = []
@@ -86,13 +88,10 @@ def _far(survey: Survey) -> list[Finding]:
 
 
 def _consequence(survey: Survey, mbps: float) -> tuple[str, ...]:
-    size = survey.needs.step_bytes or RESNET18_BYTES
-    name = "this network" if survey.needs.step_bytes else "resnet18"
     machines = len(survey.hosts)
-    seconds = 2 * (machines - 1) / machines * size * 8 / mbps / 1e6
-    return (
-        f"an update of {name} ({size / 1e6:.0f} MB) takes {seconds:.1f} s on the wire, whatever the accelerators do",
-    )
+    seconds = 2 * (machines - 1) / machines * RESNET18_BYTES * 8 / mbps / 1e6
+    size = f"{RESNET18_BYTES / 1e6:.0f} MB"
+    return (f"an update of resnet18 ({size}) takes {seconds:.1f} s on the wire, whatever the accelerators do",)
 
 
 def _median(survey: Survey, pairs: Iterable[Pair]) -> float:

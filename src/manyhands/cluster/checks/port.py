@@ -1,13 +1,13 @@
-"""A port that the job names and that can't be listened on."""
+"""A port that the job names and that can't be used."""
 
 from manyhands.cluster.findings import Finding, Survey
 
 
 def run(survey: Survey) -> list[Finding]:
-    """Says who holds it, where that could be seen."""
+    """Says who holds it, or who does not reach it, where that could be seen."""
     port = survey.needs.port
     return [
-        Finding("port", "fail", (host,), f"port {port} of {host} can't be listened on: {error}",
+        Finding("port", "fail", (host,), f"port {port} of {host} can't be used: {error}",
                 (f"choose another one, such as {port + 1}, or leave it out: a free one is found",
                  "or end that process"),
                 f"port:{host}", ("collective",))

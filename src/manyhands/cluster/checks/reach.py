@@ -90,4 +90,4 @@ def _no_common_address(survey: Survey) -> list[Finding]:
         what = f"{who(bridges)} are only reached over a containers' bridge ({survey.chosen[bridges[0]][0]})"
         return [Finding("reach", "warn", tuple(bridges), what, ("is the network itself down?",), "bridge")]
     places = ", ".join(f"{host} {survey.chosen[host][0]} {survey.chosen[host][1]}" for host in known)
-    return [Finding("reach", "ok", tuple(known), f"each machine reaches each other: {places}", cause="reach")]
+    return [Finding("reach", "ok", tuple(known), f"all machines reach each other: {places}", cause="reach")]

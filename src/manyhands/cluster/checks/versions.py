@@ -43,7 +43,7 @@ def _differs(survey: Survey, name: str, severity: Severity, why: str, common: st
     others = [host for host in fact(survey, "versions") if host not in odd]
     shown = ", ".join(f"{host} has {name} {version}" if version else f"{host} has no {name}"
                       for host, version in odd.items())  # fmt: skip
-    what = f"{shown}, {who(others)} {f'has {common}' if common else 'has none'}: {why}"
+    what = f"{shown}, but {who(others)} {common or 'none'}: {why}"
     package = "torch" if name == "nccl" else name
     wanted = fact(survey, "versions", package).get(others[0], "") if others else ""
     wanted = wanted.partition("+")[0]  # the part behind + names a build, which pip's usual index doesn't know
