@@ -106,23 +106,23 @@ def test_a_killed_head_leaves_the_list(here):
         psutil.wait_procs(members, timeout=60)
 
 
-def test_logs_of_another_machine_are_named(here):
+def test_logs_of_a_machine_that_is_away_are_named(here):
     ranks = here / "run" / "ranks"
     ranks.mkdir(parents=True)
     (here / "run" / "job.toml").touch()
     (ranks / "0.log").write_text("here\nand without an end")
     places = [
         {"host": "n1", "ranks": [0, 1], "folder": str(here / "run"), "local": True},
-        {"host": "n2", "ranks": [1, 2], "folder": "/data/run", "local": False},
+        {"host": "away.invalid", "ranks": [1, 2], "folder": "/data/run", "local": False},
     ]
     (here / "run" / "machines.json").write_text(json.dumps(places))
     ended = run("logs", "run")
     assert ended.out.splitlines() == ["rank 0 | here", "rank 0 | and without an end"]
-    assert "ranks 1 to 2 are on n2: see /data/run/ranks there" in ended.err
+    assert "away.invalid has no address here; ranks 1 to 2 are in /data/run/ranks there" in ended.err
     ended = run("logs", "run", "--rank", "2")
-    assert ended.code == 2
+    assert ended.code == 3
     assert_one_screen(ended.err)
-    assert "n2:/data/run/ranks/2.log" in ended.err
+    assert "the name away.invalid has no address here" in ended.err
     (here / "run" / "machines.json").write_text("[{}]")
     ended = run("logs", "run")
     assert ended.code == 2

@@ -119,6 +119,9 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     assert not (place / "run").exists()
     assert Path("run/env.json").is_file()
     assert events("run", "finished")
+    shown = run("logs", "run", "--rank", "2")
+    assert shown.code == 0, shown.err
+    assert not shown.err
     second = run("resume", "run", "--set", "train.max_steps=0")
     assert second.code == 0, second.err
     assert [event["step"] for event in events("run", "resumed")] == [30]

@@ -36,6 +36,8 @@ Request = dict[str, Any]
 LAST_WORDS = 8
 # Looks for new records so often.
 MIRROR_S = 0.4
+# Of a log, so much in one answer.
+LOG_BYTES = 1 << 20
 # Code beyond this is data, which isn't ours to carry.
 CODE_BYTES = 32 * 1024 * 1024
 
@@ -116,6 +118,7 @@ class Host:
             "code": self._code,
             "open": self._open,
             "bind": self._bind,
+            "log": self._log,
             "prepare": self._prepare,
             "start": self._start,
             **dict.fromkeys(("listen", "connect", "measure", "unlisten", "clock"), self._probe),
@@ -189,6 +192,18 @@ class Host:
         if request["records"] and not shared:
             self._sender = Sender(path, request["held"])
         return {"folder": str(path), "shared": shared, "checkpoints": folder.has_checkpoints()}
+
+    def _log(self, request: Request) -> Mapping[str, Any]:
+        """What has come to a file since `offset`: whole lines, with `rest` the last one without its end too."""
+        path = Path(request["path"]).expanduser()
+        text = b""
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(request["offset"])
+                text = file.read(LOG_BYTES)
+        if not request["rest"]:
+            text = text[: text.rfind(b"\n") + 1]
+        return {"text": text.decode(errors="replace"), "offset": request["offset"] + len(text)}
 
     def _bind(self, request: Request) -> Mapping[str, Any]:
         """Listens for the workers of all machines, on one address; the store is served there later."""

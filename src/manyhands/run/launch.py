@@ -83,7 +83,7 @@ def _ready(
     paths = _share_code(crew) if job.cluster.sync_code else [""] * len(crew.links)
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
     port = crew.links[0].ask({"do": "bind", "address": addresses[0].address}, 30.0)["port"]
-    _note_machines(folder, crew, sizes, [answer["folder"] for answer in opened], addresses)
+    _note_machines(folder, crew, sizes, opened, addresses)
     for line in describe(crew, sizes, addresses, port):
         screen.say(line)
     if job.cluster.sync_code:
@@ -135,16 +135,17 @@ def _share_code(crew: Crew) -> list[str]:
 
 
 def _note_machines(
-    folder: RunFolder, crew: Crew, sizes: Sequence[int], folders: Sequence[str], addresses: Sequence[Address]
+    folder: RunFolder, crew: Crew, sizes: Sequence[int], opened: Sequence[dict[str, Any]], addresses: Sequence[Address]
 ) -> None:
     """machines.json: who has which ranks, and where its part of the run folder is."""
     firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
     write_json(
         folder.machines,
         [
-            {"host": link.machine.host, "here": link.here, "ranks": [first, size], "folder": place,
+            {"host": link.machine.host, "here": link.here, "local": link.here or answer["shared"],
+             "ranks": [first, size], "folder": answer["folder"],
              "address": address.address, "interface": address.interface}
-            for link, first, size, place, address in zip(crew.links, firsts, sizes, folders, addresses, strict=True)
+            for link, first, size, answer, address in zip(crew.links, firsts, sizes, opened, addresses, strict=True)
         ],
     )  # fmt: skip
 

@@ -1,14 +1,20 @@
 """What the processes of a run wrote: their own files in the run folder, as they are or as they grow."""
 
 import json
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from manyhands.cluster.assemble import assembled
+from manyhands.cluster.inventory import Machine
+from manyhands.cluster.link import Link
+from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.registry import goes_on, running
@@ -16,6 +22,7 @@ from manyhands.report.read import no_run
 from manyhands.run.watch import matches, unknown_run
 
 POLL_S = 0.2
+ANSWER_S = 20.0
 RUNS = Path("runs")
 # In the run folder of a run over several machines: where each machine's own files are.
 MACHINES = "machines.json"
@@ -69,6 +76,36 @@ class LogFile:
         return whole.decode(errors="replace").splitlines()
 
 
+@dataclass
+class FarFile:
+    """A file on another machine, read through its agent.
+
+    Attributes:
+        rank: whose it is.
+        path: the file there.
+        link: the conversation with the agent.
+        offset: bytes read so far.
+    """
+
+    rank: int
+    path: str
+    link: Link
+    offset: int = 0
+
+    def new_lines(self, *, rest: bool = False) -> list[str]:
+        """Whole lines since the last look; with `rest` a last one without its end too."""
+        lines: list[str] = []
+        while True:
+            answer = self.link.ask({"do": "log", "path": self.path, "offset": self.offset, "rest": rest}, ANSWER_S)
+            lines += str(answer["text"]).splitlines()
+            if self.offset == answer["offset"]:
+                return lines
+            self.offset = int(answer["offset"])
+
+
+AnyFile = LogFile | FarFile
+
+
 def find_run(word: str) -> RunFolder:
     """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of a running one's.
 
@@ -102,32 +139,67 @@ def show_logs(
 ) -> None:
     """Shows what the processes wrote, each line with its rank where there are several.
 
+    What lies on other machines is read over ssh.
+
     Args:
         folder: the run.
         rank: one process alone; None for all.
         last: so many lines of each; 0 for all.
         follow: go on until the run ends.
         show: is given the lines.
-        say: is told what isn't here.
+        say: is told where nothing can be shown.
 
     Raises:
-        UserError: there is no such rank, or its file is on another machine.
+        UserError: there is no such rank.
+        RunError: the machine that has its file can't be asked.
     """
     places = read_places(folder)
     _check_rank(folder, places, rank)
-    for place in places:
-        if rank is None and not place.local:
-            say(f"ranks {place.ranks[0]} to {sum(place.ranks) - 1} are on {place.host}: see {place.folder}/ranks there")
-    files = {file.rank: file for file in log_files(folder) if rank in (None, file.rank)}
-    for file in files.values():
-        lines = file.new_lines(rest=not follow)
-        for line in deque(lines, last or None):
-            show(_with_rank(line, file.rank, rank))
-    if follow:
-        for file, line in _grown(folder, files, rank):
-            show(_with_rank(line, file.rank, rank))
+    with _far_files(folder, places, rank, say) as far:
+        files: dict[int, LogFile | FarFile] = {
+            file.rank: file for file in [*log_files(folder), *far] if rank in (None, file.rank)
+        }
+        for file in files.values():
+            lines = file.new_lines(rest=not follow)
+            for line in deque(lines, last or None):
+                show(_with_rank(line, file.rank, rank))
+        if follow:
+            for file, line in _grown(folder, files, rank):
+                show(_with_rank(line, file.rank, rank))
     if not files:
         say(f"nothing is kept in {folder.ranks}: under torchrun or --init the output goes where each process began")
+
+
+@contextmanager
+def _far_files(
+    folder: RunFolder, places: Sequence[LogPlace], rank: int | None, say: Callable[[str], None]
+) -> Iterator[list[FarFile]]:
+    """The files on other machines, as far as they are asked for; of all, those that can be read."""
+    wanted = [place for place in places if not place.local and (rank is None or place.has(rank))]
+    if not wanted:
+        yield []
+        return
+    options = load_job({}, file=folder.job).job.cluster
+    machines = [Machine(place.host) for place in wanted]
+    with (
+        tempfile.TemporaryDirectory(prefix="manyhands-logs-") as scratch,
+        assembled(machines, options, Path(scratch), {"only": ["name"]}) as crew,
+    ):
+        if rank is not None:
+            crew.require_all()
+        for place in wanted:
+            contact = crew.contacts.get(Machine(place.host).name)
+            if contact:
+                say(
+                    f"{contact.what}; ranks {place.ranks[0]} to {sum(place.ranks) - 1} are in {place.folder}/ranks there"
+                )
+        links = {link.machine.host: link for link in crew.links}
+        yield [
+            FarFile(each, f"{place.folder}/ranks/{each}.log", links[place.host])
+            for place in wanted
+            for each in range(place.ranks[0], sum(place.ranks))
+            if place.host in links and rank in (None, each)
+        ]
 
 
 def log_files(folder: RunFolder) -> list[LogFile]:
@@ -154,19 +226,15 @@ def read_places(folder: RunFolder) -> list[LogPlace]:
 def _check_rank(folder: RunFolder, places: list[LogPlace], rank: int | None) -> None:
     if rank is None:
         return
-    for place in places:
-        if place.has(rank) and not place.local:
-            file = f"{place.folder}/ranks/{rank}.log"
-            raise UserError(
-                f"rank {rank} is on {place.host}", f"{place.host}:{file}", (f"ssh {place.host} cat {file}",)
-            )
     known = [file.rank for file in log_files(folder)]
     if known and rank not in known and not any(place.has(rank) for place in places):
         have = ", ".join(map(str, known))
         raise UserError(f"rank {rank} has left no log", str(folder.ranks), (f"these have: {have}",))
 
 
-def _grown(folder: RunFolder, files: dict[int, LogFile], rank: int | None) -> Iterator[tuple[LogFile, str]]:
+def _grown(
+    folder: RunFolder, files: dict[int, LogFile | FarFile], rank: int | None
+) -> Iterator[tuple[LogFile | FarFile, str]]:
     """New lines until the run ends; files that appear meanwhile are taken in."""
     heads = [record for record in running() if record.run == str(folder.path.resolve())]
     over = False

@@ -30,7 +30,7 @@ def gather(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: "workdir" (empty for where this process is), "runs" (where run folders will lie), "data" (name) and
-            "data_dir", all optional. An unknown key is ignored.
+            "data_dir", all optional; "only" names the facts that are wanted. An unknown key is ignored.
     """
     workdir = Path(request.get("workdir") or ".").expanduser()
     runs = workdir / Path(request.get("runs") or "runs").expanduser()
@@ -57,7 +57,8 @@ def gather(request: Mapping[str, Any]) -> dict[str, Any]:
         "user": getpass.getuser,
         "open_files": _open_files,
     }
-    for name, collect in collectors.items():
+    for name in request.get("only") or collectors:
+        collect = collectors[name]
         try:
             facts[name] = collect()
         except Exception as error:  # noqa: BLE001 - one fact that can't be found must not hide the others; it is told
