@@ -1,13 +1,16 @@
 """manyhands train."""
 
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cluster.inventory import Meeting
+from manyhands.cluster.inventory import Machine, Meeting
+from manyhands.config.job import ClusterOptions
 from manyhands.config.load import LoadedJob, known_keys, load_job, parse_value
 from manyhands.core.errors import UserError
 
@@ -135,9 +138,36 @@ def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool, meeting
 def describe(loaded: LoadedJob) -> list[str]:
     """What a run would do, as far as it can be told without the data."""
     job = loaded.job
+    from manyhands.cluster.machines import machines_of
+
+    machines = machines_of(job.cluster)
+    who, starts = _on_machines(machines, job.cluster) if machines else (_taking_part(job.cluster), [])
+    return [
+        f"would train {job.model.name} on {job.data.name}: {job.train.epochs} epochs, {job.train.batch} samples per "
+        f"update, {job.train.optimizer} with a peak rate of {job.train.lr}",
+        f"as {who}",
+        f"into {job.run.out or 'runs/<date>-<data>-<model>'}",
+        *starts,
+    ]
+
+
+def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[str, list[str]]:
+    """Who takes part, and the command that starts the agent on each other machine."""
+    from manyhands.cluster.ssh import agent_command
+    from manyhands.cluster.start import is_here
+
+    names = ", ".join(f"{machine.name}:{machine.slots}" if machine.slots else machine.name for machine in machines)
+    starts = [
+        f"{machine.name}: {'this machine' if is_here(machine) else shlex.join(agent_command(machine, options, Path.cwd()))}"
+        for machine in machines
+    ]
+    return f"processes on {names}", starts
+
+
+def _taking_part(options: ClusterOptions) -> str:
     from manyhands.cluster.rendezvous import participate
 
-    place = participate(job.cluster)
+    place = participate(options)
     count = place.processes
     who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one for each accelerator"
     if place.meeting:
@@ -146,12 +176,7 @@ def describe(loaded: LoadedJob) -> list[str]:
         who = f"rank {place.membership.rank} of {place.membership.size}, by {place.membership.started_by}"
     else:
         who += " on this machine"
-    return [
-        f"would train {job.model.name} on {job.data.name}: {job.train.epochs} epochs, {job.train.batch} samples per "
-        f"update, {job.train.optimizer} with a peak rate of {job.train.lr}",
-        f"as {who}",
-        f"into {job.run.out or 'runs/<date>-<data>-<model>'}",
-    ]
+    return who
 
 
 def print_config(loaded: LoadedJob) -> None:
