@@ -144,8 +144,16 @@ HOSTS = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_siz
 def test_a_cluster_survives_its_batch_script(hosts, slots):
     cluster = Cluster(tuple(Machine(host, slots) for host in hosts))
     text = slurm.write(cluster)
-    assert slurm.recognise(Path("job.sh"), text)
+    assert slurm.recognise("job.sh", text)
     assert slurm.read(text, "") == cluster
+
+
+def test_what_slurm_decides_itself_is_left_out_with_a_note():
+    full = Cluster((Machine("u@a", 2, (4, 5)), Machine("b", 2)), "10.0.0.1", 5, machine=1)
+    fitting, notes = slurm.fit(full)
+    assert slurm.read(slurm.write(fitting), "") == fitting
+    assert len(notes) == 4
+    assert slurm.fit(fitting) == (fitting, [])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 from manyhands.cluster.inventory import Cluster, Machine, Place
 from manyhands.cluster.nodelist import expand_counts, expand_hosts
@@ -130,9 +129,9 @@ exit $code
 """
 
 
-def recognise(path: Path, text: str) -> bool:
+def recognise(path: str, text: str) -> bool:
     """A shell script with lines for sbatch."""
-    return path.suffix not in {".json", ".yaml", ".yml"} and re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
+    return not path.endswith((".json", ".yaml", ".yml")) and re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
 
 
 def write(cluster: Cluster) -> str:
@@ -158,6 +157,18 @@ def write(cluster: Cluster) -> str:
 
 srun manyhands train job.toml
 """
+
+
+def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """The machines and their processes alone, and what Slurm decides by itself instead."""
+    left_out = {
+        "users: Slurm starts as whoever hands the job over": any("@" in machine.host for machine in cluster.machines),
+        "devices: Slurm gives each task its own": any(machine.devices for machine in cluster.machines),
+        "the address to meet at: it follows from the job": bool(cluster.master_address or cluster.master_port),
+        "which machine this one is": cluster.machine is not None,
+    }
+    machines = tuple(Machine(machine.name, machine.slots) for machine in cluster.machines)
+    return Cluster(machines, source=cluster.source), [note for note, is_so in left_out.items() if is_so]
 
 
 _NAME = re.compile(r"[A-Za-z0-9._:-]+")
