@@ -173,6 +173,19 @@ def test_what_a_batch_script_cannot_hold_is_refused(cluster):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        "-w a[1-2] -N 2 --ntasks-per-node=3",
+        "--nodelist a[1-2] -N2 --ntasks-per-node 3  # two",
+        "-wa1,a2 --ntasks-per-node=3",
+    ],
+)
+def test_options_are_read_in_every_way_to_write_them(options):
+    text = f"#!/bin/bash\n#SBATCH {options}\n#SBATCH --requeue\nsrun x\n"
+    assert slurm.read(text, "") == Cluster((Machine("a1", 3), Machine("a2", 3)))
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [("#SBATCH -n 2\n", ""), ("\n#SBATCH -w a[1-\n", "line 2"), ("#SBATCH -w a\n#SBATCH -N 2\n", "line 1"),
      ("#SBATCH -w a\n#SBATCH --ntasks-per-node=x\n", "line 2")],
