@@ -105,6 +105,7 @@ def test_sbatch_takes_the_script(slurm):
     assert refused.returncode != 0
 
 
+@pytest.mark.slow
 def test_a_submitted_job_saves_when_told_and_goes_on(slurm, here, monkeypatch):
     """The signal that Slurm sends before the time limit, sent by hand; the second turn ends the run."""
     for name, value in {
@@ -115,7 +116,7 @@ def test_a_submitted_job_saves_when_told_and_goes_on(slurm, here, monkeypatch):
     flags = {
         "cluster.processes": 2,
         "cluster.device": "cpu",
-        "train.epochs": 40,
+        "train.epochs": 20,
         "run.report": False,
         "model.name": "cnn",
     }

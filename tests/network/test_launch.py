@@ -268,7 +268,10 @@ def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, 
     elif fault == "unknown":
         given[1] += ",nowhere"
     elif fault == "python":
-        given += ["--cluster.python", "/usr/bin/false"]
+        bare = here / "bare-python"
+        bare.write_text('#!/bin/sh\nexec env -u PYTHONPATH /usr/bin/python3 -S "$@"\n')
+        bare.chmod(0o755)
+        given = ["--hosts", "n1", *given[2:], "--cluster.python", bare]
     else:
         accepted = f"ip saddr {lab.address(254)} accept; ct state established,related accept"
         lab.nft(2, f"table inet t {{ chain c {{ type filter hook input priority 0; {accepted}; drop; }}; }}\n")

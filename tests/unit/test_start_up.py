@@ -12,6 +12,7 @@ COMMAND = "from manyhands.cli.main import main\ntry:\n    main({})\nexcept Syste
 LIGHT = {
     "help": COMMAND.format(["--help"]),
     "train help": COMMAND.format(["train", "--help"]),
+    "explain": COMMAND.format(["explain", "-n", "2"]),
     "config": COMMAND.format(["train", "--show-config"]),
     "ps": COMMAND.format(["ps", "--json"]),
     "stop": COMMAND.format(["stop", "no-such-run"]),

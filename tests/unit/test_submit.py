@@ -144,8 +144,16 @@ HOSTS = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_siz
 def test_a_cluster_survives_its_batch_script(hosts, slots):
     cluster = Cluster(tuple(Machine(host, slots) for host in hosts))
     text = slurm.write(cluster)
-    assert slurm.recognise(Path("job.sh"), text)
+    assert slurm.recognise("job.sh", text)
     assert slurm.read(text, "") == cluster
+
+
+def test_what_slurm_decides_itself_is_left_out_with_a_note():
+    full = Cluster((Machine("u@a", 2, (4, 5)), Machine("b", 2)), "10.0.0.1", 5, machine=1)
+    fitting, notes = slurm.fit(full)
+    assert slurm.read(slurm.write(fitting), "") == fitting
+    assert len(notes) == 4
+    assert slurm.fit(fitting) == (fitting, [])
 
 
 @pytest.mark.parametrize(
@@ -162,6 +170,19 @@ def test_a_cluster_survives_its_batch_script(hosts, slots):
 def test_what_a_batch_script_cannot_hold_is_refused(cluster):
     with pytest.raises(UserError, match="Slurm"):
         slurm.write(cluster)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-w a[1-2] -N 2 --ntasks-per-node=3",
+        "--nodelist a[1-2] -N2 --ntasks-per-node 3  # two",
+        "-wa1,a2 --ntasks-per-node=3",
+    ],
+)
+def test_options_are_read_in_every_way_to_write_them(options):
+    text = f"#!/bin/bash\n#SBATCH {options}\n#SBATCH --requeue\nsrun x\n"
+    assert slurm.read(text, "") == Cluster((Machine("a1", 3), Machine("a2", 3)))
 
 
 @pytest.mark.parametrize(

@@ -153,15 +153,17 @@ def describe(loaded: LoadedJob) -> list[str]:
 
 def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[str, list[str]]:
     """Who takes part, and the command that starts the agent on each other machine."""
-    from manyhands.cluster.ssh import agent_command
+    from manyhands.cluster.ssh import agent_script, ssh_words
     from manyhands.cluster.start import is_here
 
     names = ", ".join(f"{machine.name}:{machine.slots}" if machine.slots else machine.name for machine in machines)
+    ssh = shlex.join(ssh_words(options))
     starts = [
-        f"{machine.name}: {'this machine' if is_here(machine) else shlex.join(agent_command(machine, options, Path.cwd()))}"
+        f"{machine.name}: {'this machine' if is_here(machine) else f'{ssh} -- {machine.host} SCRIPT'}"
         for machine in machines
     ]
-    return f"processes on {names}", starts
+    script = agent_script(options, Path.cwd()).splitlines()
+    return f"processes on {names}", [*starts, "SCRIPT, by sh:", *(f"  {line}" for line in script)]
 
 
 def _taking_part(options: ClusterOptions) -> str:

@@ -13,7 +13,7 @@ DEFAULT_PORT = 29500
 
 
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
-    """The description that the user named, and where.
+    """The description that the user named, and where; one that is still being written is waited for.
 
     Raises:
         UserError: it can't be read.
@@ -27,7 +27,7 @@ def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tupl
         if path:
             from manyhands.cluster.describe import read_cluster  # pyright: ignore[reportMissingImports]
 
-            return read_cluster(Path(path)), f"{origin} {path}"
+            return read_cluster(Path(path), options.join_timeout_s), f"{origin} {path}"
     return None
 
 

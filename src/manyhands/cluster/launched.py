@@ -42,8 +42,8 @@ def other_places(variables: Mapping[str, str], chosen: tuple[int, int]) -> list[
 
 def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
     """The cluster that a launcher's variables describe as a whole, with this machine in it, such as Kubeflow's."""
-    for module in modules_with("read_environment"):
-        cluster: Cluster | None = module.read_environment(variables)
+    for module in modules_with("from_environment"):
+        cluster: Cluster | None = module.from_environment(variables)
         if cluster:
             return cluster
     return None

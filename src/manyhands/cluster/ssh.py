@@ -42,10 +42,11 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path) -> l
     """The command that starts the agent on another machine, in the same folder as here where it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is no host', "cluster.hosts", ("write a name or an address",))
-    return [*ssh_words(options), "--", machine.host, f"exec sh -c {shlex.quote(_script(options, workdir))}"]
+    return [*ssh_words(options), "--", machine.host, f"exec sh -c {shlex.quote(agent_script(options, workdir))}"]
 
 
-def _script(options: ClusterOptions, workdir: Path) -> str:
+def agent_script(options: ClusterOptions, workdir: Path) -> str:
+    """What the other machine's shell runs: enters the work folder, finds a Python, becomes the agent."""
     if options.workdir:
         folder = options.workdir
         quoted = f'"$HOME"/{shlex.quote(folder[2:])}' if folder.startswith("~/") else shlex.quote(folder)
@@ -119,4 +120,6 @@ def _meanings(machine: Machine, options: ClusterOptions) -> list[tuple[tuple[str
         ((NO_PYTHON, "No module named manyhands", "No module named 'manyhands'"), "no-manyhands",
          f"{name} has no Python with manyhands{f' ({options.python})' if options.python else ''}",
          f"install it there as here, or name its Python: --cluster.python /path/to/{Path(sys.executable).name}"),
+        (("ModuleNotFoundError", "ImportError"), "no-manyhands", f"manyhands can't be loaded on {name}",
+         f"install it there again, with what it needs: pip install -e . ({options.ssh} {machine.host} shows more)"),
     ]  # fmt: skip

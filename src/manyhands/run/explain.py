@@ -19,6 +19,8 @@ OPTIONS = {
     "--rank": "cluster.rank",
     "--world-size": "cluster.world_size",
 }
+# Training waits for a description that is still being written; explaining says that it is.
+SHORT_S = 0.1
 # Files that a driver makes for each device, and what it is called.
 DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9]*": "accelerator"}
 
@@ -57,7 +59,8 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
         UserError: it can't be told, as training couldn't start.
     """
     variables = os.environ if environment is None else environment
-    found = participate(loaded.job.cluster, variables)
+    at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
+    found = participate(at_once, variables)
     if found.membership:
         rows = _member(found.membership, found.origins, variables)
         many, index = found.membership.size > 1, found.membership.device_index

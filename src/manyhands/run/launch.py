@@ -12,6 +12,7 @@ from manyhands.cluster.inventory import Address, Machine, Meeting
 from manyhands.cluster.machines import machines_of
 from manyhands.cluster.mirror import Receiver
 from manyhands.cluster.orders import Orders
+from manyhands.cluster.rendezvous import participate
 from manyhands.cluster.supervise import Watch, supervise
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError
@@ -28,7 +29,10 @@ MOMENTARY = {"cpu", "jobs"}
 def start(job: Job, *, quiet: bool = False, meeting: Meeting | None = None) -> Outcome:
     """Trains as the job says: on the machines that it names, or here."""
     machines = machines_of(job.cluster)
-    return launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet, meeting=meeting)
+    # A process that srun or the like has started takes its place, whatever hosts the job names.
+    if not machines or participate(job.cluster).membership:
+        return train(job, quiet=quiet, meeting=meeting)
+    return launch(job, machines, quiet=quiet)
 
 
 def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Outcome:

@@ -1,10 +1,13 @@
 """Hears that the run should stop: Ctrl-C, SIGTERM from a scheduler, or the head's word."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+from manyhands.core.records import FAILURE_FILE
 
 
 class StopSignal:
@@ -35,4 +38,6 @@ def listening() -> Iterator[StopSignal]:
         yield stop
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            # An agent's worker is on its way out now; a wish to stop that others heard first may reach it late.
+            late = handler is signal.SIG_DFL and FAILURE_FILE in os.environ
+            signal.signal(number, signal.SIG_IGN if late else handler)

@@ -11,7 +11,7 @@ What a file may have:
   without it `convert-cluster` writes a cluster as it is, or not at all.
 - `place(environment) -> Place | None`: the process that a launcher's variables say this is; None without them.
 - `PRECEDENCE`: among several with a place, the lowest number is followed; 0 where it isn't there.
-- `read_environment(environment) -> Cluster | None`: the cluster that a launcher's variables describe as a whole.
+- `from_environment(environment) -> Cluster | None`: the cluster that a launcher's variables describe as a whole.
 - `alone(environment) -> UserError | None`: what is wrong where this is one process of a job with several.
 - `script(submission) -> str` or `manifest(submission) -> str`: what a scheduler takes.
 """

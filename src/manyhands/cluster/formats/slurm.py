@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 from manyhands.cluster.inventory import Cluster, Machine, Place
 from manyhands.cluster.nodelist import expand_counts, expand_hosts
@@ -130,9 +129,9 @@ exit $code
 """
 
 
-def recognise(path: Path, text: str) -> bool:
+def recognise(path: str, text: str) -> bool:
     """A shell script with lines for sbatch."""
-    return path.suffix not in {".json", ".yaml", ".yml"} and re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
+    return not path.endswith((".json", ".yaml", ".yml")) and re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
 
 
 def write(cluster: Cluster) -> str:
@@ -160,8 +159,19 @@ srun manyhands train job.toml
 """
 
 
+def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """The machines and their processes alone, and what Slurm decides by itself instead."""
+    left_out = {
+        "users: Slurm starts as whoever hands the job over": any("@" in machine.host for machine in cluster.machines),
+        "devices: Slurm gives each task its own": any(machine.devices for machine in cluster.machines),
+        "the address to meet at: it follows from the job": bool(cluster.master_address or cluster.master_port),
+        "which machine this one is": cluster.machine is not None,
+    }
+    machines = tuple(Machine(machine.name, machine.slots) for machine in cluster.machines)
+    return Cluster(machines, source=cluster.source), [note for note, is_so in left_out.items() if is_so]
+
+
 _NAME = re.compile(r"[A-Za-z0-9._:-]+")
-_SETTING = re.compile(r"#SBATCH\s+(?:--([a-z-]+)|-([a-zA-Z]))(?:[=\s]\s*(\S+))?\s*(?:#.*)?")
 _LONG = {"N": "nodes", "w": "nodelist"}
 
 
@@ -171,11 +181,7 @@ def read(text: str, where: str) -> Cluster:
     Raises:
         UserError: it names none, or not how many processes each has.
     """
-    found: dict[str, tuple[str, int]] = {}
-    for count, line in enumerate(text.splitlines(), 1):
-        match = _SETTING.fullmatch(line.strip())
-        if match:
-            found[match[1] or _LONG.get(match[2], match[2])] = (match[3] or "", count)
+    found = _settings(text, where)
     if "nodelist" not in found:
         mend = ("#SBATCH --nodelist=n1,n2", "or let Slurm choose, and start with srun")
         raise UserError("the script names no machines", where, mend)
@@ -186,6 +192,25 @@ def read(text: str, where: str) -> Cluster:
     if nodes != len(hosts):
         raise UserError(f"--nodes is {nodes}, and --nodelist names {len(hosts)}", f"{where}, line {at}")
     return Cluster(tuple(Machine(host, slots) for host in hosts), source=where)
+
+
+def _settings(text: str, where: str) -> dict[str, tuple[str, int]]:
+    """The options of the lines for sbatch by their long names, with their values and line numbers."""
+    found: dict[str, tuple[str, int]] = {}
+    for count, line in enumerate(text.splitlines(), 1):
+        if not re.match(r"#SBATCH\s", line):
+            continue
+        try:
+            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError as error:
+            raise UserError(f"the options can't be read: {error}", f"{where}, line {count}") from None
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            name, equals, value = word.partition("=")
+            if word.startswith("--"):
+                found[name[2:]] = (value if equals else following, count)
+            elif word.startswith("-") and len(word) > 1:
+                found[_LONG.get(word[1], word[1])] = (word[2:] or following, count)
+    return found
 
 
 def _whole(found: Mapping[str, tuple[str, int]], key: str, default: int, where: str) -> int:
