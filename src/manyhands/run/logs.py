@@ -190,9 +190,8 @@ def _far_files(
         for place in wanted:
             contact = crew.contacts.get(Machine(place.host).name)
             if contact:
-                say(
-                    f"{contact.what}; ranks {place.ranks[0]} to {sum(place.ranks) - 1} are in {place.folder}/ranks there"
-                )
+                who = f"ranks {place.ranks[0]} to {sum(place.ranks) - 1}"
+                say(f"{contact.what}; {who} are in {place.folder}/ranks there")
         links = {link.machine.host: link for link in crew.links}
         yield [
             FarFile(each, f"{place.folder}/ranks/{each}.log", links[place.host])
