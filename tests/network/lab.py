@@ -19,10 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 SOURCE = Path(__file__).parents[2] / "src"
 TOOLS = ("ip", "tc", "nft", "ssh", "sshd", "ssh-keygen", "unshare")
 SBIN = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CARRIED = ("MANYHANDS_DATA", "MANYHANDS_CACHE", "HF_HOME")
+# On a lab's bridge: this word, its owner's process id and start, the number of hosts, its folder.
+ALIAS = "manyhands-lab"
 # Nothing here waits so long unless it hangs.
 PATIENCE_S = 20
 
@@ -63,8 +67,10 @@ class Lab:
         self.folder = Path()
         self.prefix = ""
         self._servers = {}
+        self._started = []
 
     def __enter__(self):
+        _remove_dead()
         self.folder = Path(tempfile.mkdtemp(prefix="manyhands-lab-"))
         try:
             self._make_bridge()
@@ -114,7 +120,9 @@ class Lab:
 
     def exec(self, host, arguments, **options):
         """Starts a process in a host, with this process's environment; options as for subprocess.Popen."""
-        return subprocess.Popen(self._inside(host, arguments), **options)
+        started = subprocess.Popen(self._inside(host, arguments), **options)
+        self._started.append((host, started))
+        return started
 
     def run(self, host, arguments, **options):
         """Runs a command in a host to its end and gives what it printed."""
@@ -230,6 +238,9 @@ class Lab:
             made = subprocess.run(["ip", "link", "add", f"{prefix}br", "type", "bridge"], capture_output=True)
             if made.returncode == 0:
                 self.prefix = prefix
+                owner = psutil.Process()
+                alias = f"{ALIAS} {owner.pid} {owner.create_time()} {len(self.hosts)} {self.folder}"
+                _run("ip", "link", "set", f"{prefix}br", "alias", alias)
                 self._give_address(f"{prefix}br", 254)
                 _run("ip", "link", "set", f"{prefix}br", "up")
                 return
@@ -311,6 +322,9 @@ class Lab:
 
     def _stop(self, host):
         """Kills all that runs in a host; new processes may appear while old ones are found."""
+        # One that was started a moment ago may not have entered its host yet.
+        for process in [process for where, process in self._started if where == host and process.poll() is None]:
+            process.kill()
         deadline = time.monotonic() + PATIENCE_S
         while (pids := self.processes(host)) and time.monotonic() < deadline:
             for pid in pids:
@@ -319,6 +333,7 @@ class Lab:
             time.sleep(0.01)
         if host in self._servers:
             self._servers.pop(host).wait()
+        self._started = [(where, process) for where, process in self._started if where != host]
 
     def _count(self, host, counter):
         return int(Path(f"/sys/class/net/{self._veth(host)}/statistics/{counter}").read_text())
@@ -328,6 +343,24 @@ class Lab:
 
     def _etc(self, host):
         return Path("/etc/netns") / self.namespace(host)
+
+
+def _remove_dead():
+    """Takes away the labs of processes that were killed before they could do it themselves."""
+    for path in Path("/sys/class/net").glob("mh*br/ifalias"):
+        with contextlib.suppress(FileNotFoundError, OSError):
+            words = path.read_text().split()
+            if words[:1] == [ALIAS] and not _lives(int(words[1]), float(words[2])):
+                dead = Lab(int(words[3]))
+                dead.prefix, dead.folder = path.parent.name.removesuffix("br"), Path(words[4])
+                dead.close()
+
+
+def _lives(pid, created):
+    try:
+        return psutil.Process(pid).create_time() == created
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _session_environment():

@@ -148,6 +148,19 @@ def test_a_lab_that_breaks_while_it_is_made_leaves_nothing(monkeypatch):
     assert not [name for name in [*listed_interfaces(), *listed_namespaces()] if name.startswith(made[0])]
 
 
+def test_the_next_lab_removes_that_of_a_process_that_was_killed():
+    program = [sys.executable, "-m", "tests.network.lab", "--hosts", "1"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as owner:
+        folder = Path(owner.stdout.readline().split()[2]).parent
+        owner.kill()
+    assert folder.exists()
+    before = listed_interfaces()
+    with Lab(hosts=1):
+        assert not folder.exists()
+    gone = before - listed_interfaces()
+    assert {name[6:] for name in gone} >= {"br", "v1"}
+
+
 def listed_interfaces():
     return {path.name for path in Path("/sys/class/net").iterdir()}
 
