@@ -26,6 +26,12 @@ from tests.e2e.command import (
 from tests.network.lab import Lab
 
 pytestmark = pytest.mark.timeout(400)
+
+
+def SLOW(*values):  # noqa: N802 - it stands where a mark would
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 SHORT = ["digits", "mlp", "--epochs", "2", *QUICK]
 ENDLESS = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK]
 # After whatever happens nothing may be left on any machine for longer.
@@ -89,6 +95,7 @@ def test_three_hosts_do_what_three_processes_here_do(lab, here):
     gone(lab)
 
 
+@pytest.mark.slow
 def test_mnist_on_three_hosts(lab, here, real_data):
     ended = run("launch", "mnist", "mlp", "--epochs", "2", *QUICK, *hosts(lab), "--out", "run", "--data.dir", real_data)
     assert ended.code == 0, ended.err
@@ -145,7 +152,7 @@ def test_the_failing_ranks_own_error_is_shown_from_whichever_machine(lab, here):
     gone(lab)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [SLOW(signal.SIGINT), SLOW(signal.SIGHUP), signal.SIGKILL])
 def test_whatever_ends_the_launcher_ends_all(number, lab, here):
     with running("launch", *ENDLESS, *hosts(lab), "--out", "run") as process:
         wait_until(begun(), process)
@@ -158,7 +165,7 @@ def test_whatever_ends_the_launcher_ends_all(number, lab, here):
     assert events("run", "saved")
 
 
-@pytest.mark.parametrize("how", ["kill", "down", "agent"])
+@pytest.mark.parametrize("how", [SLOW("kill"), SLOW("down"), SLOW("agent")])
 def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
     with running("launch", *ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
@@ -195,6 +202,7 @@ def test_misleading_names_and_interfaces_do_no_harm(lab, here):
     assert "docker0" not in next(line for line in ended.err.splitlines() if "between them" in line)
 
 
+@pytest.mark.slow
 def test_a_network_of_ipv6_alone(here):
     with Lab(hosts=2, ipv6_only=True) as lab:
         ended = run("launch", *SHORT, *hosts(lab), "--out", "run")
@@ -202,6 +210,7 @@ def test_a_network_of_ipv6_alone(here):
         assert lab.address(1) in ended.err
 
 
+@pytest.mark.slow
 def test_one_of_the_hosts_launches(lab, here):
     command = [lab.python, "-m", "manyhands", "launch", *SHORT, *hosts(lab), "--out", "run"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
@@ -209,6 +218,7 @@ def test_one_of_the_hosts_launches(lab, here):
     assert [entry["here"] for entry in json.loads(Path("run/machines.json").read_text())] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_code_travels_when_asked(lab, here):
     """The user's own network, from a folder that the other machines don't have."""
     place = Path("/srv/manyhands-code")
@@ -227,6 +237,7 @@ def test_code_travels_when_asked(lab, here):
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.slow
 def test_ten_starts_and_stops_leave_nothing(lab, here):
     before = {path for path in Path("/tmp").iterdir() if path.name.startswith("manyhands-") and "lab" not in path.name}
     for number in range(10):
@@ -245,12 +256,12 @@ def test_ten_starts_and_stops_leave_nothing(lab, here):
 @pytest.mark.parametrize(
     ("fault", "wanted"),
     [
-        ("down", ["n2 can't be reached"]),
+        SLOW("down", ["n2 can't be reached"]),
         ("refused", ["n2 is there, but refuses ssh", "systemctl start ssh"]),
         ("key", ["ssh doesn't know n2's key", "ssh-keygen -R n2"]),
-        ("unknown", ["the name nowhere has no address"]),
-        ("python", ["n1 has no Python with manyhands", "--cluster.python"]),
-        ("firewall", ["n2"]),
+        SLOW("unknown", ["the name nowhere has no address"]),
+        SLOW("python", ["n1 has no Python with manyhands", "--cluster.python"]),
+        SLOW("firewall", ["n2"]),
     ],
 )
 def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, wanted, lab, here):
