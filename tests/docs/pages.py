@@ -53,9 +53,17 @@ def blocks(page):
     return [Block(m["mark"] or "", m["language"], m["text"]) for m in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
 
 
+def table_commands(page):
+    """The arguments of each `manyhands …` in a page's tables, as text."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    return [command for row in rows for command in re.findall(r"`manyhands ([^`]+)`", row)]
+
+
 def commands(page):
-    """The arguments of each `manyhands …` in a page's shell blocks, as text; also behind `python -m` and torchrun."""
-    found = []
+    """The arguments of each `manyhands …` in a page's shell blocks and tables, as text; also behind `python -m` and
+    torchrun.
+    """
+    found = table_commands(page)
     for block in blocks(page):
         if block.language in {"sh", "console"}:
             for line in block.lines:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.cli.main import main, make_app
-from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links
+from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links, table_commands
 
 SECONDS = 100
 
@@ -89,6 +89,7 @@ def test_both_languages_hold_the_same_commands(page):
         return [(b.mark, b.language, b.lines) for b in blocks(path) if b.language]
 
     assert typed(page) == typed(chinese_of(page))
+    assert table_commands(page) == table_commands(chinese_of(page))
 
 
 @pytest.mark.parametrize("page", all_pages(), ids=_name)

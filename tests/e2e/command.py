@@ -51,6 +51,29 @@ def start(*arguments, program=("-m", "manyhands"), cwd=None, **variables):
     )
 
 
+def typed(**more):
+    """The environment of a terminal: this Python's programs, `manyhands` among them, can be typed by name.
+
+    What the tests set for themselves, so that they stay on this machine, is not there.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = environment(PATH=path, MANYHANDS_RUN__REPORT="false", **more)
+    return {name: value for name, value in kept.items() if not name.endswith("SOCKET_IFNAME")}
+
+
+def shell(line, cwd=None, **variables):
+    """Starts a line as it is typed in a terminal."""
+    return subprocess.Popen(
+        ["bash", "-c", line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=cwd,
+        env=typed(**variables),
+    )
+
+
 def finish(process):
     """Waits for a command's end."""
     try:

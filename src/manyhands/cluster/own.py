@@ -5,10 +5,7 @@ import socket
 
 from manyhands.cluster.inventory import Cluster
 from manyhands.core.errors import UserError
-from manyhands.parallel.ports import own_addresses
-
-# Bridges that containers and virtual machines of this machine talk over; no other machine reaches them.
-INNER_NETWORKS = ("172.17.", "192.168.122.", "169.254.", "fe80:")
+from manyhands.parallel.ports import outer_addresses, own_addresses
 
 
 def find_machine(cluster: Cluster) -> int:
@@ -75,13 +72,15 @@ def reachable(address: str) -> str:
     )
 
 
-def outer_addresses() -> list[str]:
-    """This machine's addresses that other machines may reach."""
-    return [
-        address
-        for address in own_addresses()
-        if not ipaddress.ip_address(address).is_loopback and not address.startswith(INNER_NETWORKS)
-    ]
+def seen_by_others(address: str) -> str:
+    """As `reachable`, but what says itself that it is loopback stays so: processes of one machine may meet there.
+
+    Raises:
+        UserError: a name stands for loopback, and this machine has several addresses or none.
+    """
+    if address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback):
+        return address
+    return reachable(address)
 
 
 def _resolves_to_own(name: str) -> bool:

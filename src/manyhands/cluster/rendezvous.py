@@ -7,12 +7,13 @@ launchers' variables, those over descriptions of a cluster, and without any of t
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 from manyhands.cluster.described import DEFAULT_PORT, given_cluster, meeting_in
 from manyhands.cluster.inventory import Cluster, Meeting, Place
 from manyhands.cluster.launched import described_cluster, find_place, other_places, refuse_alone
 from manyhands.cluster.orders import DEVICE_INDEX
-from manyhands.cluster.own import reachable
+from manyhands.cluster.own import reachable, seen_by_others
 from manyhands.cluster.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
@@ -116,7 +117,7 @@ def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "found when the processes meet", "local_size": "found when the processes meet",
     }  # fmt: skip
-    return _membership(options, place, options.init), origins
+    return _membership(options, place, _seen_url(options.init)), origins
 
 
 def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
@@ -134,8 +135,10 @@ def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> 
     check_rank(place.rank, place.size, "RANK", "WORLD_SIZE")
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     init = "env://"
-    if "LOCAL_WORLD_SIZE" in variables and place.size > place.local_size and not served:
-        init = _url(reachable(place.master_address), place.master_port)
+    if place.size > place.local_size and not served:
+        seen = reachable if "LOCAL_WORLD_SIZE" in variables else seen_by_others
+        address = seen(place.master_address)
+        init = init if address == place.master_address else _url(address, place.master_port)
     membership = replace(
         _membership(options, place, init),
         agent_store=served,
@@ -215,6 +218,18 @@ def worker_membership(options: ClusterOptions, variables: Mapping[str, str]) -> 
     membership, _ = _from_environment(options, variables)
     device = number(variables, DEVICE_INDEX, -1)
     return replace(membership, started_by="manyhands", init="env://", device_index=device if device >= 0 else None)
+
+
+def _seen_url(init: str) -> str:
+    """A tcp:// URL with an address that the other machines know, where its name stands for loopback here."""
+    try:
+        url = urlsplit(init)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise UserError(f'"{init}": {error}', "--init", ("--init tcp://10.0.0.1:23456",)) from None
+    if url.scheme != "tcp" or not host or not port:
+        return init  # what is wrong with it is said when it is used
+    return _url(seen_by_others(host), port)
 
 
 def _url(address: str, port: int) -> str:

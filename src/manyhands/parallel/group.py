@@ -94,7 +94,7 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         share = (os.cpu_count() or 1) // membership.local_size
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     backend = _backend(membership, device)
-    _choose_interface(membership, [other["machine"] for other in present.values()])
+    _choose_interface(membership, present)
     if ":" in device:
         torch.get_device_module(device.partition(":")[0]).set_device(torch.device(device))
     dist.init_process_group(
@@ -121,13 +121,17 @@ def _among_neighbours(membership: Membership, machines: list[str]) -> Membership
     return replace(membership, local_rank=here.index(membership.rank), local_size=len(here))
 
 
-def _choose_interface(membership: Membership, machines: list[str]) -> None:
+def _choose_interface(membership: Membership, present: dict[int, dict[str, Any]]) -> None:
     """Has the collectives listen on the interface towards the others, or on loopback where all share one machine."""
-    if len(set(machines)) == 1:
-        name = ports.loopback_interface()
-    else:
+    here, loopback = present[membership.rank]["machine"], ports.loopback_interface()
+    others = [who for _, who in sorted(present.items()) if who["machine"] != here]
+    name = loopback
+    if others:
         host = urlparse(membership.init).hostname or os.environ.get("MASTER_ADDR", "")
         name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
+    if others and name in {"", loopback}:
+        # Left to themselves the backends would take what this machine's own name stands for, often loopback.
+        name = ports.interface_towards(address for who in others for address in who["addresses"])
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from manyhands.core.errors import ManyhandsError, PeerError, UserError
 from manyhands.core.world import Membership
+from manyhands.parallel.ports import outer_addresses
 
 Say = Callable[[str], None]
 
@@ -40,6 +41,7 @@ def check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[
     names = dist.PrefixStore(f"present/{membership.attempt}", store)
     me = {
         "host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(),
+        "addresses": outer_addresses(),
         "size": membership.size, "digest": digest,
         "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
     }  # fmt: skip

@@ -1,11 +1,16 @@
 """Listening on exactly the address asked for, and saying who holds it otherwise."""
 
 import errno
+import ipaddress
 import socket
+from collections.abc import Iterable
 
 import psutil
 
 from manyhands.core.errors import UserError
+
+# Bridges that containers and virtual machines of this machine talk over; no other machine reaches them.
+INNER_NETWORKS = ("172.17.", "192.168.122.", "169.254.", "fe80:")
 
 
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
@@ -81,6 +86,15 @@ def own_addresses() -> list[str]:
     return sorted(found, key=lambda text: (text.startswith(("127.", "::1")), ":" in text, text))
 
 
+def outer_addresses() -> list[str]:
+    """This machine's addresses that other machines may reach."""
+    return [
+        address
+        for address in own_addresses()
+        if not ipaddress.ip_address(address).is_loopback and not address.startswith(INNER_NETWORKS)
+    ]
+
+
 def loopback_interface() -> str:
     """The name of the interface that has 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
     for name, addresses in psutil.net_if_addrs().items():
@@ -102,6 +116,21 @@ def interface_of(host: str) -> str:
         if any(entry.address.partition("%")[0] == mine for entry in addresses):
             return name
     return ""
+
+
+def interface_towards(theirs: Iterable[str]) -> str:
+    """The interface in one network with one of another machine's addresses, or else that of the way to one of them."""
+    wanted = [ipaddress.ip_address(address) for address in theirs]
+    mine = set(outer_addresses())
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            own = entry.address.partition("%")[0]
+            if own in mine and entry.netmask:
+                bits = int(ipaddress.ip_address(entry.netmask)).bit_count()
+                network = ipaddress.ip_network(f"{own}/{bits}", strict=False)
+                if any(address in network for address in wanted):
+                    return name
+    return next(filter(None, (interface_of(str(address)) for address in wanted)), "")
 
 
 def describe_exposure(host: str, port: int) -> str:

@@ -26,8 +26,9 @@ from manyhands.core.world import Membership
 Say = Callable[[str], None]
 # How a process came to be: one head watches over all, or each machine has its own and they met.
 OUR_HEAD, MET = "manyhands", "met"
-# Of the cluster's options, those that all processes must agree in.
-SHARED = {"init", "world_size", "backend"}
+# Of the cluster's options, those that all processes must agree in. Where they meet is not one of them: rank 0 may call
+# it 0.0.0.0, a name, or another of its addresses; and who meets compares the world's size.
+SHARED = {"backend"}
 
 
 def work(argument: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,304 @@
+"""Documents 002 and 003 on one machine: what their readers type in a terminal, or press in VS Code."""
+
+import json
+import re
+import shlex
+import socket
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tests.e2e.command import (
+    assert_equal_weights,
+    assert_one_screen,
+    end,
+    final_weights,
+    finish,
+    free_port,
+    shell,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(300)
+DIGITS = "digits mlp --epochs 1 --out run"
+
+
+def typed(line, **variables):
+    """Types a line, and fails with its words unless it ends well."""
+    ended = finish(shell(line, **variables))
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def processes_of(folder):
+    return json.loads((Path(folder) / "env.json").read_text())["processes"]
+
+
+def explained(ended):
+    """What `explain --json` said, by the ranks of the processes that said it."""
+    found = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+    return {each["rank"]["value"]: each for each in found}
+
+
+# Document 002: several processes on one machine.
+
+
+def test_002_torchrun_on_one_machine(here):
+    launch = "torchrun --standalone --nnodes=1 --nproc_per_node=2"
+    found = explained(typed(f"{launch} -m manyhands explain --json"))
+    assert sorted(found) == [0, 1]
+    assert {each["world_size"]["value"] for each in found.values()} == {2}
+    typed(f"{launch} -m manyhands train {DIGITS}")
+    assert processes_of("run") == 2
+
+
+def test_002_the_readers_own_script_under_torch_distributed_launch(here):
+    """The older of both launchers passes --local-rank to the script."""
+    (here / "train.py").write_text(
+        "import argparse\n"
+        "import torch\n"
+        "import manyhands\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', '--local-rank', type=int)\n"
+        "given = parser.parse_args()\n"
+        "net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+        "run = manyhands.fit(net, 'digits', epochs=1, out='run', quiet=True)\n"
+        "print(given.local_rank, run.status, flush=True)\n"
+    )
+    launch = f"python -m torch.distributed.launch --nproc_per_node=2 --master_port={free_port()}"
+    ended = typed(f"{launch} train.py")
+    assert sorted(ended.out.splitlines()) == ["0 finished", "1 finished"]
+    assert processes_of("run") == 2
+
+
+def test_002_going_on_from_a_checkpoint(here):
+    typed(f"manyhands train -n 2 {DIGITS}")
+    typed("manyhands train -n 2 digits mlp --epochs 2 --out more --resume run")
+    typed("manyhands resume run --epochs 2 -n 2")
+    assert_equal_weights(final_weights("run"), final_weights("more"))
+
+
+# Document 002: one rank under the debugger, the others without.
+
+
+class Editor:
+    """As much of the debug adapter protocol as VS Code needs to attach and to hold a program at a line."""
+
+    def __init__(self, port):
+        self._connection = socket.create_connection(("127.0.0.1", port), timeout=120)
+        self._stream = self._connection.makefile("rwb")
+        self._sent = 0
+        self._waiting = []
+
+    def ask(self, command, **arguments):
+        """Sends a request; returns its number."""
+        self._sent += 1
+        body = json.dumps({"seq": self._sent, "type": "request", "command": command, "arguments": arguments}).encode()
+        self._stream.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        self._stream.flush()
+        return self._sent
+
+    def hear(self, wanted):
+        """Waits for the first message that a condition is true for; others are kept for later."""
+        for message in self._waiting:
+            if wanted(message):
+                self._waiting.remove(message)
+                return message
+        while not wanted(message := self._read()):
+            self._waiting.append(message)
+        return message
+
+    def answer(self, command, **arguments):
+        number = self.ask(command, **arguments)
+        found = self.hear(lambda message: message.get("request_seq") == number)
+        assert found["success"], found
+        return found.get("body", {})
+
+    def event(self, name):
+        return self.hear(lambda message: message.get("event") == name).get("body", {})
+
+    def close(self):
+        self._stream.close()
+        self._connection.close()
+
+    def _read(self):
+        length = 0
+        while line := self._stream.readline().strip():
+            length = int(re.fullmatch(rb"Content-Length: (\d+)", line)[1])
+        assert length, "the debugger has gone"
+        return json.loads(self._stream.read(length))
+
+
+def start_configuration(configuration, *, debugger=""):
+    """Starts a launch configuration as VS Code does: its module with args, env and cwd."""
+    program = ["python", *shlex.split(debugger), "-m", configuration["module"], *configuration["args"]]
+    cwd = configuration["cwd"].replace("${workspaceFolder}", str(Path.cwd()))
+    return shell(shlex.join(program), cwd=cwd, **configuration["env"])
+
+
+def is_open(port):
+    """Whether somebody listens; without a call, since the debugger takes the first caller for the editor."""
+    found = psutil.net_connections("tcp")
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
+
+
+def test_002_one_rank_under_the_debugger_while_the_other_runs(here):
+    pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
+    (here / "mine.py").write_text(
+        "from torch import nn\n\n\n"
+        "class Net(nn.Sequential):\n"
+        "    def forward(self, pixels):\n"
+        "        seen = len(pixels)\n"
+        "        return super().forward(pixels)\n\n\n"
+        "def net():\n"
+        "    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    (here / "job.toml").write_text(
+        'data = "digits"\nmodel = "mine.py:net"\n[train]\nepochs = 1\n[run]\nout = "run"\nreport = false\n'
+    )
+    (here / "hosts").write_text("localhost slots=2\n")
+    typed("mkdir .vscode && manyhands convert-cluster hosts --to launch.json --out .vscode/launch.json")
+    text = (here / ".vscode" / "launch.json").read_text().partition("\n")[2]
+    content = json.loads(text.replace("29500", str(free_port())))
+    (chosen,) = (each["configurations"] for each in content["compounds"] if each["name"] == "debug rank 1")
+    by_name = {each["name"]: each for each in content["configurations"]}
+    other, debugged = (by_name[name] for name in chosen)
+    assert other["noDebug"]
+    assert not debugged.get("noDebug")
+
+    port = free_port()
+    one = start_configuration(debugged, debugger=f"-Xfrozen_modules=off -m debugpy --listen {port} --wait-for-client")
+    zero = start_configuration(other)
+    try:
+        wait_until(lambda: is_open(port), one)
+        editor = Editor(port)
+        editor.answer("initialize", adapterID="debugpy", pathFormat="path", linesStartAt1=True)
+        attached = editor.ask("attach", justMyCode=debugged["justMyCode"])
+        editor.event("initialized")
+        editor.answer("setBreakpoints", source={"path": str(here / "mine.py")}, breakpoints=[{"line": 7}])
+        editor.answer("configurationDone")
+        editor.hear(lambda message: message.get("request_seq") == attached)
+        stopped = editor.event("stopped")
+        (frame, *_) = editor.answer("stackTrace", threadId=stopped["threadId"])["stackFrames"]
+        assert (Path(frame["source"]["path"]).name, frame["line"]) == ("mine.py", 7)
+        rank = editor.answer("evaluate", expression="__import__('os').environ['RANK']", frameId=frame["id"])
+        assert rank["result"] == "'1'"
+        assert zero.poll() is None
+        editor.answer("disconnect", terminateDebuggee=False)
+        editor.close()
+        ended = [finish(process) for process in (zero, one)]
+    finally:
+        for process in (zero, one):
+            if process.poll() is None:
+                end(process)
+    assert [each.code for each in ended] == [0, 0], "\n".join(each.err for each in ended)
+    assert processes_of("run") == 2
+
+
+# Document 003: a rank table's cards on one machine, started by a loop; gradients added up; ways to be parallel.
+
+
+def table_of(cards, address="10.0.0.1"):
+    devices = [
+        {"device_id": str(card), "device_ip": f"192.{1 + card}.27.6", "rank_id": str(rank)}
+        for rank, card in enumerate(cards)
+    ]
+    server = {"server_id": address, "device": devices, "host_nic_ip": "reserve"}
+    table = {"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}
+    return json.dumps(table, indent=2)
+
+
+RUN = """#!/bin/bash
+DATA_PATH=$1
+RANK_SIZE=$2
+EXEC_PATH=$(pwd)
+export RANK_TABLE_FILE=${EXEC_PATH}/rank_table_2pcs.json
+export RANK_SIZE
+export MASTER_PORT=PORT
+
+for((i=1;i<${RANK_SIZE};i++))
+do
+    mkdir device$i
+    cd ./device$i
+    export DEVICE_ID=$i
+    export RANK_ID=$i
+    manyhands explain --json > explain$i.log
+    manyhands train ${DATA_PATH} mlp --epochs 1 --out run > train.log$i 2>&1 &
+    cd ../
+done
+
+mkdir device0
+cd ./device0
+export DEVICE_ID=0
+export RANK_ID=0
+manyhands explain --json > explain0.log
+manyhands train ${DATA_PATH} mlp --epochs 1 --out run > train.log0 2>&1
+if [ $? -eq 0 ];then
+    echo "training success"
+else
+    echo "training failed"
+    exit 2
+fi
+cd ../
+wait
+"""
+
+
+def test_003_run_sh_starts_each_card_in_a_folder_of_its_own(here):
+    (here / "rank_table_2pcs.json").write_text(table_of((0, 1)))
+    (here / "run.sh").write_text(RUN.replace("PORT", str(free_port())))
+    ended = typed("bash run.sh digits 2")
+    assert ended.out == "training success\n"
+    for rank in (0, 1):
+        found = json.loads((here / f"device{rank}" / f"explain{rank}.log").read_text())
+        assert [found[key]["value"] for key in ("rank", "local_rank", "world_size")] == [rank, rank, 2]
+        assert found["rank"]["from"] == "RANK_ID"
+        assert found["master_address"]["value"] == "127.0.0.1"
+    assert processes_of("device0/run") == 2
+    assert not (here / "device1" / "run").exists()
+
+
+def test_003_a_card_that_the_table_does_not_have(here):
+    (here / "rank_table_2pcs.json").write_text(table_of((0, 1)))
+    named = {"RANK_TABLE_FILE": "rank_table_2pcs.json", "RANK_SIZE": "2", "RANK_ID": "1", "DEVICE_ID": "5"}
+    ended = finish(shell(f"manyhands train {DIGITS}", **named))
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    assert "DEVICE_ID is 5; expected 1, the card of rank 1 in the table" in ended.err
+
+
+def test_003_gradients_added_up_over_passes_are_those_of_the_whole_batch(here):
+    line = "manyhands train -n 2 digits mlp --epochs 1 --train.precision fp64"
+    typed(f"{line} --out whole")
+    typed(f"{line} --out parts --train.micro-batch 16")
+    whole, parts = final_weights("whole"), final_weights("parts")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture
+def cifar(here):
+    """CIFAR-10's binary form with random pixels: the names and sizes of its files are the published ones."""
+    folder = here / "data" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
+        records = random.integers(0, 256, (10_000, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        (folder / name).write_bytes(records.tobytes())
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    (folder / "batches.meta.txt").write_text("\n".join(names) + "\n")
+    return here / "data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["data", "fsdp"])
+def test_003_resnet50_on_cifar10s_binary_files(mode, cifar, here):
+    line = "manyhands train -n 2 cifar10 resnet50 --batch 8 --train.max-steps 2 --train.evaluate-every 0"
+    typed(f"{line} --data.test-samples 16 --parallel {mode} --out run", MANYHANDS_DATA=str(cifar))
+    plan = json.loads((here / "run" / "plan.json").read_text())
+    assert plan["mode"] == mode
+    assert processes_of("run") == 2

@@ -1,0 +1,310 @@
+"""Documents 000, 002, 003 and 004 on the machines that they are about: each host runs what a reader types there."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.command import assert_one_screen, end, events, finish, typed
+from tests.network.lab import SOURCE
+
+pytestmark = pytest.mark.timeout(400)
+DIGITS = "digits mlp --epochs 1 --out run"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def real_data():
+    """Finds a folder of real data, or skips with the name of what it would have read."""
+    base = Path(os.environ.get("MANYHANDS_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
+
+    def find(name):
+        if not (base / name).is_dir():
+            pytest.skip(f"would have read {base / name} (MANYHANDS_TEST_DATA names another folder)")
+        return base / name
+
+    return find
+
+
+@pytest.fixture
+def type_on(lab, here):
+    """Starts a line in a host, in a folder of that host's own; what still runs at the end of the test is ended."""
+    started = []
+
+    def start(host, line, **variables):
+        folder = here / lab.name(host)
+        folder.mkdir(exist_ok=True)
+        more = {name: str(value) for name, value in variables.items()}
+        process = lab.exec(
+            host, ["bash", "-c", line], cwd=folder, env=typed(PYTHONPATH=str(SOURCE), **more), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            end(process)
+
+
+@pytest.fixture
+def type_everywhere(type_on):
+    """Types a line on several hosts at once; {k} in it is the host's own number from 0 on. All must end well."""
+
+    def together(count, line, **variables):
+        processes = [type_on(1 + k, line.replace("{k}", str(k)), **variables) for k in range(count)]
+        ended = [finish(process) for process in processes]
+        assert [each.code for each in ended] == [0] * count, "\n".join(each.err for each in ended)
+        return ended
+
+    return together
+
+
+@pytest.fixture
+def names_as_in_debian(lab):
+    """On each host its own name stands for 127.0.1.1."""
+    for host in lab.hosts:
+        others = "\n".join(f"{lab.address(other)} n{other}" for other in lab.hosts if other != host)
+        lab.set_names(host, f"127.0.0.1 localhost\n127.0.1.1 n{host}\n{others}\n")
+
+
+def told(ended):
+    """What `explain --json` said, a dictionary for each process."""
+    return [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+
+
+def values(explained, *keys):
+    return [explained[key]["value"] for key in keys]
+
+
+def evaluation(folder):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "evaluation"][-1]
+
+
+def processes_of(folder):
+    return json.loads((Path(folder) / "env.json").read_text())["processes"]
+
+
+# Document 000: two machines with one GPU each, MNIST.
+
+NETWORK_OF_000 = """
+import torch.nn as nn
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10), nn.LogSoftmax(dim=1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listens", ["its own address", "0.0.0.0"])
+def test_000_two_machines_train_mnist_with_the_documents_network(
+    listens, lab, names_as_in_debian, type_on, here, real_data
+):
+    data = real_data("mnist").parent
+    address = lab.address(1)
+    first = "0.0.0.0" if listens == "0.0.0.0" else address
+    for k in (1, 2):
+        (here / f"n{k}").mkdir()
+        (here / f"n{k}" / "net.py").write_text(NETWORK_OF_000)
+    line = (
+        "manyhands train mnist net.py:model --train.loss nll --epochs 1 --batch 128 --lr 0.01 "
+        "--train.schedule constant --train.momentum 0 --train.nesterov false --train.weight-decay 0 "
+        "--init tcp://{}:23456 --world-size 2 --rank {}"
+    )
+    second = type_on(2, line.format(address, 1), MANYHANDS_DATA=data)
+    one, two = finish(type_on(1, line.format(first, 0), MANYHANDS_DATA=data)), finish(second)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    (run,) = (here / "n1" / "runs").iterdir()
+    assert not (here / "n2" / "runs").exists()
+    assert processes_of(run) == 2
+    score = evaluation(run)
+    assert score["count"] == 10_000
+    assert score["top1"] > 0.8
+    opened = next(line for line in one.err.splitlines() if "23456" in line)
+    assert ("every interface" in opened) == (first == "0.0.0.0"), opened
+    assert "rank 1 of 2 has joined; rank 0 shows the progress" in two.err
+
+
+def test_000_explain_says_who_each_machine_is(lab, type_on):
+    for rank, address in ((0, "0.0.0.0"), (1, lab.address(1))):
+        line = f"manyhands explain --init tcp://{address}:23456 --world-size 2 --rank {rank} --json"
+        ended = finish(type_on(1 + rank, line))
+        assert ended.code == 0, ended.err
+        (found,) = told(ended)
+        assert values(found, "rank", "world_size", "master_address", "master_port") == [rank, 2, address, 23456]
+        assert [found[key]["from"] for key in ("rank", "world_size", "master_address")] == [
+            "--rank", "--world-size", "--init",
+        ]  # fmt: skip
+
+
+# Document 002: torch.distributed.launch on two machines, and init_method's three kinds of address.
+
+
+def test_002_torch_distributed_launch_on_two_nodes(lab, type_everywhere, here):
+    launch = (
+        "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=2 --node_rank={k} "
+        f'--master_addr="{lab.address(1)}" --master_port=1234 -m manyhands '
+    )
+    explained = [process for ended in type_everywhere(2, f"{launch} explain --json") for process in told(ended)]
+    assert sorted(values(found, "rank", "local_rank") for found in explained) == [[0, 0], [1, 1], [2, 0], [3, 1]]
+    for found in explained:
+        assert values(found, "world_size", "master_address", "master_port") == [4, lab.address(1), 1234]
+        assert found["rank"]["from"] == "RANK"
+    type_everywhere(2, f"{launch} train {DIGITS}")
+    assert processes_of("n1/run") == 4
+    assert evaluation("n1/run")["count"] == 360
+
+
+def test_002_three_machines_meet_by_tcp_and_go_on_with_resume(names_as_in_debian, type_everywhere, here):
+    """ "Three machines, the command three times"; then going on from the first machine's checkpoint."""
+    line = "manyhands train digits mlp --init tcp://n1:23456 --world-size 3 --rank {k}"
+    type_everywhere(3, f"{line} --epochs 1 --out run")
+    type_everywhere(3, f"{line} --epochs 2 --out more --resume ../n1/run")
+    (resumed,) = events("n1/more", "resumed")
+    assert resumed["step"] > 0
+    assert evaluation("n1/more")["epoch"] == 2
+
+
+def test_002_a_file_on_a_shared_disk(names_as_in_debian, type_everywhere, here):
+    init = f"--init file://{here}/sharedfile --world-size 2 --rank {{k}}"
+    _, two = type_everywhere(2, f"manyhands explain {init} --json")
+    assert values(told(two)[0], "rank", "world_size", "meeting_file") == [1, 2, f"{here}/sharedfile"]
+    type_everywhere(2, f"manyhands train {DIGITS} {init}")
+    assert processes_of("n1/run") == 2
+    assert not Path("sharedfile").exists()
+
+
+@pytest.mark.parametrize(("flag", "by"), [("", "address"), ("--init env://", "name")])
+def test_002_the_environment_by_hand(flag, by, lab, names_as_in_debian, type_everywhere):
+    named = lab.address(1) if by == "address" else lab.name(1)
+    exported = f"export MASTER_ADDR={named} MASTER_PORT=29400 WORLD_SIZE=2 RANK={{k}}; "
+    for k, ended in enumerate(type_everywhere(2, f"{exported} manyhands explain {flag} --json")):
+        (found,) = told(ended)
+        seen = lab.address(1) if k == 0 else named
+        assert values(found, "rank", "world_size", "master_address", "master_port") == [k, 2, seen, 29400]
+        assert found["world_size"]["from"] == "WORLD_SIZE"
+    type_everywhere(2, f"{exported} manyhands train {DIGITS} {flag}")
+    assert processes_of("n1/run") == 2
+
+
+# Document 003: rank tables, on two servers.
+
+
+def table_of(addresses, cards, *, newer=False):
+    """A rank table as the document prints it, with these servers; cards of newer machines have a port of their own."""
+    servers, rank = [], 0
+    for at, address in enumerate(addresses):
+        devices = []
+        for card in range(cards):
+            device = {"device_id": str(card), "device_ip": f"192.{1 + card}.27.{6 + at}", "rank_id": str(rank)}
+            devices.append({**device, "device_port": "16667"} if newer else device)
+            rank += 1
+        servers.append({"server_id": address, "device": devices, "host_nic_ip": "reserve"})
+    table = {"version": "1.0", "server_count": str(len(addresses)), "server_list": servers, "status": "completed"}
+    return json.dumps(table, indent=2)
+
+
+def test_003_the_same_command_on_two_servers_of_a_table(lab, type_everywhere, here):
+    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, newer=True))
+    explained = type_everywhere(2, "manyhands explain --rank-table ../table.json --json")
+    for k, ended in enumerate(explained):
+        (found,) = told(ended)
+        assert values(found, "machine", "ranks", "world_size", "master_address") == [k, [k, k], 2, lab.address(1)]
+        assert found["world_size"]["from"] == "--rank-table ../table.json"
+    type_everywhere(2, f"manyhands train {DIGITS} --rank-table ../table.json")
+    assert processes_of("n1/run") == 2
+
+
+@pytest.mark.slow
+def test_003_sixteen_cards_on_two_servers(lab, type_everywhere, here):
+    (here / "rank_table_16pcs.json").write_text(table_of([lab.address(1), lab.address(2)], 8))
+    type_everywhere(
+        2, f"manyhands train {DIGITS} --train.max-steps 3 --device cpu --rank-table ../rank_table_16pcs.json"
+    )
+    assert processes_of("n1/run") == 16
+
+
+RUN_CLUSTER = """#!/bin/bash
+execute_path=$(pwd)
+export RANK_TABLE_FILE=$1
+export RANK_SIZE=$2
+RANK_START=$3
+DEVICE_START=0
+for((i=0;i<=1;i++));
+do
+    export RANK_ID=$[i+RANK_START]
+    export DEVICE_ID=$[i+DEVICE_START]
+    rm -rf ${execute_path}/device_$RANK_ID
+    mkdir ${execute_path}/device_$RANK_ID
+    cd ${execute_path}/device_$RANK_ID || exit
+    manyhands explain --json >explain$RANK_ID.log 2>&1
+    manyhands train digits mlp --epochs 1 --out run >train$RANK_ID.log 2>&1 &
+done
+wait
+"""
+
+
+def test_003_run_cluster_sh_on_two_servers(lab, type_on, here):
+    (here / "run_cluster.sh").write_text(RUN_CLUSTER)
+    (here / "rank_table.json").write_text(table_of([lab.address(1), lab.address(2)], 2, newer=True))
+    started = [type_on(1 + k, f"bash {here}/run_cluster.sh {here}/rank_table.json 4 {2 * k}") for k in (0, 1)]
+    assert [finish(process).code for process in started] == [0, 0]
+    for rank in range(4):
+        folder = here / f"n{1 + rank // 2}" / f"device_{rank}"
+        said = (folder / f"train{rank}.log").read_text()
+        assert ("evaluated=360" in said) == (rank == 0), said
+        found = json.loads((folder / f"explain{rank}.log").read_text())
+        assert values(found, "rank", "local_rank", "world_size") == [rank, rank % 2, 4]
+        assert found["rank"]["from"] == "RANK_ID"
+    assert processes_of("n1/device_0/run") == 4
+
+
+def test_003_the_table_as_it_is_printed_is_refused(lab, type_on, here):
+    (here / "rank_table_16pcs.json").write_text(table_of(["10.*.*.*", "10.*.*.*"], 8))
+    ended = finish(type_on(1, f"manyhands train {DIGITS} --rank-table ../rank_table_16pcs.json"))
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    assert "10.*.*.*" in ended.err
+    assert re.search(r"where: \.\./rank_table_16pcs\.json, line 6: server_list\[0\]\.server_id", ended.err), ended.err
+
+
+# Document 004: imagenet main.py on three nodes.
+
+
+@pytest.mark.slow
+def test_004_resnet18_on_three_nodes(lab, type_everywhere, here, real_data):
+    sample = real_data("imagenet-sample")
+    for split in ("train", "val"):
+        (here / "ILSVRC2012" / split).mkdir(parents=True)
+        for folder in sorted(path for path in sample.iterdir() if path.is_dir())[:12]:
+            (here / "ILSVRC2012" / split / folder.name).symlink_to(folder)
+    line = (
+        "manyhands imagenet ../ILSVRC2012 -a resnet18 -j 2 --epochs 1 -b 4 "
+        f"--dist-url tcp://{lab.address(1)}:8090 --dist-backend gloo --multiprocessing-distributed "
+        "--world-size 3 --rank {k}"
+    )
+    one, *others = type_everywhere(3, line)
+    files = {path.name for path in (here / "n1").iterdir()}
+    assert files == {"runs", "checkpoint.pth.tar", "model_best.pth.tar"}
+    assert not list((here / "n2").iterdir()) + list((here / "n3").iterdir())
+    saved = torch.load("n1/checkpoint.pth.tar", weights_only=True)
+    assert (saved["epoch"], saved["arch"]) == (1, "resnet18")
+    assert re.search(r"top-?1.*top-?5", one.out + one.err, re.IGNORECASE | re.DOTALL), one.out + one.err
+    assert not any(each.out for each in others)
+    best = float(saved["best_acc1"])
+
+    # Node 0 alone has the file; the others are given it.
+    one, *others = type_everywhere(3, f"{line} --evaluate --resume model_best.pth.tar")
+    (acc,) = re.findall(r"^ \*   Acc@1 (\S+) Acc@5 (\S+)$", one.out, re.MULTILINE)
+    assert float(acc[0]) == pytest.approx(best, abs=1e-3)
+    assert not any(each.out for each in others)
