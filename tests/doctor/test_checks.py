@@ -52,7 +52,7 @@ FACTS = [
     ("places/run folder/free", 5 * MIB, "disk", "fail", ["n2 5 MiB"]),
     ("places/run folder/free", GIB, "disk", "warn", ["n2 1024 MiB"]),
     ("places/run folder/writable", False, "disk", "fail", ["ada may not write to /job on n2"]),
-    ("load", 7.5, "cpu", "warn", ["n2 is busy", "7.5", "8 cores"]),
+    ("load", 7.5, "cpu", "warn", ["cores are busy", "7.5 on the 8 of n2"]),
     ("environment/OMP_NUM_THREADS", "64", "cpu", "warn", ["n2 1 × 64 on 8"]),
     ("errors/firewall", "TimeoutExpired: nft", "facts", "warn", ["firewall", "TimeoutExpired"]),
     ("errors/accelerators", "nvidia-smi says: mismatch", "accelerators", "fail", ["n2", "mismatch"]),

@@ -129,6 +129,9 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     shown = run("logs", "run", "--rank", "2")
     assert shown.code == 0, shown.err
     assert not shown.err
+    evaluated = run("eval", "run")
+    assert evaluated.code == 2
+    assert f"scp -r n1:{place}/run/checkpoints run/" in evaluated.err
     second = run("resume", "run", "--set", "train.max_steps=0")
     assert second.code == 0, second.err
     assert [event["step"] for event in events("run", "resumed")] == [30]

@@ -18,6 +18,8 @@ LIGHT = {
     "stop": COMMAND.format(["stop", "no-such-run"]),
     "logs": COMMAND.format(["logs", "no-such-run"]),
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
+    "launch": COMMAND.format(["launch", "digits", "--hosts", "away.invalid", "--out", "/nowhere/run", "--dry-run"]),
+    "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
     "doctor": COMMAND.format(["doctor"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
     "launcher": "import manyhands.cluster.start, manyhands.cluster.supervise, manyhands.cluster.rendezvous",
@@ -25,9 +27,9 @@ LIGHT = {
 
 
 @pytest.mark.parametrize("what", LIGHT)
-def test_torch_is_not_imported(what):
+def test_torch_is_not_imported(what, tmp_path):
     code = LIGHT[what] + "\nimport sys\nassert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,6 +15,7 @@ from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.run.logs import read_places
 from manyhands.run.train import WORK, failure_of
 from manyhands.run.worker import Failed, as_error, evaluate_here
 
@@ -107,9 +108,22 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """The checkpoint folder or file that is meant."""
+    """The checkpoint folder or file that is meant.
+
+    Raises:
+        UserError: there is none, or it lies on another machine.
+    """
     from manyhands.checkpoint.load import resolve
 
+    folder = RunFolder(reference)
+    if folder.exists() and not folder.has_checkpoints():
+        away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
+        if away:
+            raise UserError(
+                f"the checkpoints of {reference} are on {away.host}, where rank 0 was",
+                f"{away.host}:{away.folder}/checkpoints",
+                (f"scp -r {away.host}:{away.folder}/checkpoints {reference}/",),
+            )
     return resolve(reference, which)  # pyright: ignore[reportArgumentType]
 
 

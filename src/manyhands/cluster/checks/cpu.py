@@ -38,10 +38,10 @@ def _busy(survey: Survey) -> list[Finding]:
         for host, load in fact(survey, "load").items()
         if host in cores and load > max(1.0, BUSY_SHARE * cores[host])
     }
-    return [
-        Finding("cpu", "warn", (host,), f"{host} is busy: {load:.1f} processes want its {cores[host]:g} cores",
-                ("end or wait for other programs; the slowest machine sets the pace",
-                 on_host(survey, host, "top -b -n 1")),
-                f"load:{host}")
-        for host, load in busy.items()
-    ]  # fmt: skip
+    if not busy:
+        return []
+    many = ", ".join(f"{load:.1f} on the {cores[host]:g} of {host}" for host, load in busy.items())
+    what = f"cores are busy: {many}"
+    mend = ("end or wait for other programs; the slowest machine sets the pace",
+            on_host(survey, max(busy, key=lambda host: busy[host]), "top -b -n 1"))  # fmt: skip
+    return [Finding("cpu", "warn", tuple(busy), what, mend, "load")]

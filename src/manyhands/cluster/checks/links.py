@@ -67,7 +67,8 @@ def _pair(survey: Survey, pair: Pair) -> Finding:
 
 def _all(survey: Survey) -> Finding:
     slowest, fastest = min(survey.mbps.values()), max(survey.mbps.values())
-    what = f"the network is slow: {rate(slowest)} to {rate(fastest)} between the machines"
+    speed = rate(slowest) if rate(slowest) == rate(fastest) else f"{rate(slowest)} to {rate(fastest)}"
+    what = f"the network is slow: {speed} between the machines"
     return Finding("links", "warn", survey.hosts, what, _consequence(survey, slowest), "links")
 
 
