@@ -18,7 +18,6 @@ LIGHT = {
     "stop": COMMAND.format(["stop", "no-such-run"]),
     "logs": COMMAND.format(["logs", "no-such-run"]),
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
-    "launch": COMMAND.format(["launch", "digits", "--hosts", "away.invalid", "--out", "/nowhere/run", "--dry-run"]),
     "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
     "doctor": COMMAND.format(["doctor"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
