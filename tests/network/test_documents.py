@@ -147,6 +147,15 @@ def test_000_explain_says_who_each_machine_is(lab, type_on):
         ]  # fmt: skip
 
 
+def test_000_rank_1_is_told_that_0000_is_no_address(lab, type_on):
+    """The address that the document has rank 0 use, typed on both."""
+    for command in ("explain", "train mnist mlp"):
+        ended = finish(type_on(2, f"manyhands {command} --init tcp://0.0.0.0:23456 --world-size 2 --rank 1"))
+        assert ended.code == 2
+        assert_one_screen(ended.err)
+        assert "0.0.0.0 is no address to connect to" in ended.err
+
+
 # Document 002: torch.distributed.launch on two machines, and init_method's three kinds of address.
 
 
@@ -234,6 +243,16 @@ def test_003_sixteen_cards_on_two_servers(lab, type_everywhere, here):
     assert processes_of("n1/run") == 16
 
 
+def test_003_a_server_that_is_not_started_is_named(lab, type_on, here):
+    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, newer=True))
+    ended = finish(type_on(1, f"manyhands train {DIGITS} --rank-table ../table.json --cluster.join-timeout-s 2"))
+    assert ended.code == 1
+    assert_one_screen(ended.err)
+    assert "1 of 2 processes are here; missing: rank 1" in ended.err
+    assert f"where: tcp://{lab.address(1)}:29500" in ended.err
+    assert "--init" not in ended.err
+
+
 RUN_CLUSTER = """#!/bin/bash
 execute_path=$(pwd)
 export RANK_TABLE_FILE=$1
@@ -281,6 +300,21 @@ def test_003_the_table_as_it_is_printed_is_refused(lab, type_on, here):
 # Document 004: imagenet main.py on three nodes.
 
 
+def test_004_mistakes_are_told_in_main_pys_words(lab, type_on, here):
+    """The document has its readers look for a free port, and give all three nodes rank 0's address."""
+    for split in ("train", "val"):
+        (here / "ILSVRC2012" / split / "n01440764").mkdir(parents=True)
+    line = f"manyhands imagenet ../ILSVRC2012 -a resnet18 --world-size 3 --dist-url tcp://{lab.address(1)}:22 --rank 0"
+    busy = finish(type_on(1, line))
+    wrong = finish(type_on(2, line))
+    for ended, wanted in ((busy, "port 22 is in use by process"), (wrong, "is not an address of this machine")):
+        assert ended.code == 2
+        assert_one_screen(ended.err)
+        assert wanted in ended.err
+        assert "where: --dist-url" in ended.err
+        assert "--init" not in ended.err
+
+
 @pytest.mark.slow
 def test_004_resnet18_on_three_nodes(lab, type_everywhere, here, real_data):
     sample = real_data("imagenet-sample")
@@ -293,6 +327,8 @@ def test_004_resnet18_on_three_nodes(lab, type_everywhere, here, real_data):
         f"--dist-url tcp://{lab.address(1)}:8090 --dist-backend gloo --multiprocessing-distributed "
         "--world-size 3 --rank {k}"
     )
+    for k, ended in enumerate(type_everywhere(3, f"{line} --dry-run")):
+        assert f"as rank {k} of 3, meeting at tcp://{lab.address(1)}:8090" in ended.out, ended.out
     one, *others = type_everywhere(3, line)
     files = {path.name for path in (here / "n1").iterdir()}
     assert files == {"runs", "checkpoint.pth.tar", "model_best.pth.tar"}

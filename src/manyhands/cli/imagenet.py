@@ -11,7 +11,7 @@ from manyhands.cluster.formats import imagenet as main_py
 from manyhands.cluster.formats.imagenet import Flags, Nodes
 from manyhands.cluster.inventory import Meeting
 from manyhands.config.load import LoadedJob, load_job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import ManyhandsError, UserError
 
 RECIPE = "imagenet-main"
 
@@ -89,10 +89,16 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     _check_files(flags, nodes)
     for note in [] if quiet else main_py.notes(flags, nodes):
         sys.stderr.write(f"manyhands: {note}\n")
-    if evaluate and not dry_run:
-        return _evaluate(loaded, flags, as_json=as_json)
-    meeting = None if dry_run else _meeting(flags, nodes, loaded)
-    return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, meeting=meeting)
+    try:
+        if evaluate and not dry_run:
+            return _evaluate(loaded, flags, as_json=as_json)
+        meeting = None if dry_run else _meeting(flags, nodes, loaded)
+        return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, meeting=meeting)
+    except ManyhandsError as error:
+        # The flag that was typed here, in place of the one that train has for it.
+        error.what, error.where = (text.replace("--init", "--dist-url") for text in (error.what, error.where))
+        error.mend = tuple(text.replace("--init", "--dist-url") for text in error.mend)
+        raise
 
 
 def _check_files(flags: Flags, nodes: Nodes) -> None:

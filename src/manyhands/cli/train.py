@@ -175,7 +175,9 @@ def _taking_part(options: ClusterOptions) -> str:
     if place.meeting:
         who += f" on machine {place.meeting.machine} of {len(place.meeting.sizes)}, by {place.origins['size']}"
     elif place.membership:
-        who = f"rank {place.membership.rank} of {place.membership.size}, by {place.membership.started_by}"
+        found = place.membership
+        by = f"meeting at {found.init}" if found.started_by == "--init" else f"by {found.started_by}"
+        who = f"rank {found.rank} of {found.size}, {by}"
     else:
         who += " on this machine"
     return who

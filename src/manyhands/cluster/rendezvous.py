@@ -117,7 +117,7 @@ def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "found when the processes meet", "local_size": "found when the processes meet",
     }  # fmt: skip
-    return _membership(options, place, _seen_url(options.init)), origins
+    return _membership(options, place, _seen_url(options)), origins
 
 
 def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
@@ -220,8 +220,9 @@ def worker_membership(options: ClusterOptions, variables: Mapping[str, str]) -> 
     return replace(membership, started_by="manyhands", init="env://", device_index=device if device >= 0 else None)
 
 
-def _seen_url(init: str) -> str:
+def _seen_url(options: ClusterOptions) -> str:
     """A tcp:// URL with an address that the other machines know, where its name stands for loopback here."""
+    init = options.init
     try:
         url = urlsplit(init)
         host, port = url.hostname, url.port
@@ -229,6 +230,9 @@ def _seen_url(init: str) -> str:
         raise UserError(f'"{init}": {error}', "--init", ("--init tcp://10.0.0.1:23456",)) from None
     if url.scheme != "tcp" or not host or not port:
         return init  # what is wrong with it is said when it is used
+    if options.rank > 0 and host in {"0.0.0.0", "::"}:
+        what = f"{host} is no address to connect to: it means rank 0's own machine"
+        raise UserError(what, "--init", ("give rank 0's address",))
     return _url(seen_by_others(host), port)
 
 

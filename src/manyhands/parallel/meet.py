@@ -99,9 +99,11 @@ def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, d
         if waited > membership.join_timeout_s:
             raise PeerError(
                 f"{text}, after {waited:.0f} s",
-                membership.init,
+                _meeting_place(membership),
                 (
-                    "start the missing ranks with the same --init and --world-size",
+                    "start the missing ranks with the same --init and --world-size"
+                    if membership.started_by == "--init"
+                    else "start the missing ranks on their machines: the same job, and the same description of them",
                     "cluster.join_timeout_s waits longer",
                 ),
             )
@@ -109,6 +111,13 @@ def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, d
             warned = True
             say(f"{text}; giving up after {membership.join_timeout_s:.0f} s (cluster.join_timeout_s)")
         time.sleep(0.01 if waited < 5 else 0.2)
+
+
+def _meeting_place(membership: Membership) -> str:
+    """Where the processes meet, as the user may know it."""
+    if not membership.init.startswith("env://"):
+        return membership.init
+    return f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def _refuse_dead(other: dict[str, Any], rank: int, membership: Membership) -> None:
@@ -130,7 +139,7 @@ def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[
             shown = f": {me[key]} here, {other[key]} there" if key != "digest" else ""
             raise UserError(
                 f"rank {membership.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}",
-                membership.init,
+                _meeting_place(membership),
                 ("start all ranks with the same command, but for --rank",),
             )
 
