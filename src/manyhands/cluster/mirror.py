@@ -4,7 +4,7 @@ Records and small files travel; checkpoints stay where they are written.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,3 @@ def _free(path: Path) -> Path:
     while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
     return aside
-
-
-def bounded(send: Callable[[dict[str, Any]], None], sender: Sender) -> None:
-    """Sends everything that is new, however much; for the end of a run."""
-    while pieces := list(sender.news()):
-        for piece in pieces:
-            send(piece)
