@@ -9,7 +9,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from manyhands.cli.train import MODEL, NAME, settings
+from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings
+from manyhands.cli.train import settings
 from manyhands.config.load import load_job
 
 if TYPE_CHECKING:
@@ -19,15 +20,15 @@ MARKS = {"fail": ("✗", "bold red"), "warn": ("!", "yellow"), "ok": ("✓", "gr
 
 
 def doctor(  # noqa: PLR0913 - one argument for each flag
-    data: Annotated[str | None, NAME] = None,
-    model: Annotated[str | None, MODEL] = None,
+    data: Data = None,
+    model: Model = None,
     /,
     *,
     hosts: Annotated[str | None, Parameter(help="n1,n2,n3 or n1:4,n2:4; without: this machine")] = None,
-    hostfile: Annotated[str | None, Parameter(help="a file of hosts: n1 slots=4 a line")] = None,
+    hostfile: Hostfile = None,
     processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on each machine")] = None,
-    interface: Annotated[str | None, Parameter(help="network interface between the machines; found by trying")] = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="any option of the job")] = None,
+    interface: Interface = None,
+    set_: Settings = None,
     picture: Annotated[Path | None, Parameter(help="draw the speed of each link into this PNG file")] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
 ) -> int:

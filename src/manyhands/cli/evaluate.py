@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from manyhands.cli.flags import Processes, Settings
 from manyhands.cli.train import settings
 
 
@@ -16,10 +17,10 @@ def evaluate(  # noqa: PLR0913 - one argument for each flag
     /,
     *,
     which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint of a run")] = "best",
-    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
+    processes: Processes = None,
     data_dir: Annotated[str | None, Parameter(help="where named data sets lie")] = None,
     device: Annotated[str | None, Parameter(help="cpu, cuda …")] = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="any option of the job")] = None,
+    set_: Settings = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
 ) -> int:
     """Evaluate a run or a checkpoint: each test sample exactly once."""

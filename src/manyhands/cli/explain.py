@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from manyhands.cli.flags import Settings
 from manyhands.cli.train import settings
 from manyhands.config.load import load_job
 
@@ -22,7 +23,7 @@ def explain(  # noqa: PLR0913 - one argument for each flag
     cluster: Annotated[str | None, Parameter(help="as for train")] = None,
     device: Annotated[str | None, Parameter(help="as for train")] = None,
     backend: Annotated[str | None, Parameter(help="as for train")] = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="any option of the job")] = None,
+    set_: Settings = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
 ) -> int:
     """Say what this process would be if it trained: rank, world, master, device, and where each value is from.

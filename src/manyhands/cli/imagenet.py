@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig
 from manyhands.cli.train import print_config, run, settings
 from manyhands.cluster.formats import imagenet as main_py
 from manyhands.cluster.formats.imagenet import Flags, Nodes
@@ -53,20 +54,12 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
         bool, Parameter(negative="", help="on each of several nodes, one process for each accelerator")
     ] = False,
     dummy: Annotated[bool, Parameter(negative="", help="pictures made by chance, for measuring speed")] = False,
-    out: Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")] = None,
-    set_: Annotated[
-        list[str] | None, Parameter(name="--set", negative="", help="any option: train.norm_group=local")
-    ] = None,
-    show_config: Annotated[
-        bool, Parameter(negative="", help="print every value and where it came from; train nothing")
-    ] = False,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="check everything that can be checked; train nothing")
-    ] = False,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
-    ] = False,
-    quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")] = False,
+    out: Out = None,
+    set_: Settings = None,
+    show_config: ShowConfig = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> int:
     """Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.
 

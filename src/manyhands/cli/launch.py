@@ -5,40 +5,60 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cli.train import MODEL, NAME, print_config, run, settings
+from manyhands.cli.flags import (
+    AsJson,
+    Backend,
+    Batch,
+    Data,
+    DataDir,
+    Device,
+    Epochs,
+    Hostfile,
+    Interface,
+    Lr,
+    Model,
+    Out,
+    Parallel,
+    Quiet,
+    Resume,
+    Seed,
+    Settings,
+    ShowConfig,
+)
+from manyhands.cli.train import print_config, run, settings
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 
 
 def launch(  # noqa: PLR0913 - one argument for each flag
-    data: Annotated[str | None, NAME] = None,
-    model: Annotated[str | None, MODEL] = None,
+    data: Data = None,
+    model: Model = None,
     /,
     *,
     hosts: Annotated[str | None, Parameter(help="n1,n2,n3, or with processes: n1:4,n2:4")] = None,
-    hostfile: Annotated[str | None, Parameter(help="a file of hosts: n1 slots=4 a line")] = None,
+    hostfile: Hostfile = None,
     on: Annotated[str | None, Parameter(help="slurm or kubernetes: hand the job over instead")] = None,
-    interface: Annotated[str | None, Parameter(help="network interface between the machines; found by trying")] = None,
+    interface: Interface = None,
     sync_code: Annotated[
         bool | None, Parameter(negative="", help="copy this folder's code to the other machines first")
     ] = None,
-    out: Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")] = None,
-    resume: Annotated[str | None, Parameter(help="auto, never, or a run, checkpoint or .pth.tar to go on from")] = None,
-    epochs: Annotated[int | None, Parameter(help="passes over the training data")] = None,
-    batch: Annotated[int | None, Parameter(help="samples per update, over all processes")] = None,
-    set_: Annotated[
-        list[str] | None, Parameter(name="--set", negative="", help="any option: train.momentum=0.8")
-    ] = None,
-    show_config: Annotated[
-        bool, Parameter(negative="", help="print every value and where it came from; start nothing")
-    ] = False,
+    out: Out = None,
+    resume: Resume = None,
+    epochs: Epochs = None,
+    batch: Batch = None,
+    lr: Lr = None,
+    seed: Seed = None,
+    data_dir: DataDir = None,
+    parallel: Parallel = None,
+    backend: Backend = None,
+    device: Device = None,
+    set_: Settings = None,
+    show_config: ShowConfig = False,
     dry_run: Annotated[
         bool, Parameter(negative="", help="print what would be started, or handed over; start nothing")
     ] = False,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
-    ] = False,
-    quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> int:
     """Train on several machines, started and watched from here over ssh; or hand the job to a scheduler."""
     job_file = Path(data) if data and data.endswith(".toml") else None
@@ -54,6 +74,12 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "checkpoint.resume": resume,
         "train.epochs": epochs,
         "train.batch": batch,
+        "train.lr": lr,
+        "train.seed": seed,
+        "data.dir": data_dir,
+        "parallel.mode": parallel,
+        "cluster.backend": backend,
+        "cluster.device": device,
     }
     loaded = load_job({**flags, **settings(set_ or [])}, file=job_file)
     if show_config:

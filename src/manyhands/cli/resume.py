@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from manyhands.cli.flags import AsJson, Quiet, Settings
 from manyhands.cli.train import run, settings
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
@@ -17,11 +18,9 @@ def resume(
     *,
     processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="may differ from before")] = None,
     epochs: Annotated[int | None, Parameter(help="train longer than the job said")] = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="any option of the job")] = None,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
-    ] = False,
-    quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")] = False,
+    set_: Settings = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> int:
     """Go on with a stopped or broken run, at the exact next sample, on any number of processes."""
     read_run(folder)

@@ -9,56 +9,61 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from manyhands.cli.flags import (
+    AsJson,
+    Backend,
+    Batch,
+    Data,
+    DataDir,
+    Device,
+    DryRun,
+    Epochs,
+    Lr,
+    Model,
+    Out,
+    Parallel,
+    Processes,
+    Quiet,
+    Resume,
+    Seed,
+    Settings,
+    ShowConfig,
+)
 from manyhands.cluster.inventory import Machine, Meeting
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import LoadedJob, known_keys, load_job, parse_value
 from manyhands.core.errors import UserError
 
-NAME = Parameter(
-    help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, or a job.toml"
-)
-MODEL = Parameter(help="a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")
-
 
 def train(  # noqa: PLR0913 - one argument for each flag
-    data: Annotated[str | None, NAME] = None,
-    model: Annotated[str | None, MODEL] = None,
+    data: Data = None,
+    model: Model = None,
     /,
     *,
-    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
-    epochs: Annotated[int | None, Parameter(help="passes over the training data")] = None,
-    batch: Annotated[int | None, Parameter(help="samples per update, over all processes")] = None,
-    lr: Annotated[float | None, Parameter(help="peak learning rate")] = None,
-    seed: Annotated[int | None, Parameter(help="decides every random choice")] = None,
-    out: Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")] = None,
-    resume: Annotated[str | None, Parameter(help="auto, never, or a run, checkpoint or .pth.tar to go on from")] = None,
-    data_dir: Annotated[str | None, Parameter(help="where named data sets lie; or MANYHANDS_DATA")] = None,
-    parallel: Annotated[
-        str | None, Parameter(help="single, data, dataparallel, fsdp; default: by the processes")
-    ] = None,
+    processes: Processes = None,
+    epochs: Epochs = None,
+    batch: Batch = None,
+    lr: Lr = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = None,
+    data_dir: DataDir = None,
+    parallel: Parallel = None,
     sync: Annotated[str | None, Parameter(help="how replicas agree")] = None,
     init: Annotated[str | None, Parameter(help="meet other processes: tcp://HOST:PORT, file:///PATH, env://")] = None,
     world_size: Annotated[int | None, Parameter(help="with --init: processes over all machines")] = None,
     rank: Annotated[int | None, Parameter(help="with --init: this process, counted from 0")] = None,
     rank_table: Annotated[str | None, Parameter(help="Ascend's rank table, with this machine in it")] = None,
     cluster: Annotated[str | None, Parameter(help="a description of the cluster, with this machine in it")] = None,
-    backend: Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")] = None,
-    device: Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")] = None,
+    backend: Backend = None,
+    device: Device = None,
     pretrained: Annotated[bool | None, Parameter(negative="", help="start from torchvision's weights")] = None,
     compile_: Annotated[bool | None, Parameter(name="--compile", negative="", help="torch.compile the network")] = None,
-    set_: Annotated[
-        list[str] | None, Parameter(name="--set", negative="", help="any option: train.momentum=0.8")
-    ] = None,
-    show_config: Annotated[
-        bool, Parameter(negative="", help="print every value and where it came from; train nothing")
-    ] = False,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="check everything that can be checked; train nothing")
-    ] = False,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
-    ] = False,
-    quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")] = False,
+    set_: Settings = None,
+    show_config: ShowConfig = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> int:
     """Train a classifier.
 

@@ -1,0 +1,39 @@
+"""Flags that several commands have, each said once."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+NAME = Parameter(
+    help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, or a job.toml"
+)
+MODEL = Parameter(help="a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")
+
+Data = Annotated[str | None, NAME]
+Model = Annotated[str | None, MODEL]
+Processes = Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")]
+Epochs = Annotated[int | None, Parameter(help="passes over the training data")]
+Batch = Annotated[int | None, Parameter(help="samples per update, over all processes")]
+Lr = Annotated[float | None, Parameter(help="peak learning rate")]
+Seed = Annotated[int | None, Parameter(help="decides every random choice")]
+DataDir = Annotated[str | None, Parameter(help="where named data sets lie; or MANYHANDS_DATA")]
+Parallel = Annotated[str | None, Parameter(help="single, data, dataparallel, fsdp; default: by the processes")]
+Backend = Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")]
+Device = Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")]
+Out = Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")]
+Resume = Annotated[str | None, Parameter(help="auto, never, or a run, checkpoint or .pth.tar to go on from")]
+Interface = Annotated[str | None, Parameter(help="network interface between the machines; found by trying")]
+Hostfile = Annotated[str | None, Parameter(help="a file of hosts: n1 slots=4 a line")]
+Settings = Annotated[
+    list[str] | None, Parameter(name="--set", negative="", help="any option of the job: train.momentum=0.8")
+]
+ShowConfig = Annotated[
+    bool, Parameter(negative="", help="print every value and where it came from; train nothing")
+]  # fmt: skip
+DryRun = Annotated[
+    bool, Parameter(negative="", help="check everything that can be checked; train nothing")
+]  # fmt: skip
+AsJson = Annotated[
+    bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
+]  # fmt: skip
+Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")]
