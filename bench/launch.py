@@ -28,7 +28,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--times", type=int, default=0)
     options = parser.parse_args()
-    with Lab(hosts=3) as lab, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Lab(hosts=3, environment={"TMPDIR": f"{folder}/tmp"}) as lab:
+        os.environ["TMPDIR"] = f"{folder}/tmp"
+        Path(os.environ["TMPDIR"]).mkdir()
         for number in range(options.rounds):
             imported = import_seconds(lab)
             first = launch(lab, Path(folder) / f"run{number}")

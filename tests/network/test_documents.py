@@ -159,6 +159,7 @@ def test_000_rank_1_is_told_that_0000_is_no_address(lab, type_on):
 # Document 002: torch.distributed.launch on two machines, and init_method's three kinds of address.
 
 
+@pytest.mark.slow
 def test_002_torch_distributed_launch_on_two_nodes(lab, type_everywhere, here):
     launch = (
         "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=2 --node_rank={k} "
@@ -174,6 +175,7 @@ def test_002_torch_distributed_launch_on_two_nodes(lab, type_everywhere, here):
     assert evaluation("n1/run")["count"] == 360
 
 
+@pytest.mark.slow
 def test_002_three_machines_meet_by_tcp_and_go_on_with_resume(names_as_in_debian, type_everywhere, here):
     """ "Three machines, the command three times"; then going on from the first machine's checkpoint."""
     line = "manyhands train digits mlp --init tcp://n1:23456 --world-size 3 --rank {k}"
@@ -184,6 +186,7 @@ def test_002_three_machines_meet_by_tcp_and_go_on_with_resume(names_as_in_debian
     assert evaluation("n1/more")["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_002_a_file_on_a_shared_disk(names_as_in_debian, type_everywhere, here):
     init = f"--init file://{here}/sharedfile --world-size 2 --rank {{k}}"
     _, two = type_everywhere(2, f"manyhands explain {init} --json")
@@ -193,6 +196,7 @@ def test_002_a_file_on_a_shared_disk(names_as_in_debian, type_everywhere, here):
     assert not Path("sharedfile").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flag", "by"), [("", "address"), ("--init env://", "name")])
 def test_002_the_environment_by_hand(flag, by, lab, names_as_in_debian, type_everywhere):
     named = lab.address(1) if by == "address" else lab.name(1)
@@ -243,6 +247,7 @@ def test_003_sixteen_cards_on_two_servers(lab, type_everywhere, here):
     assert processes_of("n1/run") == 16
 
 
+@pytest.mark.slow
 def test_003_a_server_that_is_not_started_is_named(lab, type_on, here):
     (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, newer=True))
     ended = finish(type_on(1, f"manyhands train {DIGITS} --rank-table ../table.json --cluster.join-timeout-s 2"))
@@ -273,6 +278,7 @@ wait
 """
 
 
+@pytest.mark.slow
 def test_003_run_cluster_sh_on_two_servers(lab, type_on, here):
     (here / "run_cluster.sh").write_text(RUN_CLUSTER)
     (here / "rank_table.json").write_text(table_of([lab.address(1), lab.address(2)], 2, newer=True))
