@@ -2,9 +2,9 @@
 
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
+from manyhands.cluster.findings import Contact
 from manyhands.cluster.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
@@ -64,21 +64,6 @@ def agent_script(options: ClusterOptions, workdir: Path) -> str:
         f"echo {shlex.quote(NO_PYTHON)} >&2\n"
         f"exit 127"
     )
-
-
-@dataclass(frozen=True)
-class Contact:
-    """Why no agent answers from a machine.
-
-    Attributes:
-        kind: unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder or other.
-        what: one sentence.
-        mend: what to do about it.
-    """
-
-    kind: str
-    what: str
-    mend: tuple[str, ...]
 
 
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:

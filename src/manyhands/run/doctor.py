@@ -13,7 +13,7 @@ from manyhands.cluster.addresses import own_candidates
 from manyhands.cluster.assemble import Crew, assembled, prepare
 from manyhands.cluster.doctor import examine, fails
 from manyhands.cluster.facts import gather
-from manyhands.cluster.findings import Collective, Contact, Facts, Finding, Needs, Survey
+from manyhands.cluster.findings import Collective, Facts, Finding, Needs, Survey
 from manyhands.cluster.inventory import Address, Machine
 from manyhands.cluster.machines import machines_of
 from manyhands.cluster.orders import Orders
@@ -147,9 +147,7 @@ def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: b
     facts = dict(zip(names, crew.facts, strict=True))
     needs = _needs(job, machines, facts)
     survey = take_survey(crew.links, facts, [machine.name for machine in machines], needs, measure=measure)
-    survey.errors |= {
-        host: Contact(contact.kind, contact.what, contact.mend) for host, contact in crew.contacts.items()
-    }
+    survey.errors |= crew.contacts
     return survey
 
 
