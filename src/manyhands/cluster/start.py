@@ -1,6 +1,5 @@
 """Opens the conversation with an agent: on this machine over a pipe, on another over ssh."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +8,6 @@ from manyhands.cluster.inventory import Machine
 from manyhands.cluster.link import Link
 from manyhands.cluster.ssh import AGENT, agent_command
 from manyhands.config.job import ClusterOptions
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def open_here(log: Path, machine: Machine | None = None) -> Link:
