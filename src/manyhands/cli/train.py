@@ -158,8 +158,8 @@ def describe(loaded: LoadedJob) -> list[str]:
 
 def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[str, list[str]]:
     """Who takes part, and the command that starts the agent on each other machine."""
+    from manyhands.cluster.own import is_here
     from manyhands.cluster.ssh import agent_script, ssh_words
-    from manyhands.cluster.start import is_here
 
     names = ", ".join(f"{machine.name}:{machine.slots}" if machine.slots else machine.name for machine in machines)
     ssh = shlex.join(ssh_words(options))

@@ -5,6 +5,7 @@ Nothing here unpickles what comes from outside, or listens where it wasn't told 
 imports torch.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -36,8 +37,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from manyhands.cluster.facts.load import cores
 from manyhands.cluster.orders import DEVICE_INDEX, Orders
-from manyhands.cluster.start import cores
 from manyhands.core.records import FAILURE_FILE
 
 POLL_S = 0.05
@@ -183,7 +184,8 @@ class Agent(_Base):
             return
         self._stopping_since = time.monotonic()
         for pid in self._pids():
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # one that has come to its end already
+                os.kill(pid, signal.SIGTERM)
 
 
 def _worker(orders: Orders, scratch: str, agent: int) -> Any:
@@ -248,7 +250,7 @@ def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
     """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
     device, devices = _devices(orders.device)
     sizes = [size or devices for size in orders.sizes]
-    threads = orders.threads or max(1, cores() // sizes[orders.machine])
+    threads = orders.threads or max(1, int(cores() / sizes[orders.machine]))
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)

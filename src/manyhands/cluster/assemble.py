@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster.findings import Contact
 from manyhands.cluster.inventory import Machine
-from manyhands.cluster.link import Link, LinkClosed, Message, ask_all
+from manyhands.cluster.link import Link, LinkClosed, Message, ask_all, close_all
 from manyhands.cluster.orders import PRELOAD
-from manyhands.cluster.ssh import Contact, explain_contact
-from manyhands.cluster.start import is_here, open_here, open_there
+from manyhands.cluster.own import is_here
+from manyhands.cluster.ssh import explain_contact
+from manyhands.cluster.start import open_here, open_there
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 
@@ -86,16 +87,16 @@ def assembled(
         request: what the agents are asked for beside the general facts.
     """
     _refuse_doubles(machines)
-    links = [_open(machine, options, logs) for machine in machines]
+    links: list[Link] = []
     try:
+        links.extend(_open(machine, options, logs) for machine in machines)
         yield _greet(links, options, request)
     finally:
-        with ThreadPoolExecutor(len(links)) as pool:
-            list(pool.map(Link.close, links))
+        close_all(links)
 
 
 def _refuse_doubles(machines: Sequence[Machine]) -> None:
-    names = [machine.host for machine in machines]
+    names = [machine.name for machine in machines]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"{', '.join(twice)} is named twice", "cluster.hosts", (f"{twice[0]}:2 for two processes",))
@@ -111,6 +112,7 @@ def _greet(links: list[Link], options: ClusterOptions, request: Mapping[str, Any
     asked = time.time()
     answers = ask_all(links, [{"do": "hello", "remote": not link.here, **request} for link in links], HELLO_S)
     crew = Crew([], [])
+    close_all([link for link, answer in zip(links, answers, strict=True) if isinstance(answer, LinkClosed)])
     for link, answer in zip(links, answers, strict=True):
         if isinstance(answer, LinkClosed):
             code = link.close()

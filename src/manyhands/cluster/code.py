@@ -52,7 +52,8 @@ def _candidates(folder: Path) -> Iterator[Path]:
         paths = _walked(folder)
     for path in paths:
         inside = path.relative_to(folder)
-        if path.suffix in SUFFIXES and path.is_file() and not LEFT_OUT & set(inside.parts):
+        left_out = LEFT_OUT & set(inside.parts) or any(part.startswith(".") for part in inside.parts)
+        if path.suffix in SUFFIXES and path.is_file() and not left_out:
             yield path
 
 

@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -22,11 +24,11 @@ from typing import Any
 
 import platformdirs
 
+from manyhands.cluster.facts.load import cores
 from manyhands.cluster.link import SILENT_S
 from manyhands.cluster.mirror import Sender
 from manyhands.cluster.orders import Orders
 from manyhands.cluster.probe import Probe
-from manyhands.cluster.start import cores
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import use_run_folder
 from manyhands.parallel.ports import listen
@@ -57,10 +59,16 @@ class Wire:
 
     def tell(self, kind: str, **content: Any) -> None:
         """Sends one object; a head that is gone hears nothing."""
-        data = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        data = memoryview(json.dumps({"kind": kind, **content}).encode() + b"\n")
         with contextlib.suppress(BrokenPipeError):
-            while data:
-                data = data[os.write(self._output, data) :]
+            while data and self._has_room():
+                data = data[os.write(self._output, data[: select.PIPE_BUF]) :]
+
+    def _has_room(self) -> bool:
+        """Waits until the head takes something; one that is elsewhere and takes nothing for too long is gone."""
+        while self.open and not select.select([], [self._output], [], SILENT_S)[1]:
+            self.open = not self.remote
+        return self.open
 
     def wait(self) -> Request | None:
         """The next request, or None when the head is gone."""
@@ -113,10 +121,12 @@ class Host:
         self._sender: Sender | None = None
         self._probes = Probe()
         self._mirror_at = 0.0
+        self._until_gone = contextlib.ExitStack()
         self._answers: dict[str, Callable[[Request], Mapping[str, Any] | None]] = {
             "hello": self._hello,
             "code": self._code,
             "open": self._open,
+            "scratch": self._scratch,
             "bind": self._bind,
             "log": self._log,
             "prepare": self._prepare,
@@ -126,6 +136,10 @@ class Host:
 
     def serve(self) -> None:
         """Answers until the head is gone."""
+        with contextlib.ExitStack() as self._until_gone:
+            self._serve()
+
+    def _serve(self) -> None:
         while (request := self.wire.wait()) is not None:
             number = request.pop("id", None)
             try:
@@ -193,6 +207,12 @@ class Host:
             self._sender = Sender(path, request["held"])
         return {"folder": str(path), "shared": shared, "checkpoints": folder.has_checkpoints()}
 
+    def _scratch(self, _request: Request) -> Mapping[str, Any]:
+        """A folder that goes again when the head does."""
+        folder = tempfile.mkdtemp(prefix="manyhands-")
+        self._until_gone.callback(shutil.rmtree, folder, ignore_errors=True)
+        return {"folder": folder}
+
     def _log(self, request: Request) -> Mapping[str, Any]:
         """What has come to a file since `offset`: whole lines, with `rest` the last one without its end too."""
         path = Path(request["path"]).expanduser()
@@ -201,8 +221,11 @@ class Host:
             with path.open("rb") as file:
                 file.seek(request["offset"])
                 text = file.read(LOG_BYTES)
-        if not request["rest"]:
-            text = text[: text.rfind(b"\n") + 1]
+        whole = text[: text.rfind(b"\n") + 1]
+        if len(text) == LOG_BYTES:
+            text = whole or text  # a line that is longer than an answer comes in pieces
+        elif not request["rest"]:
+            text = whole
         return {"text": text.decode(errors="replace"), "offset": request["offset"] + len(text)}
 
     def _bind(self, request: Request) -> Mapping[str, Any]:
@@ -238,7 +261,7 @@ def set_threads(threads: int, size: int) -> None:
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     elif size and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(cores() / size)))
 
 
 def _last_words(logs: Path, ended: Mapping[str, Any]) -> dict[int, str]:

@@ -10,7 +10,8 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,20 @@ class Link:
         log: the file that its standard error goes to.
         heard: when the last line came, by the monotonic clock.
         closed: True once nothing more can come.
+        unsent: what waits until the machine takes it; one that is slow must not keep the head from the others.
     """
 
-    def __init__(self, machine: Machine, process: subprocess.Popen[bytes], log: Path, *, here: bool) -> None:
+    def __init__(
+        self, machine: Machine, process: subprocess.Popen[bytes], log: Path, *, here: bool, log_start: int = 0
+    ) -> None:
         self.machine, self.process, self.log, self.here = machine, process, log, here
         self.heard, self.closed = time.monotonic(), False
+        self.unsent = bytearray()
         self._rest = b""
-        self._asked = 0
+        self._asked, self._log_start, self._pulse_at = 0, log_start, 0.0
+        assert process.stdin is not None
         assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
 
     def fileno(self) -> int:
@@ -56,11 +63,27 @@ class Link:
         return self.process.stdout.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends one object; one that can't be sent is noticed when nothing comes back."""
+        """Sends one object, without waiting; one that can't be sent is noticed when nothing comes back."""
+        self.unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def pulse(self) -> None:
+        """Lets the machine know that its head is there, where it is time to."""
+        if time.monotonic() > self._pulse_at:
+            self._pulse_at = time.monotonic() + PULSE_S
+            self.send({"do": "alive"})
+
+    def flush(self) -> None:
+        """Sends what waits, as far as the machine takes it now."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
+        try:
+            while self.unsent and not self.process.stdin.closed:
+                sent = os.write(self.process.stdin.fileno(), self.unsent[: 1 << 16])
+                del self.unsent[:sent]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.unsent.clear()
 
     def read(self) -> list[Message]:
         """What has come, without waiting; sets `closed` at the end."""
@@ -95,7 +118,8 @@ class Link:
     def said(self, last_lines: int = 8) -> str:
         """The end of what it wrote to its standard error."""
         with contextlib.suppress(OSError):
-            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-last_lines:])
+            said = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+            return "\n".join(said.splitlines()[-last_lines:])
         return ""
 
     def close(self, patience_s: float = 5.0) -> int:
@@ -114,6 +138,13 @@ class Link:
         return self.process.returncode
 
 
+def close_all(links: Sequence[Link]) -> None:
+    """Closes several links at once; each may take its patience."""
+    if links:
+        with ThreadPoolExecutor(len(links)) as pool:
+            list(pool.map(Link.close, links))
+
+
 def _parse(line: bytes) -> Message | None:
     try:
         message = json.loads(line)
@@ -122,8 +153,19 @@ def _parse(line: bytes) -> Message | None:
     return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None
 
 
-def ask_all(links: Sequence[Link], requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Message | RunError]:
+def ask_all(
+    links: Sequence[Link],
+    requests: Sequence[Mapping[str, Any]],
+    timeout_s: float,
+    others: Collection[Link] = (),
+) -> list[Message | RunError]:
     """Asks several machines at once, each its own question.
+
+    Args:
+        links: to the machines that are asked.
+        requests: one for each of them.
+        timeout_s: for all answers together.
+        others: machines that aren't asked now, and must not take their head's silence for its end.
 
     Returns:
         For each link its answer, or the error that stands in its place: LinkClosed where the machine is gone or
@@ -131,24 +173,35 @@ def ask_all(links: Sequence[Link], requests: Sequence[Mapping[str, Any]], timeou
     """
     numbers = {link: link.post(request) for link, request in zip(links, requests, strict=True)}
     answers: dict[Link, Message | RunError] = {}
-    until, pulse = time.monotonic() + timeout_s, time.monotonic() + PULSE_S
-    with selectors.DefaultSelector() as selector:
-        for link in links:
-            selector.register(link, selectors.EVENT_READ)
-        while len(answers) < len(links) and time.monotonic() < until:
-            for key, _ in selector.select(0.2):
-                link = key.fileobj
-                assert isinstance(link, Link)
-                answers.update(_answers(link, link.read(), numbers[link]))
-                if link.closed:
-                    selector.unregister(link)
-                    answers.setdefault(link, LinkClosed(f"{link.machine.name} is gone", link.machine.name))
-            if time.monotonic() > pulse:
-                pulse += PULSE_S
-                for link in links:
-                    link.send({"do": "alive"})
+    until = time.monotonic() + timeout_s
+    while len(answers) < len(links) and time.monotonic() < until:
+        for link in {*links, *others}:
+            link.pulse()
+        for link in _stir([link for link in links if link not in answers], 0.2):
+            answers.update(_answers(link, link.read(), numbers[link]))
+            if link.closed:
+                answers.setdefault(link, _gone(link))
     silent = f"did not answer within {timeout_s:.0f} s"
     return [answers.get(link, LinkClosed(f"{link.machine.name} {silent}", link.machine.name)) for link in links]
+
+
+def _stir(links: Sequence[Link], patience_s: float) -> list[Link]:
+    """Waits until there is something to read or room to send; sends, and gives the links that can be read."""
+    with selectors.DefaultSelector() as selector:
+        for link in links:
+            selector.register(link, selectors.EVENT_READ, link)
+            if link.unsent and link.process.stdin:
+                selector.register(link.process.stdin, selectors.EVENT_WRITE, link)
+        events = selector.select(patience_s)
+    for key, event in events:
+        if event & selectors.EVENT_WRITE:
+            key.data.flush()
+    return [key.data for key, event in events if event & selectors.EVENT_READ]
+
+
+def _gone(link: Link) -> LinkClosed:
+    said = link.said(1).strip()
+    return LinkClosed(f"{link.machine.name} is gone{said and f': {said}'}", link.machine.name)
 
 
 def _answers(link: Link, messages: Sequence[Message], number: int) -> dict[Link, Message | RunError]:

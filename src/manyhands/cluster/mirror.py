@@ -24,7 +24,9 @@ class Sender:
 
     def __init__(self, folder: Path, held: dict[str, int]) -> None:
         self._folder = folder
-        self._sent = {name: held.get(name, 0) for name in GROWING}
+        # The head may have more, such as how an earlier run failed; then all is sent, before new lines can hide that.
+        sizes = {name: _size(folder / name) for name in GROWING}
+        self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
     def news(self) -> Iterator[dict[str, Any]]:
@@ -36,7 +38,7 @@ class Sender:
 
     def _grown(self, name: str) -> Iterator[dict[str, Any]]:
         path = self._folder / name
-        size = path.stat().st_size if path.is_file() else 0
+        size = _size(path)
         if size < self._sent[name]:
             self._sent[name] = 0  # begun anew
         if size > self._sent[name]:
@@ -71,7 +73,7 @@ class Receiver:
     def held(self) -> dict[str, int]:
         """Bytes of each growing file that are here."""
         paths = {name: self._folder / name for name in GROWING}
-        return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+        return {name: _size(path) for name, path in paths.items()}
 
     def take(self, piece: dict[str, Any]) -> None:
         """Writes one piece; what doesn't carry on from what is here replaces it, and the older is kept aside."""
@@ -86,13 +88,17 @@ class Receiver:
             temporary.replace(path)
 
     def _append(self, path: Path, offset: int, text: bytes) -> None:
-        size = path.stat().st_size if path.is_file() else 0
+        size = _size(path)
         if size and offset == 0:
             path.rename(_free(path))
         elif size != offset:
             raise ValueError(f"{path} has {size} bytes, and what came begins at {offset}")
         with path.open("ab") as file:
             file.write(text)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _free(path: Path) -> Path:

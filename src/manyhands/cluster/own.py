@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from manyhands.cluster.inventory import Cluster
+from manyhands.cluster.inventory import Cluster, Machine
 from manyhands.core.errors import UserError
 from manyhands.parallel.ports import outer_addresses, own_addresses
 
@@ -31,6 +31,14 @@ def find_machine(cluster: Cluster) -> int:
         )
     twice = " and ".join(names[place] for place in here)
     raise UserError(f"this machine is there {len(here)} times: {twice}; {own}", cluster.source, ("keep one of them",))
+
+
+def is_here(machine: Machine) -> bool:
+    """True when a host that the user names is this machine: its name or address is, or means, one of this machine's."""
+    if "@" in machine.host:
+        return False  # another user's account, if it is here at all
+    own = set(own_addresses())
+    return any(address in own or ipaddress.ip_address(address).is_loopback for address in _resolve(machine.name))
 
 
 def is_own_name(name: str) -> bool:
@@ -96,8 +104,8 @@ def _means_loopback(name: str) -> bool:
 def _resolve(name: str) -> list[str]:
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []  # a name that only other machines know
+    except (OSError, UnicodeError):
+        return []  # a name that only other machines know, or none at all
     return [str(entry[4][0]).partition("%")[0] for entry in entries]
 
 

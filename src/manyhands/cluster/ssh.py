@@ -2,9 +2,9 @@
 
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
+from manyhands.cluster.findings import Contact
 from manyhands.cluster.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
@@ -42,43 +42,33 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path) -> l
     """The command that starts the agent on another machine, in the same folder as here where it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is no host', "cluster.hosts", ("write a name or an address",))
-    return [*ssh_words(options), "--", machine.host, f"exec sh -c {shlex.quote(agent_script(options, workdir))}"]
+    # On one line, since a csh there, which hands it on to sh, takes none that is longer between quotes.
+    script = " ".join(agent_script(options, workdir).splitlines())
+    return [*ssh_words(options), "--", machine.host, f"exec sh -c {shlex.quote(script)}"]
 
 
 def agent_script(options: ClusterOptions, workdir: Path) -> str:
     """What the other machine's shell runs: enters the work folder, finds a Python, becomes the agent."""
     if options.workdir:
-        folder = options.workdir
-        quoted = f'"$HOME"/{shlex.quote(folder[2:])}' if folder.startswith("~/") else shlex.quote(folder)
-        enter = f"cd {quoted} || exit 126"
+        enter = f"cd {_quoted(options.workdir)} || exit 126;"
     else:
-        enter = f"cd {shlex.quote(str(workdir))} 2>/dev/null"
+        enter = f"cd {shlex.quote(str(workdir))} 2>/dev/null;"
     if options.python:
-        return f"{enter}\nexec {shlex.quote(options.python)} -m {AGENT}"
+        return f"{enter}\nexec {_quoted(options.python)} -m {AGENT}"
     candidates = " ".join(shlex.quote(word) for word in (sys.executable, ".venv/bin/python", "python3", "python"))
     return (
         f"{enter}\n"
         f"for python in {candidates}; do\n"
-        f'  "$python" -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" -m {AGENT}\n'
-        f"done\n"
-        f"echo {shlex.quote(NO_PYTHON)} >&2\n"
+        f'  "$python" -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" -m {AGENT};\n'
+        f"done;\n"
+        f"echo {shlex.quote(NO_PYTHON)} >&2;\n"
         f"exit 127"
     )
 
 
-@dataclass(frozen=True)
-class Contact:
-    """Why no agent answers from a machine.
-
-    Attributes:
-        kind: unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder or other.
-        what: one sentence.
-        mend: what to do about it.
-    """
-
-    kind: str
-    what: str
-    mend: tuple[str, ...]
+def _quoted(path: str) -> str:
+    """A path for the other machine's shell, where ~/ is the home there."""
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
@@ -99,6 +89,9 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
     if exit_code == 126 and options.workdir:
         mend = f"{options.ssh} {machine.host} mkdir -p {options.workdir}, or change cluster.workdir"
         return Contact("no-folder", f"{name} has no folder {options.workdir}", (mend,))
+    if exit_code == 127 and options.python:
+        mend = f"name one that is there: --cluster.python /path/to/{Path(sys.executable).name}"
+        return Contact("no-manyhands", f"{name} has no program {options.python}", (mend,))
     ended = "" if exit_code is None else f" (exit code {exit_code})"
     return Contact("other", f"no agent answers on {name}{ended}{last and f': {last}'}", (by_hand,))
 

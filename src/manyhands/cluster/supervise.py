@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from manyhands.cluster.link import PULSE_S, SILENT_S, Link, Message
+from manyhands.cluster.link import SILENT_S, Link, Message, close_all
 from manyhands.cluster.orders import Orders
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.records import MACHINE_LOST, Failure
@@ -94,8 +94,7 @@ def supervise(links: Sequence[Link], orders: Sequence[Orders], watch: Watch) -> 
                 head.look()
                 watch.on_tick()
     finally:
-        for link in links:
-            link.close()
+        close_all(links)
     watch.on_tick()
     return head.ending
 
@@ -109,7 +108,6 @@ class _Head:
         self._started: set[Link] = set()
         self._watch, self._wishes = watch, 0
         self._kill_at = self._end_at = float("inf")
-        self._pulse_at = 0.0
 
     def over(self, link: Any) -> bool:
         """True once nothing more is to come from a machine."""
@@ -144,10 +142,9 @@ class _Head:
     def look(self) -> None:
         """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
         now = time.monotonic()
-        if now > self._pulse_at:
-            self._pulse_at = now + PULSE_S
-            self._command("alive")
         for link in list(self.running):
+            link.pulse()
+            link.flush()
             if link in self._started and not link.here and now - link.heard > SILENT_S:
                 self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
         if now > self._kill_at:

@@ -64,7 +64,7 @@ class _Talk:
         asked = {host: request for host, request in requests.items() if host in self.links}
         if not asked:
             return {}
-        replies = ask_all([self.links[host] for host in asked], list(asked.values()), timeout_s)
+        replies = ask_all([self.links[host] for host in asked], list(asked.values()), timeout_s, self.links.values())
         answers: dict[str, dict[str, Any]] = {}
         for host, reply in zip(asked, replies, strict=True):
             if isinstance(reply, RunError):

@@ -1,6 +1,5 @@
 """Examines this machine, or all machines of a job, before anything is trained; changes nothing."""
 
-import secrets
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from manyhands.cluster.addresses import own_candidates
 from manyhands.cluster.assemble import Crew, assembled, prepare
 from manyhands.cluster.doctor import examine, fails
 from manyhands.cluster.facts import gather
-from manyhands.cluster.findings import Collective, Contact, Facts, Finding, Needs, Survey
+from manyhands.cluster.findings import Collective, Facts, Finding, Needs, Survey
 from manyhands.cluster.inventory import Address, Machine
 from manyhands.cluster.machines import machines_of
 from manyhands.cluster.orders import Orders
@@ -147,9 +146,7 @@ def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: b
     facts = dict(zip(names, crew.facts, strict=True))
     needs = _needs(job, machines, facts)
     survey = take_survey(crew.links, facts, [machine.name for machine in machines], needs, measure=measure)
-    survey.errors |= {
-        host: Contact(contact.kind, contact.what, contact.mend) for host, contact in crew.contacts.items()
-    }
+    survey.errors |= crew.contacts
     return survey
 
 
@@ -171,21 +168,18 @@ def _add_up(job: Job, crew: Crew, survey: Survey) -> Collective:
 
 
 def _orders(job: Job, crew: Crew, survey: Survey) -> list[Orders]:
-    """One process for each machine; what they write goes into a folder that they remove themselves."""
+    """One process for each machine; what they write goes into a folder that goes with the agent."""
     _, devices = prepare(crew, [1] * len(crew.links), job.cluster)
     address = survey.chosen[survey.hosts[0]][1]
     port = crew.links[0].ask({"do": "bind", "address": address}, COLLECTIVE_S)["port"]
-    token = secrets.token_hex(6)
-    common = {"do": "open", "token": token, "records": False, "held": {}}
-    places = [f"/tmp/manyhands-doctor-{token}-{number}" for number in range(len(crew.links))]
-    answers = crew.ask([{**common, "folder": place} for place in places], COLLECTIVE_S)
+    answers = crew.ask_each({"do": "scratch"}, COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)}).model_dump(mode="json")
     return [
         Orders(
             entry=ENTRY,
-            argument={"job": quick, "folder": answer["folder"]},
-            logs=f"{answer['folder']}/ranks",
+            argument={"job": quick},
+            logs=answer["folder"],
             sizes=[1] * len(answers),
             machine=machine,
             device=devices[machine],

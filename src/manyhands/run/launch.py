@@ -15,7 +15,7 @@ from manyhands.cluster.orders import Orders
 from manyhands.cluster.rendezvous import participate
 from manyhands.cluster.supervise import Watch, supervise
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_DOCTOR, RunError
+from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_json
 from manyhands.report.terminal import Screen
@@ -24,6 +24,8 @@ from manyhands.run.train import LOOPBACK, STOPPING, WORK, Outcome, conclude, run
 
 # What the doctor would say, and the next minute may change.
 MOMENTARY = {"cpu", "jobs"}
+# What a slow line needs for the code of a folder.
+CODE_S = 120.0
 
 
 def start(job: Job, *, quiet: bool = False, meeting: Meeting | None = None) -> Outcome:
@@ -83,9 +85,11 @@ def _ready(
     job: Job, crew: Crew, addresses: Sequence[Address], folder: RunFolder, receiver: Receiver, screen: Screen
 ) -> list[Orders]:
     """Everything that comes before the workers: folders, code, sizes, the store's port."""
-    opened = _open_folders(crew, folder, receiver)
-    paths = _share_code(crew) if job.cluster.sync_code else [""] * len(crew.links)
+    # First what the user's mistakes show in, so that they leave no folders elsewhere.
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
+    opened = _open_folders(crew, folder, receiver)
+    _refuse_another_run(job, crew, opened[0])
+    paths = _share_code(crew) if job.cluster.sync_code else [""] * len(crew.links)
     port = crew.links[0].ask({"do": "bind", "address": addresses[0].address}, 30.0)["port"]
     _note_machines(folder, crew, sizes, opened, addresses)
     for line in describe(crew, sizes, addresses, port):
@@ -132,10 +136,25 @@ def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver) -> list[dic
         marker.unlink()
 
 
+def _refuse_another_run(job: Job, crew: Crew, opened: dict[str, Any]) -> None:
+    """Where the head has begun a new folder, the first machine's of that name must not hold somebody's run.
+
+    Raises:
+        UserError: it does; rank 0 would take its checkpoints for this run's.
+    """
+    link = crew.links[0]
+    goes_on = job.run.out and job.checkpoint.resume != "never"
+    if opened["checkpoints"] and not (link.here or opened["shared"] or goes_on):
+        what = f"{link.machine.name} holds a run in {opened['folder']} already"
+        raise UserError(what, "--out", ("name another: --out runs/NAME", "or --out that --resume auto goes on with it"))
+
+
 def _share_code(crew: Crew) -> list[str]:
     """This folder's code on every other machine, in a folder of its own; the workers work there."""
-    request = {"do": "code", "files": code_files(Path.cwd())}
-    return [str(Path.cwd()) if link.here else link.ask(request, 120.0)["folder"] for link in crew.links]
+    code = {"do": "code", "files": code_files(Path.cwd())}
+    stay: dict[str, Any] = {"do": "clock"}
+    answers = crew.ask([stay if link.here else code for link in crew.links], CODE_S)
+    return [answer.get("folder", str(Path.cwd())) for answer in answers]
 
 
 def _note_machines(

@@ -24,8 +24,6 @@ from manyhands.run.watch import matches, unknown_run
 POLL_S = 0.2
 ANSWER_S = 20.0
 RUNS = Path("runs")
-# In the run folder of a run over several machines: where each machine's own files are.
-MACHINES = "machines.json"
 
 
 class LogPlace(BaseModel):
@@ -213,13 +211,13 @@ def read_places(folder: RunFolder) -> list[LogPlace]:
     Raises:
         UserError: the file that says so is damaged.
     """
-    path = folder.path / MACHINES
+    path = folder.machines
     try:
         return TypeAdapter(list[LogPlace]).validate_python(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return []
     except (ValueError, ValidationError) as error:
-        raise UserError(f"{MACHINES} is damaged: {str(error).splitlines()[0]}", str(path), ("remove it",)) from error
+        raise UserError(f"{path.name} is damaged: {str(error).splitlines()[0]}", str(path), ("remove it",)) from error
 
 
 def _check_rank(folder: RunFolder, places: list[LogPlace], rank: int | None) -> None:

@@ -15,6 +15,7 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from manyhands.cluster.inventory import Meeting
+from manyhands.cluster.machines import machines_of
 from manyhands.cluster.orders import Orders
 from manyhands.cluster.rendezvous import Participation, participate
 from manyhands.cluster.start import open_here
@@ -221,7 +222,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
     folder, lock = open_folder(job)
     topmost = missing or (folder.path if not job.run.out else None)
     try:
-        with registered(folder.path, job.cluster.hosts):
+        with registered(folder.path, [machine.name for machine in machines_of(job.cluster)]):
             yield folder
     except ManyhandsError as error:
         if error.exit_code == EXIT_USAGE and topmost and not folder.metrics.exists():

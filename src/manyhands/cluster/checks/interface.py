@@ -4,8 +4,7 @@ from collections import defaultdict
 
 from manyhands.cluster.compare import fact, who
 from manyhands.cluster.findings import Finding, Survey
-
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+from manyhands.cluster.inventory import INTERFACE_VARIABLES
 
 
 def run(survey: Survey) -> list[Finding]:
@@ -30,7 +29,7 @@ def _variables(survey: Survey) -> list[Finding]:
     found: list[Finding] = []
     for host, environment in fact(survey, "environment").items():
         chosen = survey.chosen.get(host, ("", ""))[0]
-        for name in VARIABLES:
+        for name in INTERFACE_VARIABLES:
             given = environment.get(name, "")
             # NCCL's own rules: ^ leaves out, = is exact, several with commas, otherwise a beginning.
             words = given.lstrip("=").split(",")

@@ -17,11 +17,12 @@ from manyhands.cluster.facts.files import code, dataset
 from manyhands.cluster.facts.load import cores, load, memory, other_jobs, places
 from manyhands.cluster.facts.network import default_interface, firewall_rules, interfaces, own_name
 from manyhands.cluster.facts.software import package_hash, versions
+from manyhands.cluster.inventory import INTERFACE_VARIABLES
 
 # What changes how programs meet, and on how many cores they run.
 VARIABLES = (
-    "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "HCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES",
+    *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
+    "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
