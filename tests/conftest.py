@@ -5,10 +5,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# A deadline would be an assertion about time.
+hypothesis.settings.register_profile("manyhands", deadline=None)
+hypothesis.settings.load_profile("manyhands")
 
 
 @pytest.fixture(autouse=True)

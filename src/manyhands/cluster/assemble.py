@@ -1,8 +1,9 @@
 """From a list of machines to agents that are there, know each other's addresses, and are ready to start workers."""
 
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,26 @@ def assembled(
     """
     _refuse_doubles(machines)
     links: list[Link] = []
+    with _ended_like_ctrl_c():
+        try:
+            links.extend(_open(machine, options, logs) for machine in machines)
+            yield _greet(links, options, request)
+        finally:
+            close_all(links)
+
+
+@contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the block as Ctrl-C does, so that what was begun is cleaned up."""
+    previous: dict[signal.Signals, Any] = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with suppress(ValueError):  # only the main thread may
+            previous[number] = signal.signal(number, signal.default_int_handler)
     try:
-        links.extend(_open(machine, options, logs) for machine in machines)
-        yield _greet(links, options, request)
+        yield
     finally:
-        close_all(links)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _refuse_doubles(machines: Sequence[Machine]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from manyhands.cluster.link import SILENT_S, Link, Message, close_all
 from manyhands.cluster.orders import Orders
@@ -17,6 +17,8 @@ from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.records import MACHINE_LOST, Failure
 
 POLL_S = 0.1
+# An agent that starts its workers may be busy with importing torch, from a cold disk perhaps.
+START_S = 300.0
 # After a second Ctrl-C the agents have this long to kill their workers.
 KILL_S = 10.0
 # When one machine's processes have failed the others' see it by themselves; after so long they are killed.
@@ -53,6 +55,17 @@ class Ending:
     def ok(self) -> bool:
         """True when every process came to its end by itself."""
         return bool(self.returned) and not (self.failed or self.broken or self.lost or self.refused)
+
+
+class Ended(BaseModel):
+    """An agent's last word: what became of its machine's processes, by rank."""
+
+    returned: dict[int, Any]
+    failed: dict[int, int]
+    words: dict[int, str]
+    records: list[Failure] = []
+    broken: str = ""
+    ended_by: str = "they did not stop in time"
 
 
 @dataclass
@@ -145,7 +158,8 @@ class _Head:
         for link in list(self.running):
             link.pulse()
             link.flush()
-            if link in self._started and not link.here and now - link.heard > SILENT_S:
+            patience_s = SILENT_S if link in self._started else START_S
+            if not link.here and now - link.heard > patience_s:
                 self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
         if now > self._kill_at:
             self._kill_at, self._end_at = float("inf"), min(self._end_at, now + KILL_S)
@@ -185,18 +199,22 @@ class _Head:
 
     def _take_in(self, link: Link, message: Message) -> None:
         ending = self.ending
-        ending.returned.update({int(rank): value for rank, value in message["returned"].items()})
-        ending.failed.update({int(rank): code for rank, code in message["failed"].items()})
-        ending.words.update({int(rank): words for rank, words in message["words"].items()})
+        try:
+            ended = Ended.model_validate(message)
+        except ValidationError as error:
+            ending.broken = f"{link.machine.name} said what can't be understood: {error}"
+            self._gone(link)
+            return
+        ending.returned.update(ended.returned)
+        ending.failed.update(ended.failed)
+        ending.words.update(ended.words)
         offset_s = self._watch.clock_offsets_s.get(link.machine.name, 0.0)
-        for content in message.get("records", []):
-            with contextlib.suppress(ValidationError):
-                record = Failure.model_validate(content)
-                ending.records[record.rank] = record.model_copy(update={"time": record.time - offset_s})
-        if message.get("broken"):
-            ending.broken = str(message["broken"])
-        elif not message["returned"] and not message["failed"] and not ending.interrupted:
-            ending.broken = f"the processes were ended ({message.get('ended_by', 'they did not stop in time')})"
+        for record in ended.records:
+            ending.records[record.rank] = record.model_copy(update={"time": record.time - offset_s})
+        if ended.broken:
+            ending.broken = ended.broken
+        elif not ended.returned and not ended.failed and not ending.interrupted:
+            ending.broken = f"the processes were ended ({ended.ended_by})"
         self._gone(link)
 
 

@@ -51,12 +51,32 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                 addresses = _look_over(job, crew, machines, screen)
                 orders = _ready(job, crew, addresses, folder, receiver, screen)
                 watch = Watch(
-                    screen.update, lambda: screen.say(STOPPING), receiver.take, clock_offsets_s=crew.clock_offsets_s
+                    screen.update,
+                    lambda: screen.say(STOPPING),
+                    _Keeper(receiver, screen, crew.links[0].machine.name),
+                    crew.clock_offsets_s,
                 )
                 ending = supervise(crew.links, orders, watch)
         finally:
             screen.close()
         return conclude(job, folder, ending)
+
+
+class _Keeper:
+    """Keeps the records that come; where that fails, the run goes on and its records stay where they are written."""
+
+    def __init__(self, receiver: Receiver, screen: Screen, source: str) -> None:
+        self._receiver, self._screen, self._source, self._works = receiver, screen, source, True
+
+    def __call__(self, piece: dict[str, Any]) -> None:
+        if not self._works:
+            return
+        try:
+            self._receiver.take(piece)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._works = False
+            what = f"the records of the run can't be kept here any more: {error}"
+            self._screen.say(f"{what}; they are on {self._source}, and the run goes on", "WARNING")
 
 
 def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen) -> list[Address]:

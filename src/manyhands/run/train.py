@@ -5,7 +5,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -106,7 +106,8 @@ def _train_among_machines(job: Job, meeting: Meeting, *, quiet: bool, objects: A
 
 
 def _train_here(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
-    with run_folder(job) as folder, tempfile.TemporaryDirectory(prefix="manyhands-") as private:
+    private_folder = tempfile.TemporaryDirectory(prefix="manyhands-") if objects is not None else nullcontext("")
+    with run_folder(job) as folder, private_folder as private:
         argument = {
             "task": "train",
             "job": job.model_dump(mode="json"),
