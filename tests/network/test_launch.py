@@ -113,6 +113,11 @@ def real_data():
     return folder
 
 
+def lose_checkpoints(lab, place):
+    """Another disk than the one that the first host had."""
+    lab.start(1, prepare=f"mount -t tmpfs none {place}")
+
+
 def test_unequal_machines_without_a_shared_disk(lab, here):
     """The hosts' work folders are their own; records come to the head, checkpoints stay, and a resumed run goes on."""
     place = Path("/srv/manyhands-test")
@@ -139,6 +144,11 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     for name in ("metrics", "events"):
         assert Path(f"run/{name}.jsonl").read_text().count("\n") > 3
     evaluated = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][-1]
+    lose_checkpoints(lab, place)
+    beyond = run("resume", "run", "--epochs", "5")
+    assert beyond.code == 2
+    assert "n1 has no checkpoint of" in beyond.err
+    assert "saved last at step" in beyond.err
     whole = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()][-1]
     assert evaluated["loss"] == whole["loss"]
     gone(lab)
@@ -260,6 +270,8 @@ def test_ten_starts_and_stops_leave_nothing(lab, here):
     ("fault", "wanted"),
     [
         SLOW("down", ["n2 can't be reached"]),
+        ("program", ["ssh-of-mine can't be started"]),
+        ("file", ["n1, n2 and n3 have no mine.py", "--sync-code"]),
         ("refused", ["n2 is there, but refuses ssh", "systemctl start ssh"]),
         ("key", ["ssh doesn't know n2's key", "ssh-keygen -R n2"]),
         SLOW("unknown", ["the name nowhere has no address"]),
@@ -279,6 +291,10 @@ def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, 
         known = lab.folder / "known_hosts"
         lines = known.read_text().splitlines()
         known.write_text("\n".join([lines[0], lines[1].replace(lines[1].split()[-1], lines[0].split()[-1]), lines[2]]))
+    elif fault == "program":
+        given = [*given[:2], "--cluster.ssh", "ssh-of-mine"]
+    elif fault == "file":
+        pass  # nowhere
     elif fault == "unknown":
         given[1] += ",nowhere"
     elif fault == "python":
@@ -289,8 +305,9 @@ def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, 
     else:
         accepted = f"ip saddr {lab.address(254)} accept; ct state established,related accept"
         lab.nft(2, f"table inet t {{ chain c {{ type filter hook input priority 0; {accepted}; drop; }}; }}\n")
-    ended = run("launch", *SHORT, *given, "--out", "run")
-    assert ended.code == 3, ended.err
+    job = ["digits", "mine.py:net", *SHORT[2:]] if fault == "file" else SHORT
+    ended = run("launch", *job, *given, "--out", "run")
+    assert ended.code == (2 if fault == "program" else 3), ended.err
     assert_one_screen(ended.err)
     for words in wanted:
         assert words in ended.err

@@ -122,8 +122,8 @@ def run(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool, meeting
         from manyhands.run.check import check_names
 
         check_names(loaded.job)
-        for line in describe(loaded):
-            print(line)
+        lines = describe(loaded)
+        print(json.dumps({"dry_run": lines}, ensure_ascii=False) if as_json else "\n".join(lines))
         return 0
     from manyhands.report.summary import result_lines, result_object
     from manyhands.run.launch import start

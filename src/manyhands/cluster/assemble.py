@@ -87,7 +87,7 @@ def assembled(
         logs: folder for what the agents write to their standard error.
         request: what the agents are asked for beside the general facts.
     """
-    _refuse_doubles(machines)
+    refuse_doubles(machines)
     links: list[Link] = []
     with _ended_like_ctrl_c():
         try:
@@ -111,7 +111,12 @@ def _ended_like_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _refuse_doubles(machines: Sequence[Machine]) -> None:
+def refuse_doubles(machines: Sequence[Machine]) -> None:
+    """Machines are told apart by their names.
+
+    Raises:
+        UserError: one is named twice.
+    """
     names = [machine.name for machine in machines]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
+from manyhands.core.folder import holds_run
 
 SUFFIXES = {".py", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".ini", ".md"}
 LEFT_OUT = {"runs", "node_modules", "__pycache__", "site-packages"}
@@ -53,6 +54,8 @@ def _candidates(folder: Path) -> Iterator[Path]:
     for path in paths:
         inside = path.relative_to(folder)
         left_out = LEFT_OUT & set(inside.parts) or any(part.startswith(".") for part in inside.parts)
+        if any(holds_run(folder / parent) for parent in list(inside.parents)[:-1]):
+            continue
         if path.suffix in SUFFIXES and path.is_file() and not left_out:
             yield path
 
@@ -63,6 +66,7 @@ def _walked(folder: Path) -> Iterator[Path]:
         folders[:] = [
             name for name in folders
             if name not in LEFT_OUT and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
+            and not holds_run(here / name)
         ]  # fmt: skip
         yield from (here / name for name in files if not name.startswith("."))
 

@@ -88,6 +88,7 @@ class Needs:
         data: what the user called the data; empty: nothing to compare.
         download: a named data set may be fetched where it is missing.
         code: the job uses the user's own Python files.
+        files: the user's own files that the job names, by their path in the work folder.
         device: "auto", "cpu", "cuda", "npu" …
     """
 
@@ -98,6 +99,7 @@ class Needs:
     data: str = ""
     download: bool = True
     code: bool = False
+    files: tuple[str, ...] = ()
     device: str = "auto"
 
 

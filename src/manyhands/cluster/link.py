@@ -182,7 +182,7 @@ def ask_all(
             if link.closed:
                 answers.setdefault(link, _gone(link))
     silent = f"did not answer within {timeout_s:.0f} s"
-    return [answers.get(link, LinkClosed(f"{link.machine.name} {silent}", link.machine.name)) for link in links]
+    return [answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in links]
 
 
 def _stir(links: Sequence[Link], patience_s: float) -> list[Link]:
@@ -201,7 +201,12 @@ def _stir(links: Sequence[Link], patience_s: float) -> list[Link]:
 
 def _gone(link: Link) -> LinkClosed:
     said = link.said(1).strip()
-    return LinkClosed(f"{link.machine.name} is gone{said and f': {said}'}", link.machine.name)
+    return _closed(link, f"{link.machine.name} is lost{said and f': {said}'}")
+
+
+def _closed(link: Link, what: str) -> LinkClosed:
+    name = link.machine.name
+    return LinkClosed(what, name, (f"is {name} switched on and on the network? manyhands doctor --hosts … says more",))
 
 
 def _answers(link: Link, messages: Sequence[Message], number: int) -> dict[Link, Message | RunError]:

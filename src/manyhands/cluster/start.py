@@ -8,6 +8,7 @@ from manyhands.cluster.inventory import Machine
 from manyhands.cluster.link import Link
 from manyhands.cluster.ssh import AGENT, agent_command
 from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
 
 
 def open_here(log: Path, machine: Machine | None = None) -> Link:
@@ -24,7 +25,11 @@ def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> Lin
     """In a session of its own, so that Ctrl-C and the terminal's end reach only the head."""
     with log.open("ab") as output:
         start = output.tell()
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
+            )
+        except OSError as error:
+            what = f"{command[0]} can't be started: {error.strerror}"
+            raise UserError(what, "cluster.ssh", ("name the ssh program that is installed here",)) from None
     return Link(machine, process, log, here=here, log_start=start)

@@ -90,6 +90,11 @@ class RunFolder:
         return any(self.checkpoints.glob("step-*"))
 
 
+def holds_run(path: Path) -> bool:
+    """True for a folder that a run is or was kept in."""
+    return (path / "job.toml").is_file() and (path / "ranks").is_dir()
+
+
 def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
     """Creates runs/<date>-<data>-<model>, with a number behind it where that exists already."""
     plain = [word.removeprefix("torchvision:").split(":")[0] for word in (data, model)]

@@ -4,8 +4,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.control import Control
@@ -30,6 +31,31 @@ LEVELS = {
     "warning": "WARNING",
 }
 _STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}
+
+
+class _Tolerant:
+    """A stream that may go away, as a terminal does that is closed; what is written then is heard by nobody.
+
+    Args:
+        stream: where to write.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes, as far as there is somebody to read it."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Sends what waits."""
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class Screen:
@@ -60,7 +86,12 @@ class Screen:
         # rich looks at NO_COLOR itself; FORCE_COLOR may colour a log, but never moves its cursor.
         colour = terminal or bool(os.environ.get("FORCE_COLOR"))
         self._console = Console(
-            file=output, force_terminal=colour, highlight=False, markup=False, emoji=False, soft_wrap=True
+            file=cast(TextIO, _Tolerant(output)),
+            force_terminal=colour,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
         )
         self._progress = Progress()
         self._stopping = False

@@ -90,6 +90,7 @@ def facts_wanted(job: Job) -> dict[str, str]:
 def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) -> Needs:
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
+    carried = not job.cluster.sync_code
     references = (job.data.name, job.model.name, job.train.loss)
     return Needs(
         processes=counts,
@@ -98,7 +99,8 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
         interface=job.cluster.interface,
         data=job.data.name,
         download=job.data.download,
-        code=any(is_object_reference(word) for word in references) and not job.cluster.sync_code,
+        code=any(is_object_reference(word) for word in references) and carried,
+        files=tuple(word.rpartition(":")[0] for word in references if is_object_reference(word)) if carried else (),
         device=job.cluster.device,
     )
 

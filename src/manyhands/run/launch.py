@@ -1,11 +1,12 @@
 """One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
 
+import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.assemble import Crew, assembled, prepare
+from manyhands.cluster.assemble import Crew, assembled, prepare, refuse_doubles
 from manyhands.cluster.code import code_files, with_absolute_paths
 from manyhands.cluster.doctor import examine
 from manyhands.cluster.inventory import Address, Machine, Meeting
@@ -17,7 +18,7 @@ from manyhands.cluster.supervise import Watch, supervise
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import write_json
+from manyhands.core.records import read_lines, write_json
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import facts_wanted, survey_crew
 from manyhands.run.train import LOOPBACK, STOPPING, WORK, Outcome, conclude, run_folder, train
@@ -43,9 +44,12 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
     Raises:
         ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
     """
+    refuse_doubles(machines)
     with run_folder(job) as folder:
         receiver, screen = Receiver(folder.path), Screen(folder.path, quiet=quiet)
         try:
+            names = ", ".join(machine.name for machine in machines)
+            screen.say(f"reaching {names}, and starting there; this takes some seconds")
             with assembled(machines, job.cluster, folder.ranks, facts_wanted(job)) as crew:
                 crew.require_all()
                 addresses = _look_over(job, crew, machines, screen)
@@ -91,7 +95,7 @@ def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen
     found = examine(survey)
     worst = [finding for finding in found if finding.severity == "fail"]
     if worst:
-        others = [finding.what for finding in worst[1:]]
+        others = [f"also: {finding.what}" for finding in worst[1:]]
         error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].mend, *others))
         error.exit_code = EXIT_DOCTOR
         raise error
@@ -109,6 +113,7 @@ def _ready(
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
     opened = _open_folders(crew, folder, receiver)
     _refuse_another_run(job, crew, opened[0])
+    _refuse_lost_checkpoints(job, folder, crew, opened[0])
     paths = _share_code(crew) if job.cluster.sync_code else [""] * len(crew.links)
     port = crew.links[0].ask({"do": "bind", "address": addresses[0].address}, 30.0)["port"]
     _note_machines(folder, crew, sizes, opened, addresses)
@@ -167,6 +172,29 @@ def _refuse_another_run(job: Job, crew: Crew, opened: dict[str, Any]) -> None:
     if opened["checkpoints"] and not (link.here or opened["shared"] or goes_on):
         what = f"{link.machine.name} holds a run in {opened['folder']} already"
         raise UserError(what, "--out", ("name another: --out runs/NAME", "or --out that --resume auto goes on with it"))
+
+
+def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: dict[str, Any]) -> None:
+    """A run that has saved must not begin anew because the first machine has lost, or never had, what was saved.
+
+    Raises:
+        UserError: there is no checkpoint where rank 0 looks for one.
+    """
+    saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
+    link = crew.links[0]
+    if saved and job.checkpoint.resume == "auto" and not opened["checkpoints"]:
+        had = next((machine["host"] for machine in _noted(folder)), "")
+        raise UserError(
+            f"{link.machine.name} has no checkpoint of {folder.path}, which was saved last at step {saved[-1]}"
+            + (f" on {had}" if had else ""),
+            f"{link.machine.name}:{opened['folder']}/checkpoints",
+            ("name first the machine that has them", "or copy the folder there", "or start afresh: another --out"),
+        )
+
+
+def _noted(folder: RunFolder) -> list[dict[str, Any]]:
+    """What machines.json said before this start."""
+    return json.loads(folder.machines.read_text(encoding="utf-8")) if folder.machines.is_file() else []
 
 
 def _share_code(crew: Crew) -> list[str]:

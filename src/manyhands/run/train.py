@@ -22,6 +22,7 @@ from manyhands.cluster.start import open_here
 from manyhands.cluster.supervise import Ending, Watch, first_cause, supervise
 from manyhands.config.job import Job
 from manyhands.core.errors import (
+    EXIT_DOCTOR,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -226,7 +227,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
         with registered(folder.path, [machine.name for machine in machines_of(job.cluster)]):
             yield folder
     except ManyhandsError as error:
-        if error.exit_code == EXIT_USAGE and topmost and not folder.metrics.exists():
+        if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
             remove_new(folder.path, topmost)
         raise
     finally:

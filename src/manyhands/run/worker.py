@@ -307,6 +307,8 @@ def as_error(record: Failure) -> ManyhandsError:
     """A failure's record as an error for the user's screen, with what of its traceback is the user's own."""
     step = f", step {record.step}" if record.step is not None else ""
     where = record.where or f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
+    if record.where and record.host not in {"", record.where, platform.node()}:
+        where += f" on {record.host}"
     kind = UserError if record.exit_code == EXIT_USAGE else RunError
     error = kind(record.what, where, tuple(record.mend))
     error.exit_code = record.exit_code

@@ -1,5 +1,7 @@
 """The user's own code, which must be the same on every machine."""
 
+from typing import Any
+
 from manyhands.cluster.compare import fact, odd_ones, who
 from manyhands.cluster.findings import Finding, Survey
 
@@ -16,6 +18,9 @@ def run(survey: Survey) -> list[Finding]:
         what = f"{who(missing)} has no folder {folders[missing[0]]['path']}, where the job's own Python files lie"
         mend = (MEND[0], "or name the folder there: --cluster.workdir")
         return [Finding("code", "fail", tuple(missing), what, mend, "code")]
+    lacking = _lacking(survey, there)
+    if lacking:
+        return [lacking]
     whole = {host: code for host, code in there.items() if code["whole"]}
     _, odd = odd_ones({host: code["hash"] for host, code in whole.items()})
     if odd and (survey.needs.code or _alike(whole)):
@@ -25,6 +30,18 @@ def run(survey: Survey) -> list[Finding]:
         count = len(next(iter(whole.values()))["files"])
         return [Finding("code", "ok", tuple(whole), f"code is the same ({count} files)", cause="code")]
     return []
+
+
+def _lacking(survey: Survey, folders: dict[str, dict[str, Any]]) -> Finding | None:
+    """A file that the job names, and that isn't in the work folder of some machine."""
+    for name in survey.needs.files:
+        inside = not name.startswith(("/", "~", ".."))
+        hosts = [host for host, code in folders.items() if inside and code["whole"] and name not in code["files"]]
+        if hosts:
+            have = "have" if len(hosts) > 1 else "has"
+            what = f"{who(hosts)} {have} no {name} in {folders[hosts[0]]['path']}"
+            return Finding("code", "fail", tuple(hosts), what, MEND, "code")
+    return None
 
 
 def _alike(folders: dict[str, dict[str, dict[str, str]]]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from manyhands.core.folder import holds_run
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
 
@@ -52,7 +53,8 @@ def _code_paths(folder: Path) -> Iterator[Path]:
         here = Path(place)
         folders[:] = sorted(
             name for name in folders
-            if name not in LEFT_OUT and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
+            if name not in LEFT_OUT and not name.startswith(".")
+            and not (here / name / "pyvenv.cfg").exists() and not holds_run(here / name)
         )  # fmt: skip
         for name in sorted(names):
             path = here / name
