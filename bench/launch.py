@@ -87,7 +87,7 @@ def left(lab):
     """Processes and open ports in the hosts, and files of ours beside the runs."""
     found = {f"n{host} process {pid}" for host in lab.hosts for pid in lab.processes(host)}
     found |= {f"n{host} {line}" for host in lab.hosts for line in lab.run(host, ["ss", "-ltnH"]).splitlines()}
-    return found | {str(path) for path in Path(tempfile.gettempdir()).glob("manyhands-*")}
+    return found | {str(path) for path in Path(os.environ["TMPDIR"]).iterdir()}
 
 
 if __name__ == "__main__":
