@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Sequence
 
 import cyclopts
@@ -68,7 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+    _leave(code if isinstance(code, int) else 0, whole_process=arguments is None)
+
+
+def _leave(code: int, *, whole_process: bool) -> None:
+    """Ends the command, and with it this process if it was started for it.
+
+    A thread that still waits inside torch's C++ (for a store that has gone, say) would be cut off there by Python's own
+    way of ending, which aborts the process; everything is written by now, so then the process just ends.
+    """
+    if whole_process and threading.active_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _without_local_rank(given: list[str]) -> list[str]:
