@@ -1,0 +1,115 @@
+"""Which piece of a tensor lies where: plain data that the executor, checkpoints and the planner share."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh
+
+
+def bounds(length: int, parts: int) -> list[int]:
+    """Where `parts` pieces of a length begin and end, [parts + 1]; sizes differ by one at most.
+
+    Cutting by a then each piece by b gives the same pieces as cutting by a·b at once, also where they are uneven.
+    """
+    return [length * number // parts for number in range(parts + 1)]
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How one tensor of a network (or of its optimizer) is cut over a mesh.
+
+    Attributes:
+        shape: of the whole tensor, as one process alone has it.
+        view: the shape that is cut, with as many values; other than `shape` where, say, heads lie within a dimension.
+        cuts: for each dimension of the view that is cut: (dimension, numbers of the mesh's axes, ascending).
+        gradient_axes: numbers of the axes over which each process's gradient is a part of a sum.
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    gradient_axes: tuple[int, ...] = ()
+
+    @property
+    def cut_axes(self) -> set[int]:
+        """Axes along which processes hold different pieces."""
+        return {axis for _, axes in self.cuts for axis in axes}
+
+    def region(self, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, stop) in each dimension of the view of the piece that a rank holds."""
+        region = [(0, length) for length in self.view]
+        for dim, axes in self.cuts:
+            edges = bounds(self.view[dim], mesh.parts(axes))
+            place = mesh.place(axes, rank)
+            region[dim] = (edges[place], edges[place + 1])
+        return tuple(region)
+
+    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The piece's shape as the network holds it: in the dimensions of `shape`, of which at most one is split up."""
+        sizes = [stop - start for start, stop in self.region(mesh, rank)]
+        if len(self.view) == len(self.shape):
+            return tuple(sizes)
+        lengths: list[int] = []
+        position = 0
+        for length in self.shape:
+            product, size = 1, 1
+            while product < length or (position < len(self.view) and self.view[position] == 1 and product == 1):
+                product, size = product * self.view[position], size * sizes[position]
+                position += 1
+            lengths.append(size)
+        return tuple(lengths)
+
+    def first_holder(self, mesh: Mesh, rank: int) -> int:
+        """The lowest of the ranks that hold the same piece; it is the one that saves it."""
+        return mesh.peers(set(range(len(mesh.axes))) - self.cut_axes, rank)[0]
+
+    def pieces(self, mesh: Mesh) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+        """(rank, region) of each different piece, by its first holder; together they are the whole, once."""
+        for rank in range(mesh.size):
+            if self.first_holder(mesh, rank) == rank:
+                yield rank, self.region(mesh, rank)
+
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "shape": list(self.shape),
+            "view": list(self.view),
+            "cuts": [[dim, list(axes)] for dim, axes in self.cuts],
+            "gradient_axes": list(self.gradient_axes),
+        }
+
+
+def whole(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> TensorLayout:
+    """The layout of a tensor that every process holds whole."""
+    return TensorLayout(shape, shape, (), gradient_axes)
+
+
+def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
+    """Reads what `as_plain` wrote.
+
+    Raises:
+        UserError: it is no layout on this mesh.
+    """
+    try:
+        layout = TensorLayout(
+            tuple(int(length) for length in content["shape"]),
+            tuple(int(length) for length in content["view"]),
+            tuple((int(dim), tuple(int(axis) for axis in axes)) for dim, axes in content["cuts"]),
+            tuple(int(axis) for axis in content.get("gradient_axes", ())),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError("this is no layout of a tensor", where, ("write the plan or checkpoint anew",)) from error
+    axes = [axis for _, cut in layout.cuts for axis in cut]
+    sound = (
+        math.prod(layout.shape) == math.prod(layout.view)
+        and len(set(axes)) == len(axes)
+        and all(0 <= axis < len(mesh.axes) for axis in (*axes, *layout.gradient_axes))
+        and all(0 <= dim < len(layout.view) and list(cut) == sorted(cut) for dim, cut in layout.cuts)
+        and all(length >= 0 for length in (*layout.shape, *layout.view))
+    )
+    if not sound:
+        raise UserError(f"this layout doesn't fit the mesh {mesh}", where, ("write the plan or checkpoint anew",))
+    return layout

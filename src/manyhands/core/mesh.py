@@ -1,0 +1,116 @@
+"""A mesh: the processes of a run as a grid with named axes, such as dp=2,tp=2."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from manyhands.core.errors import UserError
+
+_AXIS = re.compile(r"([A-Za-z][A-Za-z0-9_]*)=(\d+)")
+MOST_AXES = 3
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes, major to minor: with dp=2,tp=4 ranks 0 … 3 differ in tp alone.
+
+    Attributes:
+        axes: (name, size) of each axis.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Processes in the whole mesh."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes' names, major to minor."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The axes' sizes, major to minor."""
+        return tuple(size for _, size in self.axes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """A rank's place on each axis."""
+        places: list[int] = []
+        for size in reversed(self.sizes):
+            rank, place = divmod(rank, size)
+            places.append(place)
+        return tuple(reversed(places))
+
+    def rank(self, coordinates: Iterable[int]) -> int:
+        """The rank at a place; the inverse of `coordinates`."""
+        number = 0
+        for place, size in zip(coordinates, self.sizes, strict=True):
+            number = number * size + place
+        return number
+
+    def parts(self, axes: Iterable[int]) -> int:
+        """Processes along several axes, named by their numbers."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def place(self, axes: Iterable[int], rank: int) -> int:
+        """A rank's place among the processes along several axes (by number, ascending), major to minor."""
+        place = 0
+        for axis in axes:
+            place = place * self.sizes[axis] + self.coordinates(rank)[axis]
+        return place
+
+    def peers(self, axes: Iterable[int], rank: int) -> list[int]:
+        """The ranks that differ from `rank` along these axes only, itself among them, in ascending order."""
+        free = set(axes)
+        here = self.coordinates(rank)
+        choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
+        return [self.rank(place) for place in itertools.product(*choices)]
+
+    def as_dict(self) -> dict[str, int]:
+        """The axes as JSON data, in their order."""
+        return dict(self.axes)
+
+    def __str__(self) -> str:
+        """As a user writes it: dp=2,tp=2."""
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
+    """Reads "dp=2,tp=2".
+
+    Raises:
+        UserError: it is not a list of named sizes.
+    """
+    matches = [_AXIS.fullmatch(word.strip()) for word in text.split(",")]
+    if any(match is None for match in matches):
+        raise UserError(f'"{text}" is not a mesh', where, ("name axes with sizes, major to minor: dp=2,tp=2",))
+    return make_mesh({match[1]: int(match[2]) for match in matches if match}, where, count=len(matches))
+
+
+def make_mesh(sizes: Mapping[str, int], where: str = "mesh", count: int | None = None) -> Mesh:
+    """A mesh of named sizes.
+
+    Raises:
+        UserError: an axis is there twice, has no process, or there are too many.
+    """
+    if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (len(sizes) if count is None else count):
+        raise UserError("a mesh has one to three axes of different names", where, ("such as dp=2,tp=2",))
+    small = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
+    if small:
+        raise UserError(f"the mesh's axis {small[0]} has size {sizes[small[0]]}", where, ("a size is 1 or more",))
+    return Mesh(tuple(sizes.items()))
+
+
+def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
+    """All meshes of so many processes whose axes have more than one, named dp, tp (and tp2)."""
+    names = ("dp", "tp", "tp2")
+    found: list[Mesh] = []
+    for count in range(1, min(most_axes, len(names)) + 1):
+        for sizes in itertools.product([n for n in range(2, world_size + 1) if world_size % n == 0], repeat=count):
+            if math.prod(sizes) == world_size:
+                found.append(Mesh(tuple(zip(names, sizes, strict=False))))
+    return found or [Mesh((("dp", 1),))]
