@@ -52,7 +52,12 @@ class SomeHeads(nn.Module):
 
     def __init__(self, layer: nn.MultiheadAttention, first: bool) -> None:
         super().__init__()
-        self._layer, self._first = (layer,), first
+        self._layer = (layer,)
+        # Not left out but multiplied, so that gradients come in the same order on all processes.
+        self._share = 1.0 if first else 0.0
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias * self._share
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[N, L, E] to a term of [N, L, E], and no weights."""
@@ -63,7 +68,7 @@ class SomeHeads(nn.Module):
         dropout = layer.dropout if layer.training else 0.0
         seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         joined = seen.transpose(1, 2).reshape(batch, length, -1)
-        return F.linear(joined, layer.out_proj.weight, layer.out_proj.bias if self._first else None), None
+        return F.linear(joined, layer.out_proj.weight, self._bias(layer.out_proj.bias)), None
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:

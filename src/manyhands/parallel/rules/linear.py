@@ -33,12 +33,17 @@ class AddsBiasOnce(nn.Module):
 
     def __init__(self, layer: nn.Linear, first: bool) -> None:
         super().__init__()
-        self._layer, self._first = (layer,), first
+        self._layer = (layer,)
+        # Not left out but multiplied, so that gradients come in the same order on all processes.
+        self._share = 1.0 if first else 0.0
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        return bias * self._share
 
     def forward(self, features: Tensor) -> Tensor:
         """A term of the sum: [N, …, in / parts] to [N, …, out]."""
         layer = self._layer[0]
-        return F.linear(features, layer.weight, layer.bias if self._first else None)
+        return F.linear(features, layer.weight, self._bias(layer.bias))
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
