@@ -1,0 +1,111 @@
+"""Finds the assignment that costs a step the least, exactly."""
+
+import time
+from dataclasses import replace
+
+from manyhands.planner.elimination import Elimination, elimination_order
+from manyhands.planner.integer import least_memory, search_integers
+from manyhands.planner.prices import Prices
+from manyhands.planner.problem import NoPlanError, Problem, SearchStoppedError, Solution, evaluate
+from manyhands.planner.tables import Tables, drop_dominated, drop_forbidden, tables_of
+
+DEFAULT_LIMIT_S = 60.0
+_GIB = 1 << 30
+
+
+def solve(problem: Problem, limit_s: float = DEFAULT_LIMIT_S) -> Solution:
+    """The best assignment of all that are allowed and fit into memory.
+
+    Where the graph is narrow, elimination gives the optimum or, if the limit of memory or the hiding of gradients
+    couple all nodes, a bound; the few choices near it are left to the integer program. A wide graph goes there at once.
+
+    Args:
+        problem: nodes, edges and the limit.
+        limit_s: when the search ends with the best that it has; the solution's bound then says how far it may be off.
+
+    Raises:
+        NoPlanError: no assignment is allowed, or none fits; it names the least memory possible.
+        SearchStoppedError: the time was used up before anything was found.
+        UserError: the problem's numbers make no sense.
+    """
+    deadline = time.monotonic() + limit_s
+    tables = drop_forbidden(tables_of(problem), problem)
+    if not problem.nodes:
+        return replace(evaluate(problem, ()), bound_seconds=0.0)
+    order = elimination_order(tables.sizes, list(tables.pairs))
+    if order is None:
+        tables = drop_dominated(tables)
+        order = elimination_order(tables.sizes, list(tables.pairs))
+    if order is None:
+        return _from_integers(problem, tables, None, deadline)
+    prices = Prices(tables, order)
+    prices.ask()
+    if prices.bound_seconds == float("inf"):
+        raise _contradiction()
+    if prices.choices is None:
+        raise _too_large(problem, prices.least_memory_bytes)
+    known = evaluate(problem, tables.named(prices.choices))
+    if prices.closed:
+        return replace(known, bound_seconds=known.seconds)
+    return _from_integers(
+        problem, drop_dominated(prices.near()), replace(known, bound_seconds=prices.bound_seconds), deadline
+    )
+
+
+def _from_integers(problem: Problem, tables: Tables, known: Solution | None, deadline: float) -> Solution:
+    """Solves the integer program; `known` is an assignment that fits and the bound that belongs to it."""
+    found = search_integers(tables, max(1.0, deadline - time.monotonic()))
+    if found.choices is None and known is None:
+        if found.stopped:
+            raise SearchStoppedError("no plan was found in time", "plan", ("search longer", "allow more memory"))
+        raise _why_none(problem, tables, deadline)
+    candidates = [known] if known is not None else []
+    if found.choices is not None:
+        candidates.append(evaluate(problem, tables.named(found.choices)))
+    best = min(candidates, key=lambda solution: solution.seconds)
+    if not found.stopped:
+        return replace(best, bound_seconds=best.seconds)
+    proven = max(found.bound_seconds, -float("inf") if known is None else known.bound_seconds or 0.0)
+    return replace(best, bound_seconds=min(proven, best.seconds))
+
+
+def _why_none(problem: Problem, tables: Tables, deadline: float) -> NoPlanError:
+    smallest = search_integers(least_memory(tables), max(1.0, deadline - time.monotonic()))
+    if smallest.choices is None:
+        return _contradiction()
+    return _too_large(problem, evaluate(problem, tables.named(smallest.choices)).memory_bytes)
+
+
+def _contradiction() -> NoPlanError:
+    return NoPlanError("the ops' choices contradict each other: no plan is allowed", "plan", ("loosen a pin",))
+
+
+def _too_large(problem: Problem, least_bytes: float | None) -> NoPlanError:
+    least, limit = (least_bytes or 0.0) / _GIB, (problem.memory_limit_bytes or 0.0) / _GIB
+    error = NoPlanError(
+        f"no plan fits into {limit:.4g} GiB on each process; the smallest takes {least:.4g} GiB",
+        "memory",
+        ("allow more memory", "use more processes", "make the batch smaller"),
+    )
+    error.least_memory_bytes = least_bytes
+    return error
+
+
+def least_memory_bytes(problem: Problem) -> float:
+    """The bytes of the smallest assignment that is allowed, whatever its seconds.
+
+    Raises:
+        NoPlanError: no assignment is allowed.
+        SearchStoppedError: the time was used up.
+    """
+    tables = least_memory(drop_forbidden(tables_of(problem), problem))
+    order = elimination_order(tables.sizes, list(tables.pairs))
+    if order is not None:
+        value = Elimination(order, tables.seconds, tables.pairs).value
+        if value == float("inf"):
+            raise _contradiction()
+        return value
+    found = search_integers(tables, DEFAULT_LIMIT_S)
+    if found.choices is None:
+        raise SearchStoppedError("no plan was found in time", "plan") if found.stopped else _contradiction()
+    return evaluate(problem, tables.named(found.choices)).memory_bytes
