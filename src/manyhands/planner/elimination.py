@@ -1,6 +1,6 @@
 """Exact minimum of sums of tables over a graph, one node after the other; fast where the graph is nearly a chain."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,10 +93,14 @@ class Elimination:
             chosen[node] = int(best[tuple(chosen[other] for other in scope)])
         return [chosen[node] for node in range(len(chosen))]
 
-    def least(self) -> list[Matrix]:
-        """For each node and choice the least sum of all assignments that take it."""
+    def least(self, pairs: Iterable[tuple[int, int]] = ()) -> tuple[list[Matrix], dict[tuple[int, int], Matrix]]:
+        """For each node and choice, and each pair and choices, the least sum of all assignments that take them."""
         beliefs: dict[int, Matrix] = {}
         least: dict[int, Matrix] = {}
+        least_pairs: dict[tuple[int, int], Matrix] = {}
+        held: dict[int, list[tuple[int, int]]] = {}
+        for pair in pairs:
+            held.setdefault(min(self._place[node] for node in pair), []).append(pair)
         children = [self._parents.count(place) for place in range(len(self._parents))]
         for place in reversed(range(len(self._parents))):
             parent, table = self._parents[place], self._table(place)
@@ -109,18 +113,17 @@ class Elimination:
                     del beliefs[parent]
             if children[place]:
                 beliefs[place] = table
-            least[self._order.nodes[place]] = table.min(axis=tuple(range(table.ndim - 1)))
-        return [least[node] for node in range(len(least))]
+            axes = (*self._order.scopes[place], self._order.nodes[place])
+            least[axes[-1]] = _onto(table, axes, axes[-1:])
+            least_pairs |= {pair: _onto(table, axes, pair) for pair in held.get(place, ())}
+        return [least[node] for node in range(len(least))], least_pairs
 
     def _outside(self, place: int, parent: int, belief: Matrix) -> Matrix:
         """The least that all else adds, by the choices of the nodes that `place` meets."""
         axes = (*self._order.scopes[parent], self._order.nodes[parent])
         scope, message = self._order.scopes[place], self._messages[place]
-        met = belief.min(axis=tuple(axis for axis, node in enumerate(axes) if node not in scope))
-        left = [node for node in axes if node in scope]
-        met = met.transpose([left.index(node) for node in scope])
         with np.errstate(invalid="ignore"):
-            return np.where(np.isfinite(message), met - message, np.inf)
+            return np.where(np.isfinite(message), _onto(belief, axes, scope) - message, np.inf)
 
     def _table(self, place: int) -> Matrix:
         axes = (*self._order.scopes[place], self._order.nodes[place])
@@ -132,6 +135,13 @@ class Elimination:
             for node, size in zip(scope, array.shape, strict=True):
                 shape[axes.index(node)] = size
         return np.broadcast_to(np.asarray(total), shape)
+
+
+def _onto(table: Matrix, axes: Scope, scope: Scope) -> Matrix:
+    """The least entries by the nodes of `scope`."""
+    least = table.min(axis=tuple(axis for axis, node in enumerate(axes) if node not in scope))
+    left = [node for node in axes if node in scope]
+    return least.transpose([left.index(node) for node in scope])
 
 
 def _spread(array: Matrix, scope: Scope, axes: Scope) -> Matrix:

@@ -57,17 +57,20 @@ class _Program:
         self.upper.append(upper)
 
 
-def search_integers(tables: Tables, limit_s: float) -> Found:
+def search_integers(tables: Tables, limit_s: float, gap: float = 0.0) -> Found:
     """The assignment of least seconds that fits into the limit of memory.
 
     Args:
         tables: without forbidden choices.
         limit_s: time after which the best so far has to do.
+        gap: share of its seconds by which the result may be slower than the best.
     """
     program = _Program()
     scale = _scale(tables)
     nodes = _fill(program, tables, scale)
-    solver = _solver(program, sum(tables.sizes), limit_s)
+    solver = _solver(program, sum(tables.sizes))
+    solver.setOptionValue("time_limit", limit_s)
+    solver.setOptionValue("mip_rel_gap", max(gap, _TOLERANCE))
     for _ in range(_MOST_RETRIES):
         solver.run()
         status, info = solver.getModelStatus(), solver.getInfo()
@@ -137,7 +140,7 @@ def _add_pair(
             program.add_row(np.concatenate([line, members]), values, 0.0, 0.0)
 
 
-def _solver(program: _Program, integers: int, limit_s: float) -> highspy.Highs:
+def _solver(program: _Program, integers: int) -> highspy.Highs:
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = program.columns, len(program.lower)
     model.col_cost_, model.col_upper_ = np.concatenate(program.costs), np.concatenate(program.uppers)
@@ -150,7 +153,6 @@ def _solver(program: _Program, integers: int, limit_s: float) -> highspy.Highs:
     kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
     model.integrality_ = [kinds[column >= integers] for column in range(program.columns)]
     solver = quiet_solver()
-    solver.setOptionValue("time_limit", limit_s)
     solver.passModel(model)
     return solver
 
@@ -162,7 +164,6 @@ def quiet_solver() -> highspy.Highs:
         "output_flag": False,
         # No threads of its own: the planner runs in processes that fork and that share few cores.
         "threads": 1,
-        "mip_rel_gap": _TOLERANCE,
         "mip_abs_gap": _TOLERANCE,
         "mip_feasibility_tolerance": _TOLERANCE,
         "primal_feasibility_tolerance": _TOLERANCE,

@@ -6,13 +6,14 @@ optimum itself where neither the limit nor the hiding of gradients binds. Where 
 choices are more than the gap away from any optimum.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import highspy
 import numpy as np
 
 from manyhands.planner.elimination import Elimination, Order
-from manyhands.planner.integer import least_memory, memory_of, quiet_solver
+from manyhands.planner.integer import least_memory, memory_of, quiet_solver, search_integers
 from manyhands.planner.problem import Matrix
 from manyhands.planner.tables import Tables, keep
 
@@ -41,21 +42,23 @@ class Prices:
     Args:
         tables: without forbidden choices.
         order: for elimination.
+        seconds: of an assignment that is known already; only better ones count.
+        gap: share of its seconds by which the result may be slower than the best.
     """
 
-    def __init__(self, tables: Tables, order: Order) -> None:
-        self._tables, self._order = tables, order
+    def __init__(self, tables: Tables, order: Order, seconds: float = float("inf"), gap: float = 0.0) -> None:
+        self._tables, self._order, self._gap = tables, order, max(gap, _ROUNDING)
         self._answers: list[_Answer] = []
         self._best: tuple[float, float] = (1.0, 0.0)
         self.bound_seconds = -float("inf")
         self.choices: list[int] | None = None
-        self.seconds = float("inf")
+        self.seconds = seconds
         self.least_memory_bytes: float | None = None
 
     @property
     def closed(self) -> bool:
-        """Whether the best assignment is the optimum."""
-        return self.choices is not None and self.seconds <= self.bound_seconds + _ROUNDING * abs(self.seconds)
+        """Whether the best assignment is the optimum, but for the gap that is allowed."""
+        return math.isfinite(self.seconds) and self.seconds <= self.bound_seconds + self._gap * abs(self.seconds)
 
     def ask(self) -> None:
         """Tries prices until nothing is to be gained; afterwards `closed`, a gap, or nothing fits."""
@@ -72,13 +75,26 @@ class Prices:
                 return
             self._try(prices)
 
+    def cross(self, limit_s: float) -> None:
+        """Looks for a better assignment among the crosses of all answers: few choices at each node, soon searched."""
+        sizes = self._tables.sizes
+        masks = {node: np.zeros(size, dtype=bool) for node, size in enumerate(sizes)}
+        for answer in self._answers:
+            for node, choice in enumerate(answer.choices):
+                masks[node][choice] = True
+        found = search_integers(keep(self._tables, masks), limit_s, gap=_CLOSE)
+        if found.choices is not None:
+            self._consider([int(np.flatnonzero(masks[node])[choice]) for node, choice in enumerate(found.choices)])
+
     def near(self) -> Tables:
-        """The tables without those choices whose bound is above the best assignment."""
-        excess, byte = self._best
-        worst = self.seconds + byte * min(self._tables.limit, 1e300)
-        least = self._eliminate((excess, byte)).least()
-        margin = 1e-9 * abs(worst)
-        return keep(self._tables, {node: sums <= worst + margin for node, sums in enumerate(least)})
+        """The tables without those choices, and pairs of them, whose bound is above the best assignment."""
+        byte = self._best[1]
+        worst = self.seconds + (byte * self._tables.limit if byte else 0.0)
+        worst += 1e-9 * abs(worst)
+        nodes, pairs = self._eliminate(self._best).least(self._tables.pairs)
+        left = {pair: np.where(pairs[pair] <= worst, matrix, np.inf) for pair, matrix in self._tables.pairs.items()}
+        masks = {node: sums <= worst for node, sums in enumerate(nodes)}
+        return keep(replace(self._tables, pairs=left), masks)
 
     def _eliminate(self, prices: tuple[float, float]) -> Elimination:
         tables, (excess, byte) = self._tables, prices
@@ -112,7 +128,7 @@ class Prices:
         eliminated = Elimination(self._order, tables.seconds, tables.pairs)
         self._consider(eliminated.choices())
         self.least_memory_bytes = self._answers[-1].memory
-        return self.choices is not None
+        return self._answers[-1].memory <= self._tables.limit
 
     def _next_prices(self) -> tuple[tuple[float, float], float]:
         """Where the bound could be highest, judged by the answers so far, and how high: a program of three columns."""

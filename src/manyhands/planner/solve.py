@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from manyhands.planner.elimination import Elimination, elimination_order
+from manyhands.planner.elimination import Elimination, Order, elimination_order
 from manyhands.planner.integer import least_memory, search_integers
 from manyhands.planner.prices import Prices
 from manyhands.planner.problem import NoPlanError, Problem, SearchStoppedError, Solution, evaluate
@@ -11,9 +11,11 @@ from manyhands.planner.tables import Tables, drop_dominated, drop_forbidden, tab
 
 DEFAULT_LIMIT_S = 60.0
 _GIB = 1 << 30
+# Prices are asked anew as long as that leaves so few of the choices.
+_WORTHWHILE = 0.9
 
 
-def solve(problem: Problem, limit_s: float = DEFAULT_LIMIT_S) -> Solution:
+def solve(problem: Problem, limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0) -> Solution:
     """The best assignment of all that are allowed and fit into memory.
 
     Where the graph is narrow, elimination gives the optimum or, if the limit of memory or the hiding of gradients
@@ -22,6 +24,7 @@ def solve(problem: Problem, limit_s: float = DEFAULT_LIMIT_S) -> Solution:
     Args:
         problem: nodes, edges and the limit.
         limit_s: when the search ends with the best that it has; the solution's bound then says how far it may be off.
+        gap: share of its seconds by which the result may be slower than the best; 0 proves it to be the best.
 
     Raises:
         NoPlanError: no assignment is allowed, or none fits; it names the least memory possible.
@@ -37,24 +40,39 @@ def solve(problem: Problem, limit_s: float = DEFAULT_LIMIT_S) -> Solution:
         tables = drop_dominated(tables)
         order = elimination_order(tables.sizes, list(tables.pairs))
     if order is None:
-        return _from_integers(problem, tables, None, deadline)
-    prices = Prices(tables, order)
-    prices.ask()
-    if prices.bound_seconds == float("inf"):
-        raise _contradiction()
-    if prices.choices is None:
-        raise _too_large(problem, prices.least_memory_bytes)
-    known = evaluate(problem, tables.named(prices.choices))
-    if prices.closed:
-        return replace(known, bound_seconds=known.seconds)
-    return _from_integers(
-        problem, drop_dominated(prices.near()), replace(known, bound_seconds=prices.bound_seconds), deadline
-    )
+        return _from_integers(problem, tables, None, deadline, gap)
+    known, left = _by_prices(problem, tables, order, deadline, gap)
+    return known if left is None else _from_integers(problem, drop_dominated(left), known, deadline, gap)
 
 
-def _from_integers(problem: Problem, tables: Tables, known: Solution | None, deadline: float) -> Solution:
+def _by_prices(
+    problem: Problem, tables: Tables, order: Order, deadline: float, gap: float
+) -> tuple[Solution, Tables | None]:
+    """An assignment that fits, with a bound, and the choices that may still be better, if there are any."""
+    known: Solution | None = None
+    while True:
+        prices = Prices(tables, order, known.seconds if known else float("inf"), gap)
+        prices.ask()
+        if prices.bound_seconds == float("inf"):
+            raise _contradiction()
+        if prices.seconds == float("inf"):
+            raise _too_large(problem, prices.least_memory_bytes)
+        if not prices.closed:
+            prices.cross(max(1.0, (deadline - time.monotonic()) / 8))
+        if prices.choices is not None:
+            known = evaluate(problem, tables.named(prices.choices))
+        assert known is not None
+        known = replace(known, bound_seconds=max(prices.bound_seconds, known.bound_seconds or 0.0))
+        if prices.closed:
+            return known, None
+        before, tables = sum(tables.sizes), prices.near()
+        if sum(tables.sizes) > _WORTHWHILE * before or time.monotonic() > deadline:
+            return known, tables
+
+
+def _from_integers(problem: Problem, tables: Tables, known: Solution | None, deadline: float, gap: float) -> Solution:
     """Solves the integer program; `known` is an assignment that fits and the bound that belongs to it."""
-    found = search_integers(tables, max(1.0, deadline - time.monotonic()))
+    found = search_integers(tables, max(1.0, deadline - time.monotonic()), gap)
     if found.choices is None and known is None:
         if found.stopped:
             raise SearchStoppedError("no plan was found in time", "plan", ("search longer", "allow more memory"))
@@ -63,7 +81,7 @@ def _from_integers(problem: Problem, tables: Tables, known: Solution | None, dea
     if found.choices is not None:
         candidates.append(evaluate(problem, tables.named(found.choices)))
     best = min(candidates, key=lambda solution: solution.seconds)
-    if not found.stopped:
+    if not found.stopped and not gap:
         return replace(best, bound_seconds=best.seconds)
     proven = max(found.bound_seconds, -float("inf") if known is None else known.bound_seconds or 0.0)
     return replace(best, bound_seconds=min(proven, best.seconds))
