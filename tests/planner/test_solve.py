@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from manyhands.core.errors import UserError
 from manyhands.planner import solve as solving
 from manyhands.planner.problem import Choice, Edge, NoPlanError, Problem, evaluate
-from manyhands.planner.solve import least_memory_bytes, solve
+from manyhands.planner.solve import least_memory_bytes, solve, solve_all
 
 numbers = st.integers(0, 40).map(lambda number: number / 8)
 costs = st.one_of(numbers, numbers, numbers, st.just(math.inf))
@@ -104,6 +104,30 @@ def test_a_gap_that_is_allowed_is_kept_to(problem, gap):
     solution = solve(problem, gap=gap)
     assert solution.bound_seconds <= best * (1 + 1e-9)
     assert best * (1 - 1e-9) <= solution.seconds <= best / (1 - gap) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(costs=numbers), st.integers(0, 100).map(lambda number: number / 4))
+def test_with_a_cutoff_what_is_faster_is_found_and_bounds_hold(problem, cutoff):
+    best = best_by_trying(problem)
+    assume(best is not None)
+    solution = solve(problem, cutoff_seconds=cutoff)
+    assert solution.bound_seconds <= best * (1 + 1e-9) <= solution.seconds * (1 + 2e-9)
+    assert problem.memory_limit_bytes is None or solution.memory_bytes <= problem.memory_limit_bytes
+    if best < cutoff:
+        assert solution.seconds == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(problems(most_nodes=4, most_choices=3), min_size=1, max_size=4))
+def test_of_several_meshes_the_best_is_found(several):
+    answers = solve_all(several)
+    best = [best_by_trying(problem) for problem in several]
+    assert [isinstance(answer, NoPlanError) for answer in answers] == [seconds is None for seconds in best]
+    solutions = [answer for answer in answers if not isinstance(answer, NoPlanError)]
+    if solutions:
+        fastest = min(solutions, key=lambda solution: solution.seconds)
+        assert fastest.seconds == pytest.approx(min(seconds for seconds in best if seconds is not None), rel=1e-9)
 
 
 def residual_network(blocks, choices, seed):

@@ -82,19 +82,22 @@ class Prices:
         for answer in self._answers:
             for node, choice in enumerate(answer.choices):
                 masks[node][choice] = True
-        found = search_integers(keep(self._tables, masks), limit_s, gap=_CLOSE)
+        found = search_integers(keep(self._tables, masks), limit_s, gap=max(self._gap, _CLOSE))
         if found.choices is not None:
             self._consider([int(np.flatnonzero(masks[node])[choice]) for node, choice in enumerate(found.choices)])
 
-    def near(self) -> Tables:
-        """The tables without those choices, and pairs of them, whose bound is above the best assignment."""
+    def near(self, cutoff_seconds: float) -> Tables | None:
+        """The tables without choices, and pairs of them, whose bound is above the best assignment or the cutoff.
+
+        None if that leaves a node without any.
+        """
         byte = self._best[1]
-        worst = self.seconds + (byte * self._tables.limit if byte else 0.0)
+        worst = min(self.seconds, cutoff_seconds) + (byte * self._tables.limit if byte else 0.0)
         worst += 1e-9 * abs(worst)
         nodes, pairs = self._eliminate(self._best).least(self._tables.pairs)
         left = {pair: np.where(pairs[pair] <= worst, matrix, np.inf) for pair, matrix in self._tables.pairs.items()}
         masks = {node: sums <= worst for node, sums in enumerate(nodes)}
-        return keep(replace(self._tables, pairs=left), masks)
+        return keep(replace(self._tables, pairs=left), masks) if all(mask.any() for mask in masks.values()) else None
 
     def _eliminate(self, prices: tuple[float, float]) -> Elimination:
         tables, (excess, byte) = self._tables, prices
