@@ -12,6 +12,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.links import (
     KINDS,
     Link,
+    fitted_link,
     link_seconds,
     links_of,
     measured_as_plain,
@@ -56,6 +57,20 @@ def test_measured_points_are_met_and_never_fall(points, a, b):
     highest = list(itertools.accumulate((seconds for _, seconds in points), max))
     for (size, _), seconds in zip(points, highest, strict=True):
         assert measured_seconds(points, size) == pytest.approx(seconds)
+
+
+@given(kinds, st.integers(2, 64), links, st.integers(1, 1000))
+def test_a_link_is_found_again_from_its_points(kind, processes, link, small):
+    points = tuple((float(size), link_seconds(kind, processes, size, link)) for size in (small, 10_000, 10_000_000_000))
+    found = fitted_link(kind, processes, points)
+    assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-3)
+    assert found.latency_s == pytest.approx(link.latency_s, rel=1e-3, abs=1e-7)
+
+
+def test_points_that_fall_give_a_link_without_latency():
+    assert fitted_link("all_gather", 2, ((1.0, 3.0), (100.0, 2.0))) == Link(25.0, 0.0)
+    with pytest.raises(ValueError, match="nothing"):
+        fitted_link("all_gather", 1, ((1.0, 3.0),))
 
 
 def test_inner_axes_lie_within_a_machine():

@@ -85,6 +85,21 @@ def measured_seconds(points: Points, size_bytes: float) -> float:
     return seconds[-1] + slope * (size_bytes - sizes[-1])
 
 
+def fitted_link(kind: str, processes: int, points: Points) -> Link:
+    """The link whose formula meets the first and the last of the points; for groups that weren't measured.
+
+    Where noise makes the last no slower than the first, all of its time is taken for its bytes.
+    """
+    (small, first_s), (large, last_s) = points[0], points[-1]
+    messages, share = rounds(kind, processes)
+    if messages == 0 or share * large == 0 or last_s <= 0:
+        raise ValueError(f"{kind} of {processes} processes and {large} bytes says nothing of a link")
+    if last_s <= first_s or large <= small:
+        return Link(share * large / last_s, 0.0)
+    bytes_per_s = share * (large - small) / (last_s - first_s)
+    return Link(bytes_per_s, max(0.0, first_s - share * small / bytes_per_s) / messages)
+
+
 @dataclass(frozen=True)
 class Links:
     """Costs of collectives along the axes of a mesh.
