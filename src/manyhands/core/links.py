@@ -1,0 +1,196 @@
+"""What a collective costs on the links between processes: a formula, or points that were measured.
+
+The formulas count the time until a message begins (latency) and the time for its bytes, for p processes in a ring:
+an all-reduce is a reduce-scatter and an all-gather of p - 1 messages each, of a p-th of the bytes (Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009); a broadcast is a binomial tree (Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005). gloo and NCCL do likewise
+with long messages.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast two processes talk.
+
+    Attributes:
+        bytes_per_s: in one direction, with long messages.
+        latency_s: until the first byte of a message arrives.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+
+# Processes of one machine pass tensors through its memory; between machines stands an ordinary Ethernet.
+WITHIN_A_MACHINE = Link(4e9, 20e-6)
+BETWEEN_MACHINES = Link(125e6, 100e-6)
+
+
+def rounds(kind: str, processes: int) -> tuple[int, float]:
+    """(messages after one another, bytes that each process sends for each byte of the tensor) of a collective.
+
+    The tensor is the one that is whole: what is reduced, what has been gathered, what is scattered, or one process's
+    own for all_to_all.
+    """
+    ring = processes - 1
+    if processes == 1:
+        return 0, 0.0
+    if kind == "all_reduce":
+        return 2 * ring, 2 * ring / processes
+    if kind == "broadcast":
+        steps = math.ceil(math.log2(processes))
+        return steps, float(steps)
+    return ring, ring / processes
+
+
+def sent_bytes(kind: str, processes: int, size_bytes: float) -> float:
+    """Bytes that a process sends, the mean over the group."""
+    if kind == "broadcast":
+        return size_bytes * (processes - 1) / processes
+    return size_bytes * rounds(kind, processes)[1]
+
+
+def link_seconds(kind: str, processes: int, size_bytes: float, link: Link) -> float:
+    """Seconds of a collective by the formula."""
+    messages, share = rounds(kind, processes)
+    return messages * link.latency_s + share * size_bytes / link.bytes_per_s
+
+
+def measured_seconds(points: Points, size_bytes: float) -> float:
+    """Seconds between and beyond points (bytes, seconds) that were measured, ascending by bytes.
+
+    Straight lines join them; beyond the last the whole line's slope goes on. More bytes never take less time, whatever
+    noise says.
+    """
+    sizes = [size for size, _ in points]
+    seconds = list(itertools.accumulate((value for _, value in points), max))
+    if size_bytes <= sizes[0]:
+        return seconds[0]
+    for (low, high), (start, stop) in zip(itertools.pairwise(sizes), itertools.pairwise(seconds), strict=True):
+        if size_bytes <= high:
+            return start + (stop - start) * (size_bytes - low) / (high - low)
+    slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else seconds[-1] / max(sizes[-1], 1.0)
+    return seconds[-1] + slope * (size_bytes - sizes[-1])
+
+
+def fitted_link(kind: str, processes: int, points: Points) -> Link:
+    """The link whose formula meets the first and the last of the points; for groups that weren't measured.
+
+    Where noise makes the last no slower than the first, all of its time is taken for its bytes.
+    """
+    (small, first_s), (large, last_s) = points[0], points[-1]
+    messages, share = rounds(kind, processes)
+    if messages == 0 or share * large == 0 or last_s <= 0:
+        raise ValueError(f"{kind} of {processes} processes and {large} bytes says nothing of a link")
+    if last_s <= first_s or large <= small:
+        return Link(share * large / last_s, 0.0)
+    bytes_per_s = share * (large - small) / (last_s - first_s)
+    return Link(bytes_per_s, max(0.0, first_s - share * small / bytes_per_s) / messages)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Costs of collectives along the axes of a mesh.
+
+    Attributes:
+        mesh: the processes.
+        axes: the link along each axis.
+        across: for each axis whether it leads from machine to machine.
+        measured: points by (kind, axes); they count more than the formula.
+    """
+
+    mesh: Mesh
+    axes: tuple[Link, ...]
+    across: tuple[bool, ...]
+    measured: Mapping[tuple[str, tuple[int, ...]], Points] = field(
+        default_factory=dict[tuple[str, tuple[int, ...]], Points]
+    )
+
+    def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
+        """Seconds of one collective in each group along some axes, all groups at the same time.
+
+        A group over several axes is as slow as its slowest axis. Groups that leave a machine through the same card
+        share it: there are as many as the axes within a machine, other than the group's own, have processes.
+        """
+        axes = tuple(sorted(axes))
+        processes = self.mesh.parts(axes)
+        if processes == 1 or not size_bytes:
+            return 0.0
+        if points := self.measured.get((kind, axes)):
+            return measured_seconds(points, size_bytes)
+        beside = self.mesh.parts(axis for axis, far in enumerate(self.across) if axis not in axes and not far)
+        slowest = 0.0
+        for axis in axes:
+            link = self.axes[axis]
+            if self.across[axis]:
+                link = Link(link.bytes_per_s / beside, link.latency_s)
+            if self.mesh.sizes[axis] > 1:
+                slowest = max(slowest, link_seconds(kind, processes, size_bytes, link))
+        return slowest
+
+    def sent_bytes(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
+        """Bytes that a process sends in one collective."""
+        return sent_bytes(kind, self.mesh.parts(axes), size_bytes)
+
+
+def links_of(
+    mesh: Mesh, per_machine: int | None = None, within: Link = WITHIN_A_MACHINE, between: Link = BETWEEN_MACHINES
+) -> Links:
+    """Links where the minor axes lie within machines as far as they fit, and all others lead from one to the next.
+
+    Args:
+        mesh: the processes; neighbours in rank share a machine.
+        per_machine: processes of a machine; all of them if None.
+        within: the link between processes of a machine.
+        between: the link between machines.
+    """
+    across: list[bool] = []
+    spanned = 1
+    for size in reversed(mesh.sizes):
+        spanned *= size
+        across.append(per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
+    across.reverse()
+    return Links(mesh, tuple(between if far else within for far in across), tuple(across))
+
+
+def measured_as_plain(links: Links) -> list[dict[str, Any]]:
+    """The measured points as JSON data, as `plan.json` holds them."""
+    names = links.mesh.names
+    return [
+        {"kind": kind, "axes": [names[axis] for axis in axes], "points": [list(point) for point in points]}
+        for (kind, axes), points in sorted(links.measured.items())
+    ]
+
+
+def measured_from_plain(content: Any, mesh: Mesh, where: str) -> dict[tuple[str, tuple[int, ...]], Points]:
+    """Reads what `measured_as_plain` wrote.
+
+    Raises:
+        UserError: it isn't that, or was measured on axes that the mesh lacks.
+    """
+    measured: dict[tuple[str, tuple[int, ...]], Points] = {}
+    try:
+        for line in content:
+            axes = tuple(sorted(mesh.names.index(name) for name in line["axes"]))
+            points = tuple(sorted((float(size), float(seconds)) for size, seconds in line["points"]))
+            numbers = list(itertools.chain.from_iterable(points))
+            rising = all(low[0] < high[0] for low, high in itertools.pairwise(points))
+            if line["kind"] not in KINDS or not points or not rising or not all(0 <= n < math.inf for n in numbers):
+                raise ValueError(line["kind"])
+            measured[line["kind"], axes] = points
+    except (KeyError, TypeError, ValueError) as error:
+        mend = ("take it out of the file, or measure anew",)
+        raise UserError(f"the measured links don't fit the mesh {mesh}", where, mend) from error
+    return measured

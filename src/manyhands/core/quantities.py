@@ -1,0 +1,53 @@
+"""Amounts as users write them: 14GiB of memory, a link of 1gbit or 8GB/s."""
+
+import re
+
+from manyhands.core.errors import UserError
+
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]*)\s*")
+_PREFIXES = ("", "k", "m", "g", "t")
+_BYTES = {
+    f"{prefix}{word}": base**power
+    for word, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate(_PREFIXES)
+    if prefix or word == "b"
+}
+_BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate(_PREFIXES)}
+
+
+def parse_memory(text: str, where: str = "--memory") -> int:
+    """Bytes of "14GiB", "500 MB" or "1000000".
+
+    Raises:
+        UserError: it is no amount above nothing.
+    """
+    number, unit = _split(text)
+    size = _BYTES.get(unit.lower() or "b")
+    if number <= 0 or size is None:
+        raise UserError(
+            f'"{text}" is no amount of memory', where, ("write a number and a unit, such as 14GiB or 500MB",)
+        )
+    return int(number * size)
+
+
+def parse_bandwidth(text: str, where: str = "--link") -> float:
+    """Bytes per second of "1gbit", "100 Mbit/s" or "8GB/s".
+
+    Raises:
+        UserError: it is no such speed, or leaves open whether bits or bytes are meant.
+    """
+    number, unit = _split(text)
+    unit = unit.removesuffix("/s")
+    size = _BITS.get(unit.lower().removesuffix("s")) or _BITS.get(unit.lower())
+    # "8gb" is read as bits by some and as bytes by others, and the plan would be eight times off.
+    if size is None and unit.endswith("B"):
+        size = _BYTES.get(unit.lower())
+    if number <= 0 or size is None:
+        mend = "write bits or bytes in a second, such as 1gbit, 100mbit or 8GB/s"
+        raise UserError(f'"{text}" is no speed of a link', where, (mend,))
+    return number * size
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text)
+    return (float(match[1]), match[2]) if match else (0.0, "")

@@ -1,0 +1,146 @@
+"""The finish: the few best plans are timed in turns, and data parallel is kept unless it is beaten beyond noise."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from manyhands.core.errors import UserError
+
+Plan = TypeVar("Plan")
+
+DATA_PARALLEL = "data parallel"
+# A gain that a user would not notice isn't worth a plan that is harder to understand.
+LEAST_GAIN = 1.03
+# Predictions are off by more than timings, nearly always too low, and most for plans that talk much.
+LEAST_PREDICTED_GAIN = 1.1
+LEAST_ROUNDS = 3
+_STANDARD_ERRORS = 2.0
+# The standard error of a median, from the median distance to it, of normally distributed values.
+_ERROR_OF_MEDIAN = 1.2533 * 1.4826
+
+
+@dataclass(frozen=True)
+class Finalist(Generic[Plan]):
+    """A plan that may be chosen.
+
+    Attributes:
+        name: as tables say it; one of all is "data parallel".
+        plan: what `measure` takes.
+        predicted_seconds: of a step.
+    """
+
+    name: str
+    plan: Plan
+    predicted_seconds: float
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The plan that was chosen, and why.
+
+    Attributes:
+        name: the finalist's.
+        reason: one sentence.
+        measured_seconds: the median of a step of each finalist; empty if nothing was timed.
+        gains: how many times as fast as data parallel each finalist is: (median, its standard error).
+    """
+
+    name: str
+    reason: str
+    measured_seconds: dict[str, float]
+    gains: dict[str, tuple[float, float]]
+
+
+def time_in_turns(
+    finalists: Sequence[Finalist[Plan]], measure: Callable[[Plan], float], rounds: int = 12
+) -> dict[str, list[float]]:
+    """Times all finalists once in each round, so that a machine that slows down slows all of them.
+
+    The order turns around from round to round, and a round before the first isn't counted: it warms up caches. All
+    processes call this alike. `measure` takes part on each, and returns the same number everywhere, such as the
+    largest over all processes; infinite if the plan can't run.
+    """
+    seconds: dict[str, list[float]] = {finalist.name: [] for finalist in finalists}
+    for number in range(-1, rounds):
+        for finalist in finalists if number % 2 == 0 else reversed(finalists):
+            taken = measure(finalist.plan)
+            if number >= 0:
+                seconds[finalist.name].append(taken)
+    return seconds
+
+
+def pick_measured(seconds: dict[str, list[float]]) -> Pick:
+    """The plan to run, from seconds by finalist and round.
+
+    In each round data parallel's seconds are divided by the finalist's. A finalist beats data parallel if the median
+    of these gains is at least 1.03, and above 1 by at least two of its standard errors (1.2533 * 1.4826 * median
+    distance to the median / square root of the rounds). Of those that do, the one with the largest median is picked;
+    if there is none, data parallel. Where data parallel isn't there or can't run, the least median of seconds counts.
+    The rule is a function of the numbers alone, so processes that hold the same numbers pick the same.
+
+    Raises:
+        UserError: rounds are too few or not as many for each.
+    """
+    counts = {len(values) for values in seconds.values()}
+    if len(counts) != 1 or min(counts) < LEAST_ROUNDS:
+        raise UserError(f"plans are compared over {LEAST_ROUNDS} rounds or more, as many for each", "plan")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    base = seconds.get(DATA_PARALLEL, [math.inf])
+    if not all(map(math.isfinite, base)):
+        fastest = min(medians, key=lambda name: (medians[name], name))
+        return Pick(fastest, f"{fastest} is chosen: data parallel can't run here", medians, {})
+    gains = {name: _gain(base, values) for name, values in seconds.items() if name != DATA_PARALLEL}
+    beating = [name for name, (gain, error) in gains.items() if _beats(gain, error)]
+    if beating:
+        best = max(beating, key=lambda name: (gains[name][0], name))
+        gain, error = gains[best]
+        reason = f"{best} is chosen: measured {gain:.2f}x as fast as data parallel (± {error:.2f})"
+        return Pick(best, reason, medians, gains)
+    return Pick(DATA_PARALLEL, _why_kept(gains), medians, gains)
+
+
+def _gain(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+    """The median of the rounds' gains, and its standard error."""
+    ratios = [ours / theirs for ours, theirs in zip(base, values, strict=True)]
+    middle = statistics.median(ratios)
+    distance = statistics.median(abs(ratio - middle) for ratio in ratios)
+    return middle, _ERROR_OF_MEDIAN * distance / math.sqrt(len(ratios))
+
+
+def _beats(gain: float, error: float) -> bool:
+    return gain >= LEAST_GAIN and gain - _STANDARD_ERRORS * error > 1
+
+
+def _why_kept(gains: dict[str, tuple[float, float]]) -> str:
+    if not gains:
+        return "data parallel is kept: no other plan was found"
+    best = max(gains, key=lambda name: (gains[name][0], name))
+    gain, error = gains[best]
+    slower = "slower than data parallel" if gain < 1 else "within noise"
+    return f"data parallel is kept: the best other plan, {best}, measured {gain:.2f}x as fast (± {error:.2f}), {slower}"
+
+
+def pick_predicted(predicted_seconds: dict[str, float]) -> Pick:
+    """The plan to run where nothing is timed: the best prediction, if it is 1.1 times data parallel's or more.
+
+    A finalist that can't run, for one that doesn't fit into memory, is left out by the caller.
+
+    Raises:
+        UserError: there is no finalist.
+    """
+    if not predicted_seconds:
+        raise UserError("no plan is left to choose from", "plan", ("allow more memory", "loosen a pin"))
+    best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
+    if DATA_PARALLEL not in predicted_seconds:
+        return Pick(best, f"{best} is chosen: data parallel can't run here", {}, {})
+    base = predicted_seconds[DATA_PARALLEL]
+    gains = {name: (base / max(own, 1e-12), 0.0) for name, own in predicted_seconds.items() if name != DATA_PARALLEL}
+    if best == DATA_PARALLEL:
+        return Pick(best, "data parallel is kept: no other plan is predicted to be faster", {}, gains)
+    gain = gains[best][0]
+    if gain < LEAST_PREDICTED_GAIN:
+        reason = f"data parallel is kept: {best} is predicted {gain:.2f}x as fast, less than predictions can tell"
+        return Pick(DATA_PARALLEL, reason, {}, gains)
+    return Pick(best, f"{best} is chosen: predicted {gain:.2f}x as fast as data parallel, not measured", {}, gains)

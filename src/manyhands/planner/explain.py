@@ -1,0 +1,179 @@
+"""Says why a plan was chosen: a table of the candidates, and a picture of who computes what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_GIB, _MB = 1 << 30, 1e6
+_COLOURS = {"n": "#4c78a8", "o": "#f58518", "i": "#e45756", "c": "#72b7b2", "h": "#54a24b", "r": "#bab0ac"}
+_MORE_COLOURS = ("#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
+_WORDS = {
+    "n": "samples",
+    "o": "outputs",
+    "i": "inputs",
+    "c": "channels",
+    "h": "heads",
+    "r": "all the same",
+}
+# Names and letters are written where a reader could still read them.
+_MOST_NAMED_LAYERS = 200
+_MOST_LETTERED_DEVICES = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan, as the table shows it; all of a step and of one process.
+
+    Attributes:
+        name: such as "data parallel", "search 1", "yours".
+        mesh: such as dp=2,tp=2.
+        compute_seconds: the ops' own.
+        communication_seconds: between ops.
+        gradient_seconds: gradients' collectives, as far as nothing hides them.
+        memory_bytes: the most that a process holds.
+        sent_bytes: by a process.
+        measured_seconds: None if it wasn't timed.
+        fits: whether it keeps to the limit of memory.
+    """
+
+    name: str
+    mesh: str
+    compute_seconds: float
+    communication_seconds: float
+    gradient_seconds: float
+    memory_bytes: float
+    sent_bytes: float
+    measured_seconds: float | None = None
+    fits: bool = True
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of a whole step."""
+        return self.compute_seconds + self.communication_seconds + self.gradient_seconds
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One op of the chosen plan.
+
+    Attributes:
+        name: its path in the network.
+        loops: the letter for each axis of the mesh.
+    """
+
+    name: str
+    loops: Sequence[str]
+
+
+def candidates_table(candidates: Sequence[Candidate], chosen: str, reason: str) -> Table:
+    """The candidates as a table for the terminal; `reason` stands below it."""
+    table = Table(box=box.SIMPLE_HEAD, caption=Text(reason), caption_justify="left", pad_edge=False)
+    table.add_column("plan", no_wrap=True)
+    table.add_column("mesh", no_wrap=True)
+    for name in ("step ms", "compute", "between ops", "gradients", "memory GiB", "sent MB", "measured ms"):
+        table.add_column(name, justify="right")
+    for candidate in candidates:
+        mark = "→ " if candidate.name == chosen else "  "
+        style = "bold" if candidate.name == chosen else "" if candidate.fits else "dim"
+        # Text, not a string: a plan's name may hold brackets, which rich would read as a style.
+        table.add_row(Text(mark + candidate.name), Text(candidate.mesh), *_numbers(candidate), style=style)
+    return table
+
+
+def _numbers(candidate: Candidate) -> list[str]:
+    parts = (candidate.compute_seconds, candidate.communication_seconds, candidate.gradient_seconds)
+    measured = candidate.measured_seconds
+    return [
+        *(f"{seconds * 1e3:.1f}" for seconds in (candidate.predicted_seconds, *parts)),
+        f"{candidate.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
+        f"{candidate.sent_bytes / _MB:.1f}",
+        "" if measured is None else f"{measured * 1e3:.1f}",
+    ]
+
+
+def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path, title: str = "") -> None:
+    """Draws layers × devices into a PNG or SVG file; a colour for each letter, a stripe for each axis.
+
+    Raises:
+        UserError: the file's ending is another, or a layer's letters don't fit the mesh.
+    """
+    ending = file.suffix.lower()
+    if ending not in (".png", ".svg"):
+        raise UserError(f'a picture ends in .png or .svg, not "{ending}"', str(file), ("plan.png", "plan.svg"))
+    for layer in layers:
+        if len(layer.loops) != len(mesh.axes):
+            raise UserError(f"{layer.name} has {len(layer.loops)} letters on the mesh {mesh}", "plan")
+    figure = _figure(layers, mesh, title)
+    temporary = file.with_name(f".{file.name}.part")
+    figure.savefig(temporary, format=ending[1:], dpi=120)
+    temporary.replace(file)
+
+
+def _figure(layers: Sequence[Layer], mesh: Mesh, title: str) -> "Figure":
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    letters = sorted(
+        {letter for layer in layers for letter in layer.loops}, key=lambda letter: (letter not in _WORDS, letter)
+    )
+    colours = _colours(letters)
+    width = min(20.0, 3.5 + max(0.35 * mesh.size * len(mesh.axes), 2.5))
+    figure = Figure(figsize=(width, min(40.0, 1.8 + 0.17 * max(len(layers), 8))), layout="constrained")
+    axes = figure.add_subplot()
+    _cells(axes, layers, mesh, letters, list(colours.values()))
+    axes.set_title(title or f"mesh {mesh}", loc="left", parse_math=False)
+    axes.set_xlabel("device" if len(mesh.axes) == 1 else f"device; its stripes are {', '.join(mesh.names)}")
+    patches = [Patch(color=colours[letter], label=f"{letter}: {_WORDS.get(letter, 'cut')}") for letter in letters]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
+def _colours(letters: Sequence[str]) -> dict[str, str]:
+    others = [letter for letter in letters if letter not in _COLOURS]
+    more = {letter: _MORE_COLOURS[place % len(_MORE_COLOURS)] for place, letter in enumerate(others)}
+    return {letter: (_COLOURS | more)[letter] for letter in letters}
+
+
+def _cells(axes: "Axes", layers: Sequence[Layer], mesh: Mesh, letters: list[str], colours: list[str]) -> None:
+    from matplotlib.colors import ListedColormap
+
+    stripes = len(mesh.axes)
+    rows = [[letters.index(letter) for letter in layer.loops] * mesh.size for layer in layers]
+    if rows:
+        extent = (-0.5, mesh.size - 0.5, len(layers) - 0.5, -0.5)
+        axes.imshow(
+            rows,
+            ListedColormap(colours),
+            aspect="auto",
+            vmin=0,
+            vmax=len(letters),
+            extent=extent,
+            interpolation="nearest",
+        )
+    for device in range(1, mesh.size):
+        axes.axvline(device - 0.5, color="white", linewidth=1.5)
+    axes.set_xticks(range(0, mesh.size, max(1, mesh.size // _MOST_LETTERED_DEVICES)))
+    named = len(layers) <= _MOST_NAMED_LAYERS
+    axes.set_yticks(range(len(layers)) if named else [], [layer.name for layer in layers] if named else [], fontsize=6)
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+    if mesh.size > _MOST_LETTERED_DEVICES or not named:
+        return
+    for row, layer in enumerate(layers):
+        for device in range(mesh.size):
+            for stripe, (letter, place) in enumerate(zip(layer.loops, mesh.coordinates(device), strict=True)):
+                middle = device - 0.5 + (stripe + 0.5) / stripes
+                piece = letter if letter == "r" else f"{letter}{place}"
+                axes.text(middle, row, piece, ha="center", va="center", fontsize=5, color="white")

@@ -1,0 +1,70 @@
+"""Data parallel is kept unless it is beaten beyond noise, whatever else is there."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.planner.choose import DATA_PARALLEL, Finalist, pick_measured, pick_predicted, time_in_turns
+
+times = st.lists(st.floats(0.01, 10), min_size=3, max_size=9)
+
+
+def test_all_are_timed_in_turns_and_the_first_round_is_not_counted():
+    called = []
+
+    def measure(plan):
+        called.append(plan)
+        return float(len(called))
+
+    seconds = time_in_turns([Finalist(name, name, 1.0) for name in "abc"], measure, rounds=3)
+    assert called == list("cbaabccbaabc")
+    assert seconds == {"a": [4, 9, 10], "b": [5, 8, 11], "c": [6, 7, 12]}
+
+
+@given(times, st.floats(1.04, 50))
+def test_a_plan_that_is_always_faster_is_chosen_however_the_machine_slows(base, gain):
+    seconds = {DATA_PARALLEL: base, "cut": [value / gain for value in base]}
+    pick = pick_measured(seconds)
+    assert pick.name == "cut"
+    assert pick.gains["cut"][0] == pytest.approx(gain)
+
+
+@given(times, st.floats(0.1, 1.02))
+def test_a_plan_that_is_slower_or_hardly_faster_is_not(base, gain):
+    pick = pick_measured({DATA_PARALLEL: base, "cut": [value / gain for value in base]})
+    assert pick.name == DATA_PARALLEL
+    assert "cut" in pick.reason
+
+
+@given(times, st.permutations(["a", "b", "c"]), st.randoms())
+def test_the_order_of_the_finalists_does_not_matter(base, names, random):
+    seconds = {name: [random.uniform(0.1, 2) for _ in base] for name in sorted(names)} | {DATA_PARALLEL: base}
+    assert pick_measured(seconds).name == pick_measured({name: seconds[name] for name in [DATA_PARALLEL, *names]}).name
+
+
+def test_a_gain_within_noise_is_none():
+    noisy = [1.0, 3.0, 0.5, 2.8, 0.6, 1.2]
+    pick = pick_measured({DATA_PARALLEL: [1.0] * 6, "cut": noisy})
+    assert pick.name == DATA_PARALLEL
+    assert pick_measured({DATA_PARALLEL: [1.1] * 6, "cut": [1.0, 1.01, 0.99, 1.0, 1.02, 1.0]}).name == "cut"
+
+
+def test_where_data_parallel_cannot_run_the_fastest_is_chosen():
+    pick = pick_measured({DATA_PARALLEL: [math.inf] * 3, "a": [2.0] * 3, "b": [1.0] * 3})
+    assert (pick.name, "can't run" in pick.reason) == ("b", True)
+
+
+@pytest.mark.parametrize("seconds", [{DATA_PARALLEL: [1.0] * 2}, {DATA_PARALLEL: [1.0] * 3, "cut": [1.0] * 4}])
+def test_too_few_rounds_are_refused(seconds):
+    with pytest.raises(UserError, match="rounds"):
+        pick_measured(seconds)
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, "cut"), (0.95, DATA_PARALLEL), (1.5, DATA_PARALLEL)])
+def test_predictions_must_promise_more(seconds, chosen):
+    pick = pick_predicted({DATA_PARALLEL: 1.0, "cut": seconds})
+    assert pick.name == chosen
+    assert pick.name in pick.reason

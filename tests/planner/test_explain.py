@@ -1,0 +1,49 @@
+"""The table and the picture hold what they are given."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import make_mesh
+from manyhands.planner.explain import Candidate, Layer, candidates_table, draw_plan
+
+
+def test_the_table_has_each_plan_its_numbers_and_the_reason():
+    candidates = [
+        Candidate("data parallel", "dp=4", 0.1, 0, 0.0305, 3 << 30, 94e6, 0.14),
+        Candidate("search [1]", "dp=2,tp=2", 0.09, 0.02, 0, 1 << 30, 5e6, fits=False),
+    ]
+    console = Console(file=io.StringIO(), width=140)
+    console.print(candidates_table(candidates, "data parallel", "data parallel is kept: [1] is within noise"))
+    kept, found = [line for line in console.file.getvalue().splitlines() if "=" in line]
+    assert kept.split() == ["→", "data", "parallel", "dp=4", "130.5", "100.0", "0.0", "30.5", "3.00", "94.0", "140.0"]
+    assert found.split()[:6] == ["search", "[1]", "dp=2,tp=2", "110.0", "90.0", "20.0"]
+    assert "too large" in found
+    assert "[1] is within noise" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 4, "tp2": 4}])
+@pytest.mark.parametrize("count", [0, 3, 250])
+def test_the_picture_is_drawn(tmp_path, sizes, count):
+    mesh = make_mesh(sizes)
+    layers = [
+        Layer(f"a$_{number}", ["noicrz"[(number + axis) % 6] for axis in range(len(sizes))]) for number in range(count)
+    ]
+    draw_plan(layers, mesh, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.png"]
+
+
+def test_the_svg_says_the_layers_letters(tmp_path):
+    draw_plan([Layer("fc", ["o"])], make_mesh({"tp": 2}), tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {word} -->" in text for word in ("fc", "o0", "o1", "o: outputs"))
+
+
+def test_other_endings_and_other_meshes_are_refused(tmp_path):
+    with pytest.raises(UserError, match="png"):
+        draw_plan([], make_mesh({"dp": 2}), tmp_path / "plan.jpg")
+    with pytest.raises(UserError, match="fc has 2 letters"):
+        draw_plan([Layer("fc", ["o", "n"])], make_mesh({"dp": 2}), tmp_path / "plan.png")

@@ -1,0 +1,151 @@
+"""Costs of collectives: laws that any of them keeps, and amounts as users write them."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.core.links import (
+    KINDS,
+    Link,
+    fitted_link,
+    link_seconds,
+    links_of,
+    measured_as_plain,
+    measured_from_plain,
+    measured_seconds,
+    sent_bytes,
+)
+from manyhands.core.mesh import make_mesh
+from manyhands.core.quantities import parse_bandwidth, parse_memory
+
+kinds, sizes, group = st.sampled_from(KINDS), st.integers(1, 1 << 32), st.integers(1, 64)
+links = st.builds(Link, st.floats(1e5, 1e11), st.floats(0, 1e-2))
+rising = st.lists(
+    st.tuples(st.integers(1, 1 << 30), st.floats(1e-6, 10)), min_size=1, max_size=6, unique_by=lambda p: p[0]
+)
+
+
+@given(kinds, sizes, links)
+def test_one_process_talks_to_nobody(kind, size, link):
+    assert link_seconds(kind, 1, size, link) == 0
+    assert sent_bytes(kind, 1, size) == 0
+
+
+@given(kinds, group, group, sizes, sizes, links)
+def test_more_bytes_and_more_processes_never_take_less_time(kind, few, more, small, large, link):
+    (few, more), (small, large) = sorted((few, more)), sorted((small, large))
+    assert link_seconds(kind, few, small, link) <= link_seconds(kind, more, large, link) * (1 + 1e-12)
+
+
+@given(group, sizes, links)
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(processes, size, link):
+    halves = [link_seconds(kind, processes, size, link) for kind in ("reduce_scatter", "all_gather")]
+    assert link_seconds("all_reduce", processes, size, link) == pytest.approx(sum(halves))
+    assert sent_bytes("all_reduce", processes, size) == pytest.approx(2 * size * (processes - 1) / processes)
+
+
+@given(rising, sizes, sizes)
+def test_measured_points_are_met_and_never_fall(points, a, b):
+    points = tuple(sorted(points))
+    small, large = sorted((a, b))
+    assert measured_seconds(points, small) <= measured_seconds(points, large) * (1 + 1e-9)
+    highest = list(itertools.accumulate((seconds for _, seconds in points), max))
+    for (size, _), seconds in zip(points, highest, strict=True):
+        assert measured_seconds(points, size) == pytest.approx(seconds)
+
+
+@given(kinds, st.integers(2, 64), links, st.integers(1, 1000))
+def test_a_link_is_found_again_from_its_points(kind, processes, link, small):
+    points = tuple((float(size), link_seconds(kind, processes, size, link)) for size in (small, 10_000, 10_000_000_000))
+    found = fitted_link(kind, processes, points)
+    assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-3)
+    assert found.latency_s == pytest.approx(link.latency_s, rel=1e-3, abs=1e-7)
+
+
+def test_points_that_fall_give_a_link_without_latency():
+    assert fitted_link("all_gather", 2, ((1.0, 3.0), (100.0, 2.0))) == Link(25.0, 0.0)
+    with pytest.raises(ValueError, match="nothing"):
+        fitted_link("all_gather", 1, ((1.0, 3.0),))
+
+
+def test_inner_axes_lie_within_a_machine():
+    mesh = make_mesh({"dp": 4, "tp": 2})
+    within, between = Link(1e10, 0), Link(1e8, 0)
+    one = links_of(mesh, None, within, between)
+    assert one.across == (False, False)
+    pairs = links_of(mesh, 2, within, between)
+    assert pairs.across == (True, False)
+    assert pairs.seconds("all_reduce", (1,), 1e8) == pytest.approx(1e8 / 1e10)
+    # Two groups leave each machine at once; the group over all leaves it once.
+    assert pairs.seconds("all_reduce", (0,), 1e8) == pytest.approx(2 * 3 / 4 * 1e8 / (1e8 / 2))
+    assert pairs.seconds("all_reduce", (0, 1), 1e8) == pytest.approx(2 * 7 / 8 * 1e8 / 1e8)
+    # With three to a machine a pair lies on two machines.
+    assert links_of(mesh, 3, within, between).across == (True, True)
+    assert links_of(mesh, 4, within, between).across == (True, False)
+    assert links_of(mesh, 1, within, between).across == (True, True)
+
+
+def test_what_was_measured_counts_more_and_survives_a_file():
+    mesh = make_mesh({"dp": 2, "tp": 2})
+    known = links_of(mesh)
+    measured = dataclasses.replace(known, measured={("all_reduce", (0, 1)): ((1.0, 0.5), (3.0, 1.5))})
+    assert measured.seconds("all_reduce", (1, 0), 2) == 1.0
+    assert measured.seconds("all_gather", (1, 0), 2) == known.seconds("all_gather", (0, 1), 2)
+    text = json.dumps(measured_as_plain(measured))
+    assert measured_from_plain(json.loads(text), mesh, "plan.json") == measured.measured
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        7,
+        [{}],
+        [{"kind": "gossip", "axes": ["dp"], "points": [[1, 1]]}],
+        [{"kind": "all_reduce", "axes": ["pp"], "points": [[1, 1]]}],
+        [{"kind": "all_reduce", "axes": ["dp"], "points": []}],
+        [{"kind": "all_reduce", "axes": ["dp"], "points": [[1, 1], [1, 2]]}],
+        [{"kind": "all_reduce", "axes": ["dp"], "points": [[1, float("nan")]]}],
+    ],
+)
+def test_what_was_not_measured_here_is_refused(wrong):
+    with pytest.raises(UserError, match="dp=2"):
+        measured_from_plain(wrong, make_mesh({"dp": 2}), "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1gbit", 125e6),
+        ("10 mbit", 1.25e6),
+        ("100Mbit/s", 12.5e6),
+        ("100mbits", 12.5e6),
+        ("8GB/s", 8e9),
+        ("1.5GiB/s", 1.5 * 2**30),
+    ],
+)
+def test_speeds(text, expected):
+    assert parse_bandwidth(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "fast", "8gb", "8Gb/s", "0gbit", "-1gbit", "1e9", "12", "1 furlong"])
+def test_speeds_that_are_none(text):
+    with pytest.raises(UserError, match="no speed"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("14GiB", 14 << 30), ("500MB", 500_000_000), ("2 kib", 2048), ("77", 77)]
+)
+def test_memory(text, expected):
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "0GiB", "-1GiB", "1gbit", "14G"])
+def test_memory_that_is_none(text):
+    with pytest.raises(UserError, match="no amount"):
+        parse_memory(text)

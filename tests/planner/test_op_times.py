@@ -1,0 +1,91 @@
+"""Times of ops: measured once, kept, and estimated where the budget is used up."""
+
+import json
+
+import pytest
+import torch
+
+from manyhands.planner.op_times import OpTimes
+
+
+class Op:
+    def __init__(self):
+        self.made = self.run = 0
+
+    def make(self):
+        self.made += 1
+        weight = torch.ones(32, 32, requires_grad=True)
+
+        def run():
+            self.run += 1
+            (weight @ weight).sum().backward()
+
+        return run
+
+
+def test_what_was_measured_is_kept_for_the_next(tmp_path):
+    op, first = Op(), OpTimes(folder=tmp_path)
+    seconds = first.seconds("product 32", op.make, 1, 1)
+    assert seconds > 0
+    assert first.seconds("product 32", op.make, 1, 1) == seconds
+    first.save()
+    second = OpTimes(folder=tmp_path, budget_s=0)
+    assert second.seconds("product 32", op.make, 1, 1) == seconds
+    assert (op.made, second.measured, second.estimated, second.notes) == (1, 0, 0, [])
+
+
+def test_without_a_budget_nothing_is_run_and_the_estimate_grows_with_the_work(tmp_path):
+    op, times = Op(), OpTimes(folder=tmp_path, budget_s=0)
+    small, large = (times.seconds(f"product {work}", op.make, work * 1e9, 0) for work in (1, 3))
+    assert large == pytest.approx(3 * small)
+    assert times.seconds("moves", op.make, 0, 1e9) == times.estimate(1, 1e9) > 0
+    assert (op.made, times.estimated) == (0, 3)
+    times.save()
+    assert not times.file.exists()
+
+
+def test_a_budget_that_is_used_up_ends_measuring_and_rates_are_this_device_s(tmp_path):
+    op, times = Op(), OpTimes(folder=tmp_path, budget_s=1e-9)
+    times.seconds("first", op.make, 1, 1)
+    times.seconds("second", op.make, 1e9, 1)
+    times.save()
+    assert (op.made, times.measured, times.estimated) == (1, 1, 1)
+    kept = json.loads(times.file.read_text())["seconds"]
+    assert sorted(kept) == ["first", "rate of a copy", "rate of a product"]
+
+
+def test_two_that_write_at_the_same_time_both_count(tmp_path):
+    op = Op()
+    one, other = OpTimes(folder=tmp_path), OpTimes(folder=tmp_path)
+    one.seconds("a", op.make, 1, 1)
+    other.seconds("b", op.make, 1, 1)
+    one.save()
+    other.save()
+    assert sorted(json.loads(one.file.read_text())["seconds"]) == ["a", "b"]
+    assert [file.name for file in tmp_path.iterdir()] == [one.file.name]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["", "{", "[]", '{"format": "op-times/0"}', '{"format": "op-times/1", "environment": {}, "seconds": {}}', "\0"],
+)
+def test_a_broken_file_is_noted_and_begun_anew(tmp_path, broken):
+    op = Op()
+    file = OpTimes(folder=tmp_path).file
+    file.write_text(broken)
+    times = OpTimes(folder=tmp_path)
+    assert str(file) in times.notes[0]
+    times.seconds("a", op.make, 1, 1)
+    times.save()
+    assert OpTimes(folder=tmp_path).notes == []
+
+
+@pytest.mark.parametrize("value", ["fast", -1, None, True, float("nan")])
+def test_times_that_are_none_are_not_used(tmp_path, value):
+    op, times = Op(), OpTimes(folder=tmp_path)
+    times.seconds("a", op.make, 1, 1)
+    times.save()
+    content = json.loads(times.file.read_text())
+    content["seconds"]["a"] = value
+    times.file.write_text(json.dumps(content))
+    assert '"a" has no time' in OpTimes(folder=tmp_path).notes[0]

@@ -1,0 +1,191 @@
+"""The solver equals brute force on every small problem, and never is above an assignment that somebody writes."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.planner import solve as solving
+from manyhands.planner.problem import Choice, Edge, NoPlanError, Problem, evaluate
+from manyhands.planner.solve import least_memory_bytes, solve, solve_all
+
+numbers = st.integers(0, 40).map(lambda number: number / 8)
+costs = st.one_of(numbers, numbers, numbers, st.just(math.inf))
+
+
+@st.composite
+def problems(draw, most_nodes=6, most_choices=4, costs=costs):
+    choice = st.builds(Choice, costs, numbers, numbers, st.integers(0, 20).map(float))
+    nodes = draw(st.lists(st.lists(choice, min_size=1, max_size=most_choices), min_size=1, max_size=most_nodes))
+    ends = st.tuples(st.integers(0, len(nodes) - 1), st.integers(0, len(nodes) - 1))
+    edges = []
+    for a, b in draw(st.lists(ends, max_size=2 * len(nodes))):
+        count = len(nodes[a]) * len(nodes[b])
+        seconds = np.array(draw(st.lists(costs, min_size=count, max_size=count))).reshape(len(nodes[a]), len(nodes[b]))
+        kept = draw(st.one_of(st.none(), st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)))
+        edges.append(Edge(a, b, seconds, None if kept is None else np.array(kept).reshape(seconds.shape)))
+    limit = draw(st.one_of(st.none(), st.integers(0, 15 * len(nodes)).map(float)))
+    return Problem(nodes, edges, limit, draw(st.sampled_from([0.0, 0.5, 1.0])))
+
+
+def all_solutions(problem):
+    for choices in itertools.product(*(range(len(node)) for node in problem.nodes)):
+        solution = evaluate(problem, choices)
+        if solution.seconds < math.inf:
+            yield solution
+
+
+def best_by_trying(problem):
+    limit = math.inf if problem.memory_limit_bytes is None else problem.memory_limit_bytes
+    fitting = [solution.seconds for solution in all_solutions(problem) if solution.memory_bytes <= limit]
+    return min(fitting, default=None)
+
+
+def check(problem):
+    best = best_by_trying(problem)
+    if best is None:
+        with pytest.raises(NoPlanError) as caught:
+            solve(problem)
+        sizes = [solution.memory_bytes for solution in all_solutions(problem)]
+        assert caught.value.least_memory_bytes == (min(sizes) if sizes else None)
+        return
+    solution = solve(problem)
+    assert solution.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert solution.proven
+    assert evaluate(problem, solution.choices).seconds == solution.seconds
+    assert problem.memory_limit_bytes is None or solution.memory_bytes <= problem.memory_limit_bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_equals_brute_force(problem):
+    check(problem)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(most_nodes=5))
+def test_equals_brute_force_where_the_graph_is_too_wide_for_elimination(problem):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solving, "elimination_order", lambda sizes, pairs: None)
+        check(problem)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_least_memory_is_what_brute_force_finds(problem):
+    sizes = [solution.memory_bytes for solution in all_solutions(problem)]
+    if not sizes:
+        with pytest.raises(NoPlanError):
+            least_memory_bytes(problem)
+    else:
+        assert least_memory_bytes(problem) == min(sizes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(most_nodes=14, most_choices=5, costs=numbers), st.data())
+def test_is_never_above_an_assignment_that_fits(problem, data):
+    choices = [data.draw(st.integers(0, len(node) - 1)) for node in problem.nodes]
+    written = evaluate(problem, choices)
+    solution = solve(dataclasses.replace(problem, memory_limit_bytes=written.memory_bytes))
+    assert solution.seconds <= written.seconds * (1 + 1e-9)
+    assert solution.memory_bytes <= written.memory_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(costs=numbers), st.sampled_from([0.01, 0.3]))
+def test_a_gap_that_is_allowed_is_kept_to(problem, gap):
+    best = best_by_trying(problem)
+    assume(best is not None)
+    solution = solve(problem, gap=gap)
+    assert solution.bound_seconds <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= solution.seconds <= best / (1 - gap) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(costs=numbers), st.integers(0, 100).map(lambda number: number / 4))
+def test_with_a_cutoff_what_is_faster_is_found_and_bounds_hold(problem, cutoff):
+    best = best_by_trying(problem)
+    assume(best is not None)
+    solution = solve(problem, cutoff_seconds=cutoff)
+    assert solution.bound_seconds <= best * (1 + 1e-9) <= solution.seconds * (1 + 2e-9)
+    assert problem.memory_limit_bytes is None or solution.memory_bytes <= problem.memory_limit_bytes
+    if best < cutoff:
+        assert solution.seconds == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(problems(most_nodes=4, most_choices=3), min_size=1, max_size=4))
+def test_of_several_meshes_the_best_is_found(several):
+    answers = solve_all(several)
+    best = [best_by_trying(problem) for problem in several]
+    assert [isinstance(answer, NoPlanError) for answer in answers] == [seconds is None for seconds in best]
+    solutions = [answer for answer in answers if not isinstance(answer, NoPlanError)]
+    if solutions:
+        fastest = min(solutions, key=lambda solution: solution.seconds)
+        assert fastest.seconds == pytest.approx(min(seconds for seconds in best if seconds is not None), rel=1e-9)
+
+
+def residual_network(blocks, choices, seed):
+    """Chains of four with a short-cut around each, where equal layouts cost nothing, as in a ResNet."""
+    random = np.random.default_rng(seed)
+    reshard = (1 - np.eye(choices)) * random.uniform(0.5, 2, (choices, choices))
+    count = 1 + 4 * blocks
+    nodes = [
+        [
+            Choice(random.uniform(1, 3), random.uniform(0, 2), random.uniform(0, 1), float(random.integers(1, 50)))
+            for _ in range(choices)
+        ]
+        for _ in range(count)
+    ]
+    edges = [Edge(number, number + 1, reshard) for number in range(count - 1)]
+    edges += [Edge(4 * block, 4 * block + 4, reshard) for block in range(blocks)]
+    return Problem(nodes, edges, None, 0.7)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_elimination_and_the_integer_program_agree_on_a_residual_network(seed):
+    free = residual_network(8, 6, seed)
+    least, most = least_memory_bytes(free), solve(free).memory_bytes
+    problem = dataclasses.replace(free, memory_limit_bytes=(least + most) / 2)
+    by_prices = solve(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solving, "elimination_order", lambda sizes, pairs: None)
+        by_integers = solve(problem)
+    assert by_prices.proven
+    assert by_prices.seconds == pytest.approx(by_integers.seconds, rel=1e-9)
+
+
+def test_too_little_memory_is_said_in_numbers():
+    problem = Problem(
+        [[Choice(1, memory_bytes=3 << 30), Choice(2, memory_bytes=2 << 30)]] * 2, memory_limit_bytes=1 << 30
+    )
+    with pytest.raises(NoPlanError, match="into 1 GiB on each process; the smallest takes 4 GiB") as caught:
+        solve(problem)
+    assert caught.value.least_memory_bytes == 4 << 30
+
+
+def test_ops_without_a_choice_are_named():
+    never = np.full((1, 1), math.inf)
+    problem = Problem([[Choice(1)], [Choice(1)]], [Edge(0, 1, never)], names=("conv1", "fc"))
+    with pytest.raises(NoPlanError, match="conv1 and fc"):
+        solve(problem)
+
+
+@pytest.mark.parametrize("wrong", [Choice(-1), Choice(math.nan), Choice(1, math.inf), Choice(1, 0, 0, math.nan)])
+def test_numbers_that_cannot_be_costs_are_refused(wrong):
+    with pytest.raises(UserError, match="fc"):
+        solve(Problem([[wrong]], names=("fc",)))
+
+
+def test_costs_of_a_wrong_shape_are_refused():
+    with pytest.raises(UserError, match="wrong shape"):
+        solve(Problem([[Choice(1)], [Choice(1)]], [Edge(0, 1, np.zeros((2, 1)))]))
+
+
+def test_an_empty_network_costs_nothing():
+    assert solve(Problem([])).seconds == 0
