@@ -64,6 +64,11 @@ def piece_name(kind: str, rank: int, size: int) -> str:
     return f"{kind}-{rank:05d}-of-{size:05d}.safetensors"
 
 
+def is_piece(file: Path) -> bool:
+    """True for a file of pieces in a checkpoint folder."""
+    return bool(_PIECE.fullmatch(file.name)) and (file.parent / PIECES).exists()
+
+
 def are_contents(names: set[str]) -> bool:
     """True for the names of the files of one checkpoint, whole or in pieces."""
     if PIECES not in names:

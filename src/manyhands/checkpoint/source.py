@@ -170,6 +170,9 @@ def _of_file(file: Path, *, foreign: bool = False) -> FileTensors:
 
 
 def _open_safetensors(path: Path) -> Source:
+    if layout.is_piece(path):
+        what = f"{path.name} holds one process's pieces of a checkpoint"
+        raise UserError(what, str(path), (f"name the folder: {path.parent}",))
     try:
         return Source(path, "safetensors", _of_file(path, foreign=True))
     except (SafetensorError, OSError, ValueError) as error:

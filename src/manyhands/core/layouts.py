@@ -32,6 +32,8 @@ def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[rang
         if product != length:
             return None
         groups.append(range(start, position))
+    if groups and set(view[position:]) == {1}:
+        groups[-1], position = range(groups[-1].start, len(view)), len(view)
     return groups if position == len(view) else None
 
 
