@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,12 +18,15 @@ from manyhands.checkpoint.held import as_plain, held_contents
 from manyhands.checkpoint.pieces import Cut, Region, first_held, size_of
 from manyhands.checkpoint.save import refuse_non_finite, refuse_too_little_space, remember, save_error, verifies
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.stored import slices
 from manyhands.checkpoint.stream import in_file_order
 from manyhands.checkpoint.together import Peers, receive, send, together
 from manyhands.checkpoint.write import Contents, finish_pieces, whole_specs, write_pieces, write_whole
 from manyhands.core.errors import RunError, UserError
 
 T = TypeVar("T")
+
+_BLOCK_BYTES = 4 << 20
 
 
 def save_pieces(folder: Path, step: int, snapshot: Snapshot, cut: Cut, peers: Peers) -> Path:
@@ -192,7 +196,10 @@ def _assembled(contents: Contents, peers: Peers) -> Iterator[Tensor]:
             if peers.rank == 0:
                 yield _received(contents, kind, spec.name, regions, peers)
             elif peers.rank in regions:
-                send(contents.fetch(kind, spec.name, regions[peers.rank]), 0, peers)
+                region = regions[peers.rank]
+                piece = contents.fetch(kind, spec.name, region)
+                for block in _blocks(region, spec.dtype.itemsize):
+                    send(piece[slices(block, region)], 0, peers)
 
 
 def _received(contents: Contents, kind: str, name: str, regions: dict[int, Region], peers: Peers) -> Tensor:
@@ -201,7 +208,22 @@ def _received(contents: Contents, kind: str, name: str, regions: dict[int, Regio
         return contents.fetch(kind, name, regions[0])
     assembled = torch.empty(described.layout.view, dtype=described.dtype)
     for rank, region in regions.items():
-        own = rank == 0
-        piece = contents.fetch(kind, name, region) if own else receive(size_of(region), described.dtype, rank, peers)
-        assembled[tuple(slice(start, stop) for start, stop in region)] = piece
+        if rank == 0:
+            assembled[slices(region)] = contents.fetch(kind, name, region)
+            continue
+        for block in _blocks(region, described.dtype.itemsize):
+            assembled[slices(block)] = receive(size_of(block), described.dtype, rank, peers)
     return assembled
+
+
+def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
+    """A region in parts that are sent one by one, so that little is in memory beside the tensor they go into."""
+    sizes = size_of(region)
+    if not sizes:
+        yield region
+        return
+    longest = sizes.index(max(sizes))
+    start, stop = region[longest]
+    step = max(1, _BLOCK_BYTES * (stop - start) // max(1, math.prod(sizes) * item_bytes))
+    for first in range(start, stop, step):
+        yield (*region[:longest], (first, min(first + step, stop)), *region[longest + 1 :])

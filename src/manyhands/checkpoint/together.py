@@ -1,5 +1,6 @@
 """Several processes that do one thing: a failure on one is learnt by all, so that none waits for it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +15,6 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 
 T = TypeVar("T")
 
-_MESSAGE_BYTES = 64 << 20
 _ERRORS: dict[str, type[ManyhandsError]] = {kind.__name__: kind for kind in (SaveError, UserError, RunError)}
 
 
@@ -65,21 +65,17 @@ def together(peers: Peers, work: Callable[[], T]) -> list[T]:
 
 def send(tensor: Tensor, to: int, peers: Peers) -> None:
     """Sends a tensor's values; the other one calls `receive`."""
-    for part in as_bytes(tensor).split(_MESSAGE_BYTES):
-        dist.send(part.to(peers.device), dst=to)
+    if tensor.numel():
+        dist.send(as_bytes(tensor).to(peers.device), dst=to)
 
 
 def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: Peers) -> Tensor:
     """Receives the values of a tensor of known shape and type, as a CPU tensor."""
-    tensor = torch.empty(shape, dtype=dtype)
-    for part in tensor.view(-1).view(torch.uint8).split(_MESSAGE_BYTES):
-        if peers.device == "cpu":
-            dist.recv(part, src=source)
-        else:
-            buffer = torch.empty_like(part, device=peers.device)
-            dist.recv(buffer, src=source)
-            part.copy_(buffer)
-    return tensor
+    count = math.prod(shape) * dtype.itemsize
+    buffer = torch.empty(count, dtype=torch.uint8, device=peers.device)
+    if count:
+        dist.recv(buffer, src=source)
+    return buffer.cpu().view(dtype).reshape(shape)
 
 
 def _as_plain(error: Exception) -> dict[str, Any]:
