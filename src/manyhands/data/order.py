@@ -107,11 +107,14 @@ class Cut:
         processes: how many share the work.
         micro_batch: most samples a process takes in one pass; 0 for no limit.
         group: samples in a normalisation group; 0 where there are none.
+        aligned: shares may be of whole groups; False: of equal size, so that a share's halves are the shares of twice
+            as many processes.
     """
 
     processes: int
     micro_batch: int = 0
     group: int = 0
+    aligned: bool = True
 
     def passes(self, count: int) -> tuple[tuple[Share, ...], ...]:
         """For a global batch of `count` samples: for each pass, each process's share.
@@ -120,6 +123,19 @@ class Cut:
             UserError: a normalisation group doesn't fit into one pass.
         """
         return _passes(self, count)
+
+
+@functools.lru_cache(maxsize=256)
+def shares_of_pass(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
+    """How so many processes share one pass equally, in a network whose ops are split over processes of their own.
+
+    Args:
+        count: samples in the global batch.
+        group: samples in a normalisation group; 0 where there are none.
+        bounds: first sample of the pass, and the one after its last; groups don't lie across them.
+        processes: how many share it.
+    """
+    return _shares(Cut(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 
 
 @functools.lru_cache(maxsize=64)
@@ -173,7 +189,7 @@ def _boundaries(edges: list[int], cut: Cut) -> list[tuple[int, int]]:
     aligned = [edges[groups * rank // processes] for rank in range(processes + 1)]
     largest_fair, largest_aligned = (max(b - a for a, b in itertools.pairwise(cuts)) for cuts in (fair, aligned))
     most = min(ALIGNED_SHARE_LIMIT * largest_fair, cut.micro_batch or count)
-    return list(itertools.pairwise(aligned if largest_aligned <= most else fair))
+    return list(itertools.pairwise(aligned if cut.aligned and largest_aligned <= most else fair))
 
 
 def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[Span, ...]:

@@ -55,12 +55,14 @@ class NormGroups:
         shared_sizes: samples in each group that several processes hold.
         weight: of this pass's statistics where spans is empty (the process's part of the global batch).
         batch: samples in the global batch.
+        processes: the process group that shares the samples; None: all processes.
     """
 
     spans: Sequence[SpanLike] = ()
     shared_sizes: Sequence[int] = ()
     weight: float = 1.0
     batch: int = 0
+    processes: Any = None
     layers: list["GroupedNorm"] = field(default_factory=list)
 
     def begin_pass(self, spans: Sequence[SpanLike], shared_sizes: Sequence[int], count: int, batch: int) -> None:
@@ -68,15 +70,15 @@ class NormGroups:
         self.spans, self.shared_sizes, self.batch = spans, shared_sizes, batch
         self.weight = count / batch
 
-    def finish_update(self, world_size: int) -> None:
-        """Moves the running statistics once, by what all processes saw; one collective for all layers."""
+    def finish_update(self, size: int) -> None:
+        """Moves the running statistics once, by what the `size` processes saw; one collective for all layers."""
         layers = [layer for layer in self.layers if layer.running_mean is not None]
         if not layers:
             return
         # Every process takes part, also one that held no group's beginning: its statistics have weight zero.
         flat = torch.cat([layer.take_seen() for layer in layers])
-        if world_size > 1:
-            dist.all_reduce(flat)
+        if size > 1:
+            dist.all_reduce(flat, group=self.processes)
         position = 0
         for layer in layers:
             length = 2 * layer.num_features + 1
@@ -137,7 +139,7 @@ class GroupedNorm(_BatchNorm):
         """Groups that several processes hold; every process of the pass calls this, also with no part."""
         sizes = self.groups.shared_sizes
         moments = _moments([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
-        dist.all_reduce(moments)
+        dist.all_reduce(moments, group=self.groups.processes)
         per_sample = like[0, 0].numel() if like.shape[0] else _values_per_sample(like)
         counts = torch.tensor(sizes, dtype=moments.dtype, device=like.device)[:, None] * per_sample
         mean = moments[:, 0] / counts
@@ -151,7 +153,7 @@ class GroupedNorm(_BatchNorm):
         bias = self.bias if self.bias is not None else torch.zeros_like(mean[0], dtype=like.dtype)
         places = tuple(span.shared for _, span in parts)
         inputs = [part for part, _ in parts] or [like[:0]]
-        return list(_SharedNorm.apply(mean, inverse, counts, places, weight, bias, *inputs))
+        return list(_SharedNorm.apply(mean, inverse, counts, (places, self.groups.processes), weight, bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
         flat = statistics.detach().flatten().to(_accumulator_dtype(statistics))
@@ -214,10 +216,11 @@ class _SharedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor, places: tuple[int, ...], weight: Tensor, bias: Tensor,
-        *parts: Tensor,
+        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor, held: tuple[tuple[int, ...], Any], weight: Tensor,
+        bias: Tensor, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(mean, inverse, counts, weight, *parts)
+        places, ctx.processes = held
         ctx.places = places
         outputs: list[Tensor] = []
         for part, place in zip(parts, places or (0,), strict=True):
@@ -238,7 +241,7 @@ class _SharedNorm(torch.autograd.Function):
             sums[place, 0] += _reduced(gradient)
             sums[place, 1] += _reduced(gradient * centred)
         weight_gradient, bias_gradient = sums[:, 1].sum(0).to(weight.dtype), sums[:, 0].sum(0).to(weight.dtype)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=ctx.processes)
         means = sums / counts[:, None]
         inputs: list[Tensor] = []
         for part, place, gradient, centred in zip(parts, places, gradients, normalised, strict=True):

@@ -1,0 +1,259 @@
+"""From a network to its graph: traces it, tries it on three and on two random samples, and asks the rules."""
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import module_names
+from manyhands.parallel import graph as graphs
+from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
+
+RULES = "manyhands.parallel.rules"
+SAMPLES, FEWER = 3, 2
+# Two batches of other sizes may take other kernels, which add up in another order.
+SAME = 1e-3
+
+Describe = Callable[[Op, list[Op]], None]
+_of_users: dict[type[nn.Module], Describe] = {}
+
+
+def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
+    """Says how modules of a class can be split.
+
+    The decorated function gets the op and the ops that it reads, and fills in `op.letters`:
+
+        @manyhands.register_rule(Scale)  # multiplies each channel by a weight [C]
+        def scale(op, inputs):
+            op.feature = 1
+            op.letters = {**whole_or_batch(op, inputs), "c": Loop((1,), 1, {"weight": 0}, length=op.extent.dims[1])}
+    """
+
+    def register(describe: Describe) -> Describe:
+        _of_users[kind] = describe
+        return describe
+
+    return register
+
+
+@cache
+def rules() -> tuple[ModuleType, ...]:
+    """All rules, the one for everything last."""
+    files = [importlib.import_module(f"{RULES}.{name}") for name in module_names(RULES)]
+    return tuple(sorted(files, key=lambda rule: rule.KIND == graphs.Op.kind))
+
+
+def rule_of(op: Op) -> ModuleType:
+    """The rule for an op."""
+    return next(rule for rule in rules() if rule.matches(op))
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return type(module) in _of_users or isinstance(module, _BatchNorm)
+
+
+def describe_network(model: nn.Module, picture: Tensor) -> Graph:
+    """The network's graph in its present mode (training or evaluation).
+
+    Args:
+        model: on any device, whole; it is left as it was, but for ops in place, which are made out of place.
+        picture: one sample [C, H, W] (or of any shape), whose numbers don't matter.
+
+    Raises:
+        UserError: the network doesn't run on two or three samples, or its ops in place can't be told apart.
+    """
+    traced, unseen = graphs.trace(model, _is_leaf)
+    graphs.out_of_place(traced)
+    names = graphs.name_nodes(traced)
+    many, few = _try(traced, model, picture)
+    ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
+    graph = Graph(ops, traced, SAMPLES, tuple(picture.shape))
+    ties: list[tuple[str, str]] = []
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        op = _describe_node(node, names, many[node], few[node])
+        reads = [ops[names[source]] for source in graphs.read_by(node)]
+        op.sources = tuple(one.name for one in reads if one.extents)
+        op.trains = _trains(op, reads, traced)
+        ops[op.name] = op
+        ties += [(one.name, op.name) for one in reads if _must_agree(one, op)]
+        _set_letters(op, [ops[name] for name in op.sources])
+    _add_loss(graph, traced, names)
+    graphs.tie_all(ops, [*ties, *_sharing(ops)])
+    graph.notes = _notes(graph, unseen)
+    return graph
+
+
+class _Trial(fx.Interpreter):
+    """Runs a graph and keeps what each node gives; nothing is drawn, and no samples are mixed by BatchNorm."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        super().__init__(traced)
+        self.given: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.given[n] = result = super().run_node(n)
+        return result
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.fetch_attr(target)
+        return _each_alone(args[0]) if isinstance(module, _BatchNorm) else super().call_module(target, args, kwargs)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "__name__", "") in {"dropout", "dropout2d", "stochastic_depth"}:
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+def _each_alone(samples: Tensor) -> Tensor:
+    """Each sample [C, …] at mean 0 and variance 1 by itself, so that values neither vanish nor grow in a deep network."""
+    flat = samples.flatten(1).float()
+    flat = (flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)
+    return flat.view(samples.shape).to(samples.dtype)
+
+
+def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+    modes = {module: module.training for module in model.modules()}
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.rand(SAMPLES, *picture.shape, generator=generator).to(picture)
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            trials = _Trial(traced), _Trial(traced)
+            trials[0].run(samples)
+            trials[1].run(samples[:FEWER])
+    except Exception as error:
+        what = f"the network doesn't run on {FEWER} or {SAMPLES} samples {list(picture.shape)}: {error}"
+        raise UserError(what.partition("\n")[0], "model.name", ("try it on one process: --parallel single",)) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return trials[0].given, trials[1].given
+
+
+def _describe_node(node: fx.Node, names: dict[fx.Node, str], many: Any, few: Any) -> Op:
+    name = names[node]
+    graph_module = node.graph.owning_module
+    module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" and graph_module else None
+    tensors, fewer = graphs.tensors_of(many), graphs.tensors_of(few)
+    op = Op(name, module=module, node=node, tied=name)
+    if not tensors:
+        op.batched = bool(many != few) if isinstance(many, int | tuple | torch.Size) else False
+        op.batchwise = True
+        return op
+    grown = [_rows(one, other) for one, other in zip(tensors, fewer, strict=True)]
+    op.batched = any(grown) or any(one.shape != other.shape for one, other in zip(tensors, fewer, strict=True))
+    op.batchwise = not op.batched or all(
+        rows and _alike(one[: rows * FEWER], other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
+    )
+    op.extents = tuple(Extent(tuple(one.shape), rows) for one, rows in zip(tensors, grown, strict=True))
+    op.item_bytes = tensors[0].element_size()
+    return op
+
+
+def _rows(many: Tensor, few: Tensor) -> int:
+    """Rows of dimension 0 for each sample; 0 where it doesn't grow with the samples."""
+    if not many.ndim or many.shape[1:] != few.shape[1:] or many.shape[0] == few.shape[0]:
+        return 0
+    rows = many.shape[0] // SAMPLES
+    return rows if many.shape[0] == rows * SAMPLES and few.shape[0] == rows * FEWER else 0
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    one, other = one.detach(), other.detach()
+    return float((one - other).abs().max()) <= SAME * float(other.abs().max()) if one.numel() else True
+
+
+def _trains(op: Op, reads: list[Op], traced: fx.GraphModule) -> bool:
+    if any(one.trains for one in reads) or any(p.requires_grad for p in op.parameters().values()):
+        return True
+    node = op.node
+    return node is not None and node.op == "get_attr" and _attribute(traced, str(node.target)).requires_grad
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    found: Any = root
+    for word in path.split("."):
+        found = getattr(found, word)
+    return found
+
+
+def _must_agree(source: Op, op: Op) -> bool:
+    """Sizes of a batch, and the members of a tuple, mean the same only to ops that split alike."""
+    return (not source.extents and source.batched) or (not op.extents and op.batched) or len(source.extents) > 1
+
+
+def _set_letters(op: Op, inputs: list[Op]) -> None:
+    if op.name == INPUT:
+        op.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
+        return
+    if op.node is not None and op.node.op == "get_attr":
+        op.letters = {"n": Loop((), SPREAD), "r": Loop((), WHOLE)}
+        return
+    if any(one.batched and one.extents for one in inputs) and op.extents and not op.batched:
+        op.batchwise = False
+    if any(not one.batchwise for one in inputs if one.batched):
+        # What mixes samples gives the same to all of them; after it "a sample's part" has no meaning.
+        op.batchwise = op.batchwise and not op.batched
+    chosen = next((rule for kind, rule in _of_users.items() if type(op.module) is kind), None)
+    if chosen:
+        op.kind = type(op.module).__name__
+        chosen(op, inputs)
+        return
+    rule = rule_of(op) if len(op.extents) == 1 else rules()[-1]
+    op.kind = rule.KIND
+    rule.describe(op, inputs)
+
+
+def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
+    """The loss reads all that the network gives; with the classes cut (o) there must be one output [N, classes]."""
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    reads = [graph.ops[names[node]] for node in graphs.read_by(output)]
+    sources = [op for op in reads if op.extents]
+    loss = Op(LOSS, LOSS, sources=tuple(op.name for op in sources), tied=LOSS, trains=True)
+    if not sources or not all(op.batched for op in sources):
+        raise UserError("the network's output doesn't hold a row for each sample", "model.name")
+    sides: tuple[Side, ...] = tuple(0 for _ in sources)
+    loss.letters = {"n": Loop(sides, SPREAD), "r": Loop(tuple(WHOLE for _ in sources), WHOLE)}
+    dims = sources[0].extent.dims
+    if len(sources) == 1 and len(sources[0].extents) == 1 and len(dims) == 2:
+        loss.letters["o"] = Loop((1,), WHOLE, length=dims[1])
+    else:
+        loss.letters["o"] = "classes are cut where the network gives one output [N, classes]"
+    if not all(op.batchwise for op in sources):
+        loss.letters["n"] = "the network mixes samples"
+    graph.ops[LOSS] = loss
+
+
+def _sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
+    """Pairs of ops that use the same parameter or buffer: it has one layout, so they take the same letters."""
+    first: dict[int, str] = {}
+    pairs: list[tuple[str, str]] = []
+    for op in ops.values():
+        for tensor in op.parameters().values():
+            owner = first.setdefault(id(tensor), op.name)
+            if owner != op.name:
+                pairs.append((owner, op.name))
+    return pairs
+
+
+def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
+    notes = [f"{name} stays whole: it can't be looked into ({reason})" for name, reason in unseen.items()]
+    mixing = [op.name for op in graph.ops.values() if op.extents and not op.batchwise]
+    if mixing:
+        more = f" and {len(mixing) - 3} more" if len(mixing) > 3 else ""
+        shown = ", ".join(mixing[:3])
+        notes.append(f"{shown}{more}: every process computes all samples, since samples are mixed (or not in front)")
+    return notes

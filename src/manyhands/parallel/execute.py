@@ -1,0 +1,354 @@
+"""Has a network run under a plan: cuts its parameters, puts conversions between its ops, and sums its gradients."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.seeds import mix
+from manyhands.parallel.describe import rule_of
+from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.grid import Grid, convert, convert_both
+from manyhands.parallel.norm import GroupedNorm, NormGroups, SpanLike
+from manyhands.parallel.placement import Extent, Layout, gradient_of, steps_between, value_of
+
+Letters = Mapping[str, tuple[str, ...]]
+
+
+class ShareLike(Protocol):
+    """What one of several processes has of a pass, as data/order.py describes it."""
+
+    @property
+    def spans(self) -> Sequence[SpanLike]:
+        """The parts of BatchNorm's groups that it holds."""
+        ...
+
+    @property
+    def shared_groups(self) -> Sequence[int]:
+        """Samples in each group that several hold."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Its samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """What a split network must know of a pass before it begins.
+
+    Attributes:
+        samples: in this pass, over all processes.
+        batch: samples in the whole update.
+        share: what process number `index` of `parts` has of the pass.
+        seed: decides what its ops draw.
+    """
+
+    samples: int
+    batch: int
+    share: Callable[[int, int], ShareLike]
+    seed: int = 0
+
+
+def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
+    """What an op's letters mean to it, along each axis; the letters have been checked."""
+    return [cast(Loop, op.letters[letter]) for letter in letters]
+
+
+def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout, Layout]:
+    """How an op wants one of its sources, and how it gives back that source's gradient."""
+    sides = [loop.inputs[place] for loop in loops_of(op, letters)]
+    return value_of(sides), gradient_of(sides)
+
+
+def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[Layout, Layout]:
+    """How what an op gives lies, and how it wants that one's gradient."""
+    sides = [loop.output for loop in loops_of(op, letters)]
+    return value_of(sides), gradient_of(sides)
+
+
+def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
+    """Numbers of the axes along which an op has a part of the samples."""
+    return tuple(axis for axis, letter in enumerate(letters) if letter == "n")
+
+
+def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
+    """How each parameter and buffer of the traced network lies, by its name in the state dict.
+
+    What no op was seen to use (inside a part that could not be looked into, it is that part's) is whole, its gradient
+    a sum over the axes of the samples.
+    """
+    found: dict[str, TensorLayout] = {}
+    for op in graph.ops.values():
+        node = op.node
+        if node is not None and node.op == "get_attr":
+            value: Any = graph.traced
+            for word in str(node.target).split("."):
+                value = getattr(value, word)
+            found[str(node.target)] = whole(tuple(value.shape), batch_axes(letters[op.name]))
+        for name, tensor in op.parameters().items():
+            path = f"{node.target}.{name}" if node is not None else name
+            found[path.removeprefix("whole.") if "whole" in graph.ops else path] = _layout(op, name, tensor, letters)
+    return found
+
+
+def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout:
+    shape = tuple(tensor.shape)
+    view = op.views.get(name, shape)
+    cuts: dict[int, list[int]] = {}
+    partial: list[int] = []
+    for axis, loop in enumerate(loops_of(op, letters[op.name])):
+        if name in loop.cuts:
+            cuts.setdefault(loop.cuts[name], []).append(axis)
+        if name in loop.partial:
+            partial.append(axis)
+    ordered = tuple((dim, tuple(axes)) for dim, axes in sorted(cuts.items()))
+    return TensorLayout(shape, view, ordered, tuple(partial))
+
+
+def cut_tensor(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
+    """This process's piece of a whole tensor, in memory of its own."""
+    piece = tensor.view(layout.view)
+    for dim, (start, stop) in enumerate(layout.region(grid.mesh, grid.world.rank)):
+        piece = piece.narrow(dim, start, stop - start)
+    local = piece.reshape(layout.local_shape(grid.mesh, grid.world.rank))
+    return local.clone(memory_format=torch.preserve_format) if local.data_ptr() == tensor.data_ptr() else local
+
+
+def cut_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
+    """Replaces each parameter's and buffer's values by this process's piece; the objects stay the same."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            layout = layouts.get(name)
+            if layout is not None and layout.cuts:
+                tensor.data = cut_tensor(tensor.data, layout, grid)
+
+
+class Convert(nn.Module):
+    """Takes what one op gives from its layout to the one that another wants."""
+
+    def __init__(self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid) -> None:  # noqa: E501
+        super().__init__()
+        self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
+
+    def forward(self, value: Any) -> Any:
+        """The same tensors under the other layout; what isn't a tensor stays as it is."""
+        leaves, shape = pytree.tree_flatten(value)
+        extents = iter(self.extents)
+        turned = [self._turn(leaf, next(extents)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(turned, shape)
+
+    def _turn(self, tensor: Tensor, extent: Extent) -> Tensor:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return convert_both(tensor, self.values, self.gradients, extent, self.grid)
+        return convert(tensor, *self.values, extent, self.grid)
+
+    def extra_repr(self) -> str:
+        """Both layouts."""
+        return f"{self.values[0]} -> {self.values[1]}, gradient {self.gradients[1]} -> {self.gradients[0]}"
+
+
+class Draws(nn.Module):
+    """Seeds what the next op draws: alike where processes have the same samples, apart where they have others."""
+
+    def __init__(self, number: int, axes: tuple[int, ...], place: int, state: "State") -> None:
+        super().__init__()
+        self._axes, self._number, self._state = axes, mix((number << 20) + place), state
+
+    def forward(self) -> None:
+        """Seeds torch, Python and numpy."""
+        seed = mix(self._state.seed ^ self._number)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+
+
+@dataclass
+class State:
+    """What changes from pass to pass."""
+
+    seed: int = 0
+
+
+def _draws(op: Op) -> bool:
+    if op.module is not None:
+        return any(
+            (isinstance(module, _DropoutNd) and module.p > 0) or getattr(module, "dropout", 0.0) not in {0, 0.0, None}
+            if not isinstance(getattr(module, "dropout", 0.0), nn.Module)
+            else False
+            for module in op.module.modules()
+        )
+    word = getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
+    return "dropout" in word or word == "stochastic_depth"
+
+
+class Builder:
+    """Writes the graph that a process runs: the traced one, with conversions where layouts differ.
+
+    Args:
+        letters: of each op.
+        grid: the processes.
+        state: of the pass at hand.
+        local: modules that do an op's work on a piece, by the op's name; filled in the first time.
+    """
+
+    def __init__(self, letters: Letters, grid: Grid, state: State) -> None:
+        self._letters, self._grid, self._state = letters, grid, state
+        self._local: dict[str, nn.Module | None] = {}
+
+    def build(self, graph: Graph, *, training: bool) -> fx.GraphModule:
+        """The graph of one mode; its last conversions are for the loss, or make the outputs whole for evaluation."""
+        root = fx.GraphModule(graph.traced, fx.Graph())
+        root.__dict__["_modules"].update(graph.traced._modules)
+        root.__dict__["_parameters"].update(graph.traced._parameters)
+        root.__dict__["_buffers"].update(graph.traced._buffers)
+        self._root, self._graph, self._made = root, fx.Graph(), dict[Any, fx.Node]()
+        self._names = {op.node: op.name for op in graph.ops.values() if op.node is not None}
+        copied: dict[fx.Node, fx.Node] = {}
+        for number, node in enumerate(graph.traced.graph.nodes):
+            if node.op == "placeholder":
+                copied[node] = self._graph.placeholder(node.name)
+                copied[node].meta["op"] = INPUT
+            elif node.op == "output":
+                loss = graph.ops[LOSS]
+                self._graph.output(fx.map_arg(node.args[0], lambda n: self._given(graph, n, copied, loss, training)))
+            else:
+                copied[node] = self._copy(graph, node, number, copied, training)
+        return fx.GraphModule(root, self._graph)
+
+    def _copy(self, graph: Graph, node: fx.Node, number: int, copied: dict[fx.Node, fx.Node], training: bool) -> fx.Node:
+        op = graph.ops[self._names[node]]
+        letters = self._letters[op.name]
+
+        def given(source: fx.Node) -> fx.Node:
+            return self._given(graph, source, copied, op, True)
+
+        args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
+        if training and _draws(op):
+            axes = tuple(axis for axis, letter in enumerate(letters) if letter != "r")
+            draws = Draws(number, axes, self._grid.place(axes), self._state)
+            self._call(f"draws_{number}", draws, ())
+        target = node.target
+        if node.op == "call_module":
+            local = self._local_module(op, letters)
+            if local is not None:
+                return self._call(f"local_{number}", local, args, kwargs)
+        return self._graph.create_node(node.op, target, args, kwargs)
+
+    def _local_module(self, op: Op, letters: tuple[str, ...]) -> nn.Module | None:
+        if op.name not in self._local:
+            rule = rule_of(op)
+            self._local[op.name] = rule.local(op, letters, self._grid) if hasattr(rule, "local") else None
+        return self._local[op.name]
+
+    def _call(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> fx.Node:
+        self._root.add_module(name, module)
+        return self._graph.call_module(name, args, kwargs or {})
+
+    def _given(self, graph: Graph, source: fx.Node, copied: dict[fx.Node, fx.Node], reader: Op, training: bool) -> fx.Node:  # noqa: E501
+        """What a reader gets: the source itself, or its conversion, made once for all that want the same."""
+        giver = graph.ops[self._names.get(source, INPUT)]
+        if not giver.extents:
+            return copied[source]
+        value, gradient = output_layouts(giver, self._letters[giver.name])
+        if reader.name == LOSS and not training:
+            wanted = tuple("R" for _ in value), tuple("R" for _ in value)
+        else:
+            wanted = input_layouts(reader, self._letters[reader.name], reader.sources.index(giver.name))
+        moves = steps_between(value, wanted[0])
+        back = giver.trains and steps_between(wanted[1], gradient)
+        if not moves and not back:
+            return copied[source]
+        key = (source, *wanted)
+        if key not in self._made:
+            turn = Convert((value, wanted[0]), (gradient, wanted[1]), giver.extents, self._grid)
+            self._made[key] = self._call(f"convert_{len(self._made)}", turn, (copied[source],))
+        return self._made[key]
+
+
+class SplitNetwork(nn.Module):
+    """A network that runs under a plan, in training and in evaluation.
+
+    Attributes:
+        grid: the processes.
+        layouts: of each parameter and buffer.
+        letters: of each op.
+        norms: BatchNorm's groups for each set of axes that cuts the samples.
+        classes: of the network's output.
+    """
+
+    def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
+        super().__init__()
+        self.grid, self.letters = grid, letters
+        self._whole = (model,)
+        self.classes = train.ops[train.ops[LOSS].sources[0]].extent.dims[-1]
+        self.state = State()
+        self.layouts = parameter_layouts(train, letters)
+        for name, tensor in model.state_dict().items():
+            self.layouts.setdefault(name, whole(tuple(tensor.shape)))
+        self.norms = _assign_norms(train, letters, grid)
+        cut_network(model, self.layouts, grid)
+        _fit_norms(train)
+        builder = Builder(letters, grid, self.state)
+        self.training_graph = builder.build(train, training=True)
+        self.evaluation_graph = builder.build(evaluate, training=False)
+
+    @property
+    def inner(self) -> nn.Module:
+        """The user's network, whose parameters are this process's pieces."""
+        return self._whole[0]
+
+    def train(self, mode: bool = True) -> "SplitNetwork":  # noqa: FBT001, FBT002 - torch's own
+        """Training or evaluation, for all modules."""
+        super().train(mode)
+        self.inner.train(mode)
+        return self
+
+    def forward(self, pictures: Tensor) -> Any:
+        """In training what the loss wants of the outputs; in evaluation all outputs, whole."""
+        return (self.training_graph if self.training else self.evaluation_graph)(pictures)
+
+    def begin_pass(self, shape: PassShape) -> None:
+        """Describes the pass that comes next; all processes call it alike."""
+        self.grid.batch, self.state.seed = shape.samples, shape.seed
+        for axes, groups in self.norms.items():
+            share = shape.share(self.grid.parts(axes), self.grid.place(axes))
+            groups.begin_pass(share.spans, share.shared_groups, share.count, shape.batch)
+
+    def finish_update(self) -> None:
+        """Moves BatchNorm's running statistics by what all processes saw."""
+        for axes, groups in self.norms.items():
+            groups.finish_update(self.grid.parts(axes))
+
+    def samples_axes(self, op: str = INPUT) -> tuple[int, ...]:
+        """The axes along which an op has a part of the samples."""
+        return batch_axes(self.letters[op])
+
+
+def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int, ...], NormGroups]:
+    families: dict[tuple[int, ...], NormGroups] = {}
+    seen: set[int] = set()
+    for op in graph.ops.values():
+        for module in op.module.modules() if op.module is not None else ():
+            if isinstance(module, GroupedNorm) and id(module) not in seen:
+                seen.add(id(module))
+                axes = tuple(axis for axis in batch_axes(letters[op.name]) if grid.mesh.sizes[axis] > 1)
+                family = families.setdefault(axes, NormGroups(processes=grid.group(axes) if axes else None))
+                module.groups = family
+                family.layers.append(module)
+    return families
+
+
+def _fit_norms(graph: Graph) -> None:
+    """Tells BatchNorm layers how many channels they have now."""
+    for op in graph.ops.values():
+        if isinstance(op.module, GroupedNorm) and op.module.running_mean is not None:
+            op.module.num_features = op.module.running_mean.shape[0]

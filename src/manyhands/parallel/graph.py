@@ -1,0 +1,268 @@
+"""A network as a graph of ops that can be split: traced once, tried on a few random samples, and described as data."""
+
+import fnmatch
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
+
+INPUT, LOSS = "input", "loss"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What one letter means to one op along one axis of the mesh.
+
+    Attributes:
+        inputs: a side for each tensor that the op reads, in the order of `Op.sources`.
+        output: the side of what it gives.
+        cuts: the dimension (of the view in `Op.views`, if there is one) in which a parameter or buffer is cut.
+        partial: parameters whose gradient is a term of a sum.
+        length: of what is cut: no more processes than that can share it; 0 for no limit.
+        even: the length must be divisible by the number of processes.
+    """
+
+    inputs: tuple[Side, ...]
+    output: Side
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    length: int = 0
+    even: bool = False
+
+
+@dataclass
+class Op:
+    """One op of a network.
+
+    Attributes:
+        name: the module's path, or the path of the module it lies in and the function's name: "layer1.0.add".
+        kind: the rule's name: "conv", "linear", "elementwise" …; "opaque" where there is none.
+        module: the module, for ops that are one.
+        node: its node in the traced graph; None for input and loss.
+        sources: names of the ops whose tensors it reads.
+        extents: shapes of the tensors it gives, for the tried number of samples; none for sizes and the like.
+        item_bytes: bytes of one value of the first of them.
+        batched: what it gives grows with the number of samples.
+        batchwise: a sample's part of what it gives depends on that sample alone.
+        trains: a gradient passes through it.
+        feature: the dimension of what it gives that holds channels or features; None if unknown.
+        tied: ops of the same word must take the same letters.
+        letters: what each letter means to it, or why it can't be taken.
+        views: shapes as which parameters are cut, where not as they are.
+    """
+
+    name: str
+    kind: str = "opaque"
+    module: nn.Module | None = None
+    node: fx.Node | None = None
+    sources: tuple[str, ...] = ()
+    extents: tuple[Extent, ...] = ()
+    item_bytes: int = 4
+    batched: bool = False
+    batchwise: bool = True
+    trains: bool = False
+    feature: int | None = None
+    tied: str = ""
+    letters: dict[str, Loop | str] = field(default_factory=dict)
+    views: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def extent(self) -> Extent:
+        """The shape of what it gives, if that is one tensor."""
+        return self.extents[0]
+
+    @property
+    def forward(self) -> Any:
+        """What its module's class computes with; None where it is no module."""
+        return getattr(type(self.module), "forward", None)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Its parameters and buffers by their names within it."""
+        if self.module is None:
+            return {}
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def allowed(self) -> list[str]:
+        """The letters that it can take."""
+        return [letter for letter, loop in self.letters.items() if isinstance(loop, Loop)]
+
+
+@dataclass
+class Graph:
+    """All ops of a network in their order, from "input" to "loss".
+
+    Attributes:
+        ops: by name.
+        traced: the traced network.
+        samples: how many samples the extents are of.
+        input_shape: of one sample.
+        notes: sentences on parts that stay whole.
+    """
+
+    ops: dict[str, Op]
+    traced: fx.GraphModule
+    samples: int
+    input_shape: tuple[int, ...]
+    notes: list[str] = field(default_factory=list)
+
+    def matching(self, pattern: str) -> list[Op]:
+        """Ops whose name a glob matches, or that lie in the module of that name."""
+        return [
+            op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
+        ]
+
+    def edges(self) -> Iterator[tuple[Op, Op, int]]:
+        """(giver, reader, which of the reader's sources) of each tensor that passes from op to op."""
+        for op in self.ops.values():
+            for place, name in enumerate(op.sources):
+                yield self.ops[name], op, place
+
+    def ties(self) -> dict[str, list[Op]]:
+        """Ops by the word that ties them."""
+        found: dict[str, list[Op]] = {}
+        for op in self.ops.values():
+            found.setdefault(op.tied, []).append(op)
+        return found
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a value, in their order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in tensors_of(one)]
+    if isinstance(value, dict):
+        return [tensor for one in value.values() for tensor in tensors_of(one)]
+    return []
+
+
+class _Tracer(fx.Tracer):
+    """Traces into everything but torch's own modules; what can't be traced stays one op."""
+
+    def __init__(self, leaves: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._leaves = leaves
+        self.whole: dict[str, str] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._leaves(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: E501
+        known = set(self.graph.nodes)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever a user's forward does with a stand-in for a tensor
+            for node in reversed(list(self.graph.nodes)):
+                if node not in known:
+                    self.graph.erase_node(node)
+            name = self.path_of_module(m)
+            self.whole[name] = str(error).partition("\n")[0]
+            return self.create_proxy("call_module", name, args, kwargs)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["scope"] = self.scope.module_path
+        return node
+
+
+def trace(model: nn.Module, leaves: Callable[[nn.Module], bool]) -> tuple[fx.GraphModule, dict[str, str]]:
+    """The network's graph in its present mode (training or not), and the modules that could not be looked into."""
+    tracer = _Tracer(leaves)
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:  # noqa: BLE001 - the network's own forward can't be traced: it is one op
+        graph = fx.Graph()
+        picture = graph.placeholder("x")
+        graph.output(graph.call_module("whole", (picture,)))
+        root = nn.Module()
+        root.add_module("whole", model)
+        return fx.GraphModule(root, graph), {"whole": str(error).partition("\n")[0]}
+    traced = fx.GraphModule(model, graph)
+    graph.eliminate_dead_code()
+    traced.recompile()
+    return traced, tracer.whole
+
+
+def out_of_place(traced: fx.GraphModule) -> None:
+    """Has no op change what it reads: what an op reads may be shared with others, or be a view."""
+    for node in traced.graph.nodes:
+        if node.op == "call_module":
+            for module in traced.get_submodule(str(node.target)).modules():
+                if getattr(module, "inplace", False):
+                    module.inplace = False
+        if node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+        node.target = _IN_PLACE.get(node.target, node.target)
+    traced.recompile()
+
+
+_IN_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    "add_": "add",
+    "mul_": "mul",
+    "sub_": "sub",
+    "div_": "div",
+    "relu_": "relu",
+}
+
+
+def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
+    """A name for each node that says where it is, the same in training and evaluation: "layer1.0.add"."""
+    names: dict[fx.Node, str] = {}
+    taken: set[str] = set()
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            name = INPUT
+        elif node.op in {"call_module", "get_attr"}:
+            name = str(node.target)
+        else:
+            word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "function")
+            name = ".".join(part for part in (node.meta.get("scope", ""), word.strip("_")) if part)
+        names[node] = unique(name, taken)
+    return names
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """The name, with a number where it is taken; notes it as taken."""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}#{number}"
+    taken.add(found)
+    return found
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values a node reads, once each, in their order."""
+    return list(node.all_input_nodes)
+
+
+def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
+    """Ties ops that must take the same letters, and all that are tied to them."""
+    for first, second in pairs:
+        old, new = ops[second].tied, ops[first].tied
+        if old != new:
+            for op in ops.values():
+                if op.tied == old:
+                    op.tied = new
+
+
+def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
+    """What any op can do: every process a part of the samples, if it keeps them apart, or all of it.
+
+    An op that reads nothing of the batch (parameters alone) passes gradients on as terms of a sum.
+    """
+    parameters = frozenset(op.parameters())
+    together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
+    if not op.batchwise:
+        return {"n": "it mixes samples (or its samples aren't the first dimension)", "r": together}
+    sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)
+    return {"n": Loop(sides, 0 if op.batched else SPREAD, partial=parameters), "r": together}

@@ -1,0 +1,111 @@
+"""The loss of a split network, with samples or classes cut."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core.layouts import bounds
+from manyhands.parallel.execute import SplitNetwork, batch_axes
+from manyhands.parallel.graph import INPUT, LOSS
+from manyhands.parallel.grid import convert
+from manyhands.parallel.placement import Extent, value_of
+
+Criterion = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+
+
+class SplitLoss:
+    """A criterion over what a split network gives in training.
+
+    Args:
+        network: under its plan.
+        criterion: of outputs and labels int64 [n], the sum [] of losses and the logits [n, C]; for uncut classes.
+        smoothing: cross-entropy's label smoothing, for cut classes.
+    """
+
+    def __init__(self, network: SplitNetwork, criterion: Criterion, smoothing: float = 0.0) -> None:
+        self._network, self._criterion, self._smoothing = network, criterion, smoothing
+        letters = network.letters[LOSS]
+        self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o")
+        others = tuple(axis for axis, letter in enumerate(letters) if letter != "n")
+        self.counts = network.grid.first(others)
+        self._wanted = value_of([0 if letter == "n" else "R" for letter in letters])
+        self._given = value_of([0 if letter == "n" else "R" for letter in network.letters[INPUT]])
+        self.parts, self.place = _samples(network)
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """The labels of this process's part of the loss, from those of its part of the input."""
+        return convert(labels, self._given, self._wanted, Extent((len(labels),), 1), self._network.grid)
+
+    def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum [] of this process's losses, and scores [n, …] whose largest is at the numbers [n] where right."""
+        labels = self.labels(labels)
+        if not self._classes:
+            loss, logits = self._criterion(output, labels)
+            return loss, logits, labels
+        grid = self._network.grid
+        group = grid.group(self._classes)
+        edges = bounds(self._network.classes, grid.parts(self._classes))
+        place = grid.place(self._classes)
+        loss, scores = cut_cross_entropy(output, labels, (edges[place], edges[-1]), group, self._smoothing)
+        return loss, scores, torch.zeros_like(labels)
+
+
+def _samples(network: SplitNetwork) -> tuple[int, int]:
+    axes = batch_axes(network.letters[LOSS])
+    return network.grid.parts(axes), network.grid.place(axes)
+
+
+def cut_cross_entropy(
+    logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy over classes that several processes hold parts of, in two small messages.
+
+    Args:
+        logits: of this process's classes, [n, c].
+        labels: int64 [n], counted over all classes.
+        classes: the first of this process's classes, and how many there are in all.
+        group: the processes that hold the classes.
+        smoothing: the share of a label that is spread over all classes.
+
+    Returns:
+        The sum of losses [], whole on each process, and [n, 2]: the label's logit and the largest one.
+    """
+    result: Any = _CutCrossEntropy.apply(logits, labels, classes, group, smoothing)
+    return result
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """Needs no message in its backward pass: each process has the softmax of its own classes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float) -> tuple[Tensor, Tensor]:  # noqa: E501
+        first, count = classes
+        values = logits if logits.dtype == torch.float64 else logits.float()
+        largest = values.max(1).values
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shifted = values - largest[:, None]
+        exponents = shifted.exp()
+        place = labels - first
+        here = (place >= 0) & (place < logits.shape[1])
+        place = place.clamp(0, logits.shape[1] - 1)
+        target = shifted.gather(1, place[:, None])[:, 0] * here
+        sums = torch.stack([exponents.sum(1), target, shifted.sum(1)])
+        dist.all_reduce(sums, group=group)
+        logarithm = sums[0].log()
+        losses = logarithm - (1 - smoothing) * sums[1] - smoothing * sums[2] / count
+        ctx.save_for_backward(exponents / sums[0][:, None], place, here)
+        ctx.smoothing, ctx.count, ctx.dtype = smoothing, count, logits.dtype
+        scores = torch.stack([sums[1], torch.zeros_like(logarithm)], 1)
+        ctx.mark_non_differentiable(scores)
+        return losses.sum(), scores
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        softmax, place, here = ctx.saved_tensors
+        gradient = softmax - ctx.smoothing / ctx.count
+        rows = torch.arange(len(place), device=place.device)
+        gradient[rows, place] -= (1 - ctx.smoothing) * here
+        return (gradient * gradients[0]).to(ctx.dtype), None, None, None, None

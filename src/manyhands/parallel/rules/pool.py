@@ -1,0 +1,57 @@
+"""Ops that work on each channel by itself: pooling, means over pixels, flattening."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import nn
+
+from manyhands.parallel.graph import Loop, Op, whole_or_batch
+
+KIND = "pool"
+
+MODULES: tuple[type[nn.Module], ...] = (
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.Flatten, nn.Upsample, nn.ZeroPad2d, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+)  # fmt: skip
+FUNCTIONS: set[Any] = {
+    F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, torch.flatten,
+    torch.mean, F.interpolate, F.dropout2d,
+}  # fmt: skip
+METHODS = {"mean", "flatten"}
+
+
+def matches(op: Op) -> bool:
+    """True for those listed."""
+    if op.module is not None:
+        return op.forward in {kind.forward for kind in MODULES}
+    node = op.node
+    return node is not None and (node.target in FUNCTIONS if node.op == "call_function" else node.target in METHODS)
+
+
+def describe(op: Op, inputs: list[Op]) -> None:
+    """n, c (channels), r."""
+    op.letters = whole_or_batch(op, inputs)
+    source, result = inputs[0].extent.dims, op.extent.dims
+    if inputs[0].feature != 1 or len(source) < 3 or len(result) < 2 or result[1] % source[1]:
+        return
+    if not _keeps_channels(op, source, result):
+        return
+    op.feature = 1
+    flattened = result[1] != source[1]
+    # A flattened channel is several features: pieces of equal numbers of channels alone are pieces of features.
+    op.letters["c"] = Loop((1,), 1, length=source[1], even=flattened)
+
+
+def _keeps_channels(op: Op, source: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """False where a mean or a flattening takes in the channels themselves."""
+    node = op.node
+    if node is None or op.module is not None or node.target not in {torch.mean, "mean"}:
+        return True
+    dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    chosen = [dims] if isinstance(dims, int) else dims
+    if not isinstance(chosen, list | tuple) or not all(isinstance(dim, int) for dim in chosen):
+        return False
+    return 1 not in {int(str(dim)) % len(source) for dim in chosen} and result[1] == source[1]

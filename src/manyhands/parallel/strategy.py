@@ -1,0 +1,143 @@
+"""How a user writes which part of an op's work each process does: "n@dp o@tp", or MindSpore's tuples.
+
+A letter names the loop that is cut, and stands before the mesh axes that cut it:
+
+    n  samples            o  output channels or features     i  input channels or features
+    c  channels           h  heads of attention              v  rows of a table
+    r  nothing: every process along the axis does all of it
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh
+
+MEANINGS = {
+    "n": "samples",
+    "o": "outputs",
+    "i": "inputs",
+    "c": "channels",
+    "h": "heads",
+    "v": "rows",
+    "r": "nothing, all of it everywhere",
+}
+_PART = re.compile(r"([a-z])@([A-Za-z0-9_,]+)")
+EXAMPLE = "such as n@dp o@tp"
+
+
+def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
+    """Reads "n@dp o@tp": the letter of each axis (by number) that is named.
+
+    Raises:
+        UserError: it is not in this form, or names an axis twice or one that the mesh hasn't.
+    """
+    found: dict[int, str] = {}
+    for word in text.split():
+        match = _PART.fullmatch(word)
+        if not match or match[1] not in MEANINGS:
+            letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
+            raise UserError(f'"{word}" is no part of a strategy', where, (EXAMPLE, f"letters: {letters}"))
+        for name in match[2].split(","):
+            if name not in mesh.names:
+                mend = (f"the mesh is {mesh}", EXAMPLE)
+                raise UserError(f'"{text}" names the axis {name}, which the mesh hasn\'t', where, mend)
+            axis = mesh.names.index(name)
+            if axis in found:
+                raise UserError(f'"{text}" names the axis {name} twice', where, (EXAMPLE,))
+            found[axis] = match[1]
+    if not found:
+        raise UserError("a strategy is empty", where, (EXAMPLE,))
+    return found
+
+
+def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
+    """The shortest text for the letters of all axes, in the mesh's order: "n@dp,tp"."""
+    axes: dict[str, list[str]] = {}
+    for letter, name in zip(letters, mesh.names, strict=True):
+        axes.setdefault(letter, []).append(name)
+    return " ".join(f"{letter}@{','.join(names)}" for letter, names in axes.items())
+
+
+def is_tuples(text: str) -> bool:
+    """True for MindSpore's form, which begins with a bracket."""
+    return text.lstrip()[:1] in {"(", "{", "["}
+
+
+def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
+    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": for each input, into how many pieces each dimension is cut.
+
+    Raises:
+        UserError: it is not in this form.
+    """
+    plain = text.strip()
+    if plain.startswith("{"):
+        plain = f"({plain[1:-1]},)"
+    try:
+        content: Any = ast.literal_eval(plain)
+        found = tuple(tuple(int(number) for number in one) for one in content)
+    except (ValueError, SyntaxError, TypeError) as error:
+        mend = ("in MindSpore's form: ((1, 1), (1, 2))", f"or {EXAMPLE}")
+        raise UserError(f'"{text}" is no strategy', where, mend) from error
+    if not found or any(number < 1 for one in found for number in one):
+        raise UserError(f'"{text}" is no strategy: pieces are counted from 1', where, (f"or {EXAMPLE}",))
+    return found
+
+
+def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
+    """The letters that MindSpore's tuples mean.
+
+    Args:
+        kind: of op: "linear" (also MatMul), "conv" or any other, whose first input decides.
+        tuples: for each input, into how many pieces each of its dimensions is cut; a linear layer's weight is given
+            as MatMul takes it, [inputs, outputs], a convolution's as [outputs, inputs, height, width].
+        mesh: its axes are found by their sizes.
+        where: for the error.
+
+    Returns:
+        A letter for each axis, "r" for those that cut nothing.
+
+    Raises:
+        UserError: the pieces don't fit each other or the mesh, or pixels are cut.
+    """
+    pieces = _pieces(kind.lower(), tuples, where)
+    letters: dict[int, str] = {}
+    for letter, count in pieces.items():
+        for axis in _axes_of(count, mesh, letters, where):
+            letters[axis] = letter
+    return {axis: letters.get(axis, "r") for axis in range(len(mesh.axes))}
+
+
+def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[str, int]:
+    first, last = tuples[0], tuples[-1]
+    if kind in {"linear", "matmul", "dense"} and len(tuples) >= 2 and len(first) == len(tuples[1]) == 2:
+        inner = (first[1], tuples[1][0])
+        found = {"n": first[0], "i": first[1], "o": tuples[1][1]}
+    elif kind in {"conv", "conv2d"} and len(tuples) >= 2 and len(first) == len(tuples[1]) == 4:
+        inner = (first[1], tuples[1][1])
+        found = {"n": first[0], "i": first[1], "o": tuples[1][0]}
+        if set((*first[2:], *tuples[1][2:])) != {1}:
+            raise UserError("pixels are not cut here", where, ("1 for height and width",))
+    else:
+        inner = (1, 1)
+        found = {"n": first[0], "c": first[1] if len(first) > 1 else last[0]}
+        if set(first[2:]) - {1}:
+            raise UserError("only samples and channels are cut here", where, ("1 for all other dimensions",))
+    if inner[0] != inner[1]:
+        what = f"the input's features are cut into {inner[0]} and the weight's into {inner[1]}"
+        raise UserError(what, where, ("both must be cut alike",))
+    return found
+
+
+def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> list[int]:
+    """Axes that are free and whose sizes' product is the number of pieces; one axis before several."""
+    free = [axis for axis, size in enumerate(mesh.sizes) if axis not in taken and size > 1]
+    if count == 1:
+        return []
+    for chosen in sorted(range(1, 1 << len(free)), key=int.bit_count):
+        axes = [axis for place, axis in enumerate(free) if chosen >> place & 1]
+        if mesh.parts(axes) == count:
+            return axes
+    raise UserError(f"no axes of the mesh {mesh} have {count} processes for {count} pieces", where, ("another --mesh",))
