@@ -238,6 +238,15 @@ def test_a_state_that_is_cut_in_no_known_way_is_refused():
         held_contents(1, Snapshot({"w": torch.zeros(4, 3)}), cut, 0)
 
 
+def test_a_piece_with_two_names_needs_two_layouts():
+    lies = TensorLayout((4, 3), (4, 3), ((0, (0,)),))
+    tied = torch.zeros(2, 3)
+    with pytest.raises(RunError, match="embedding shares its values with head"):
+        held_contents(1, Snapshot({"head": tied, "embedding": tied}), Cut(TP2, {"head": lies}), 0)
+    both = held_contents(1, Snapshot({"head": tied, "embedding": tied}), Cut(TP2, {"head": lies, "embedding": lies}), 0)
+    assert both.tensors["model"]["embedding"].layout == lies
+
+
 def test_a_cut_of_another_network_is_refused(in_pieces, tmp_path):
     _, _, path = in_pieces
     source = open_checkpoint(path)

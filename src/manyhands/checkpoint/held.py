@@ -24,9 +24,10 @@ def held_contents(step: int, snapshot: Snapshot, cut: Cut, rank: int) -> Content
         rank: a place in the mesh.
 
     Raises:
-        RunError: a piece doesn't have the shape that its layout says.
+        RunError: a piece doesn't have the shape that its layout says, or one of two names of a piece has no layout.
         TypeError: the state or the optimizer's state is not plain data.
     """
+    _refuse_half_named(snapshot.model, cut)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
     texts = {layout.STATE: layout.text(snapshot.state)}
@@ -43,6 +44,15 @@ def held_contents(step: int, snapshot: Snapshot, cut: Cut, rank: int) -> Content
         return held[kind][name].detach().reshape(size_of(region))
 
     return Contents(step, cut.mesh, tensors, texts, fetch)
+
+
+def _refuse_half_named(model: Mapping[str, Tensor], cut: Cut) -> None:
+    """A piece that has two names is a piece under both, so a layout must be there for both."""
+    pieces = {model[name].data_ptr(): name for name, lies in cut.layouts.items() if lies.cuts and name in model}
+    for name, tensor in model.items():
+        other = pieces.get(tensor.data_ptr())
+        if other is not None and name not in cut.layouts and tensor.numel():
+            raise RunError(f"{name} shares its values with {other}, which is cut, but has no layout itself", name)
 
 
 def _describe(name: str, tensor: Tensor, owner: str, cut: Cut, rank: int) -> Described:
