@@ -10,11 +10,11 @@ import torch
 
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.load import load, newest, verify
+from manyhands.checkpoint.load_cut import open_together
 from manyhands.checkpoint.pieces import Cut
 from manyhands.checkpoint.save import SaveError, prune, save
 from manyhands.checkpoint.save_cut import save_pieces, save_whole
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.tensors import read_tensors
 from manyhands.checkpoint.together import Peers
 from manyhands.core.errors import ManyhandsError
@@ -80,7 +80,7 @@ def _mine(world, cut):
 
 def _load_all(world, paths):
     for path in paths:
-        source = open_checkpoint(Path(path), verified=world.rank != 0)
+        source = open_together(Path(path), peers_of(world))
         for cut in cuts_for(world.size):
             assert_same(source.snapshot(cut, world.rank), local(whole_snapshot(), cut, world.rank))
     return len(paths)
@@ -191,6 +191,29 @@ def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
         assert "save whole" in text
     assert_same(load(tmp_path / "0" / "step-00000005"), whole_snapshot())
     assert [len(list((tmp_path / str(rank)).iterdir())) for rank in range(3)] == [1, 0, 0]
+
+
+def _open(world, path):
+    try:
+        open_together(Path(path), peers_of(world))
+    except ManyhandsError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_torn_piece_is_named_on_every_process(tmp_path):
+    """Whichever process it falls to, and whatever is wrong with it."""
+    path = Path(run_on_ranks(_save_all, 3, str(tmp_path))[0][0])
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for spoil in (content[:-1] + bytes([content[-1] ^ 1]), None):
+            file.unlink() if spoil is None else file.write_bytes(spoil)
+            answers = run_on_ranks(_open, 3, str(path))
+            assert [kind for kind, _ in answers] == ["TornCheckpointError"] * 3
+            assert all(file.name in text for _, text in answers)
+            file.write_bytes(content)
+    assert run_on_ranks(_open, 3, str(path)) == [None] * 3
+    assert [kind for kind, _ in run_on_ranks(_open, 2, str(tmp_path / "nowhere"))] == ["TornCheckpointError"] * 2
 
 
 def _twice(world, folder):

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from manyhands.checkpoint.save import SaveError
 from manyhands.checkpoint.stream import as_bytes
+from manyhands.checkpoint.verify import TornCheckpointError
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 
 T = TypeVar("T")
 
-_ERRORS: dict[str, type[ManyhandsError]] = {kind.__name__: kind for kind in (SaveError, UserError, RunError)}
+# The narrower ones first.
+_ERRORS: dict[str, type[ManyhandsError]] = {
+    kind.__name__: kind for kind in (SaveError, TornCheckpointError, UserError, RunError)
+}
 
 
 @dataclass(frozen=True)
