@@ -247,6 +247,16 @@ def test_a_piece_with_two_names_needs_two_layouts():
     assert both.tensors["model"]["embedding"].layout == lies
 
 
+def test_a_file_whose_values_are_not_aligned_is_read(tmp_path):
+    weight = torch.randn(3, 2, dtype=torch.float64)
+    header = json.dumps({"w": {"dtype": "F64", "shape": [3, 2], "data_offsets": [0, 48]}}).encode()
+    header += b" " * (3 - len(header) % 8)
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bits(weight))
+    assert len(header) % 8
+    assert torch.equal(open_checkpoint(file).model.read("w", (6,), ((1, 5),)), weight.view(-1)[1:5])
+
+
 def test_a_cut_of_another_network_is_refused(in_pieces, tmp_path):
     _, _, path = in_pieces
     source = open_checkpoint(path)
