@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from manyhands.checkpoint.pieces import Region, Tensors, size_of, whole_region
+from manyhands.checkpoint.pieces import Described, Region, Tensors, size_of, whole_region
 from manyhands.checkpoint.stream import CODES
 from manyhands.checkpoint.verify import torn
-from manyhands.core.layouts import TensorLayout
+from manyhands.core.layouts import TensorLayout, whole
 from manyhands.core.mesh import Mesh
 
 CODES_BACK = {code: dtype for dtype, code in CODES.items()}
@@ -131,3 +131,8 @@ def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
     """A region as an index, into a tensor that begins where `within` does."""
     origins = [start for start, _ in within] if within else [0] * len(region)
     return tuple(slice(start - origin, stop - origin) for (start, stop), origin in zip(region, origins, strict=True))
+
+
+def in_memory(tensors: Mapping[str, Tensor]) -> MemoryTensors:
+    """Whole tensors in memory, by name, as if they were stored."""
+    return MemoryTensors({name: Described(t.dtype, whole(tuple(t.shape))) for name, t in tensors.items()}, tensors)
