@@ -81,11 +81,13 @@ def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout
 
 def cut_tensor(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
     """This process's piece of a whole tensor, in memory of its own."""
-    piece = tensor.view(layout.view)
+    piece = tensor if layout.view == layout.shape else tensor.reshape(layout.view)
     for dim, (start, stop) in enumerate(layout.region(grid.mesh, grid.world.rank)):
         piece = piece.narrow(dim, start, stop - start)
     local = piece.reshape(layout.local_shape(grid.mesh, grid.world.rank))
-    return local.clone(memory_format=torch.preserve_format) if local.data_ptr() == tensor.data_ptr() else local
+    # Never a view: it would keep the whole tensor, and fused optimizers want gradients and parameters alike in memory.
+    last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return local.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def cut_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
