@@ -11,7 +11,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from manyhands.config.job import Job
     from manyhands.core.errors import ManyhandsError, RunError, UserError
-    from manyhands.run.python import Run, evaluate, fit, predict, session
+    from manyhands.parallel.describe import register_rule
+    from manyhands.run.python import Run, evaluate, fit, parallelize, predict, session
 
 _HOMES = {
     "Job": "manyhands.config.job",
@@ -22,10 +23,15 @@ _HOMES = {
     "evaluate": "manyhands.run.python",
     "fit": "manyhands.run.python",
     "predict": "manyhands.run.python",
+    "parallelize": "manyhands.run.python",
+    "register_rule": "manyhands.parallel.describe",
     "session": "manyhands.run.python",
 }
 
-__all__ = ["Job", "ManyhandsError", "Run", "RunError", "UserError", "evaluate", "fit", "predict", "session"]
+__all__ = [
+    "Job", "ManyhandsError", "Run", "RunError", "UserError", "evaluate", "fit", "parallelize", "predict",
+    "register_rule", "session",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
