@@ -46,7 +46,7 @@ class CutModel(nn.Module):
         self._judge = cutting.judge(make_criterion(TrainOptions(label_smoothing=0.0), loss), 0.0)
         self._seed = 0
 
-    def train(self, mode: bool = True) -> "CutModel":  # noqa: FBT001, FBT002 - torch's own
+    def train(self, mode: bool = True) -> "CutModel":
         """Training or evaluation, for all modules."""
         self._network[0].train(mode)
         return super().train(mode)
