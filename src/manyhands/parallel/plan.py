@@ -66,7 +66,9 @@ def read_plan(path: Path) -> Plan:
     except OSError as error:
         raise UserError(f"the plan can't be read: {error.strerror}", str(path), ("manyhands plan job.toml",)) from error
     except ValueError as error:
-        raise UserError(f"the plan is not JSON: {error}", str(path), ("write it anew: manyhands plan job.toml",)) from error
+        raise UserError(
+            f"the plan is not JSON: {error}", str(path), ("write it anew: manyhands plan job.toml",)
+        ) from error
     return plan_from_plain(content, str(path))
 
 
@@ -77,7 +79,9 @@ def plan_from_plain(content: Any, where: str) -> Plan:
         UserError: it is not a plan; says which field.
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("mesh"), dict):
-        raise UserError(f'this is no plan: "format" should be "{FORMAT}", with a "mesh"', where, ("manyhands plan job.toml",))
+        raise UserError(
+            f'this is no plan: "format" should be "{FORMAT}", with a "mesh"', where, ("manyhands plan job.toml",)
+        )
     mesh = make_mesh(content["mesh"], f"{where}, mesh")
     ops, default = content.get("ops", {}), content.get("default", "")
     texts = isinstance(ops, dict) and all(isinstance(one, str) for one in (*ops, *ops.values(), default))
@@ -105,6 +109,15 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
         UserError: a strategy doesn't fit its op or the mesh, or two ops that must agree don't.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
+    return _spread(strategies(plan, graph, where), default, plan, graph, where)
+
+
+def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
+    """What a plan says of ops by name: the pattern that says it, and the letter of each axis that it names.
+
+    Raises:
+        UserError: a pattern matches nothing, or its strategy can't be read.
+    """
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -117,7 +130,7 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
             exact = len(ops) == 1 or op.name == pattern
             chosen = {axis: _known(op, letter, exact=exact) for axis, letter in strategy.items()}
             said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
-    return _spread(said, default, plan, graph, where)
+    return said
 
 
 def _read(text: str, op: Op, mesh: Mesh, where: str) -> dict[int, str]:
