@@ -85,7 +85,7 @@ def collectives(update: Update) -> list[Collective]:
 
 def _sent(
     update: Update, move: tuple[Layout, Layout], extent: Extent, item_bytes: int, place: tuple[str, str]
-) -> list[Collective]:  # noqa: E501
+) -> list[Collective]:
     when, op = place
     found: list[Collective] = []
     for message in messages(*move, extent, update.mesh, update.batch, update.rank):
