@@ -122,7 +122,7 @@ def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[flo
     """Bytes of its parameters and of the gradients that are sent, and the seconds of sending them."""
     mesh, loops = setting.mesh, loops_of(op, letters)
     held = sent = seconds = 0.0
-    for name, tensor in op.parameters().items():
+    for name, tensor in setting.work.parameters(op).items():
         if tensor.requires_grad:
             size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
             axes = real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh)
@@ -230,7 +230,7 @@ def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: dict[Any, An
         mesh = setting.mesh
         idle = mesh.parts(batch_axes(letters)) > setting.work.batch
         repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
-        learns = any(tensor.requires_grad for tensor in op.parameters().values())
+        learns = any(tensor.requires_grad for tensor in setting.work.parameters(op).values())
         must = not op.batchwise or op.allowed() == ["r"]
         drifts = repeats and learns and not setting.repeat and not must
         known[key] = not idle and not drifts and not refusal(op, letters, mesh)

@@ -82,7 +82,15 @@ class Work:
         self._piece = max(1, batch // processes)
         self._factors: dict[str, float] = {}
         self._signatures: dict[str, str] = {}
+        self._parameters: dict[str, dict[str, Tensor]] = {}
+        self._operations: dict[str, float] = {}
         self._of_kind: dict[str, list[float]] = {}
+
+    def parameters(self, op: Op) -> dict[str, Tensor]:
+        """An op's parameters and buffers."""
+        if op.name not in self._parameters:
+            self._parameters[op.name] = op.parameters()
+        return self._parameters[op.name]
 
     @property
     def batch(self) -> int:
@@ -121,9 +129,11 @@ class Work:
         given = part([loop.output for loop in loops], mesh) * sum(extent.values(self._batch) for extent in op.extents)
         held = sum(
             parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
-            for name, tensor in op.parameters().items()
+            for name, tensor in self.parameters(op).items()
         )
-        return Amount(operations(op, self.sources(op), self._batch) / cut, read + given * size + held)
+        if op.name not in self._operations:
+            self._operations[op.name] = operations(op, self.sources(op), self._batch)
+        return Amount(self._operations[op.name] / cut, read + given * size + held)
 
     def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> Seconds:
         """Of an op on one process."""
