@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from manyhands.core.layouts import bounds
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.describe import describe_network
-from manyhands.parallel.execute import PassShape, SplitNetwork
+from manyhands.parallel.execute import SplitNetwork
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.loss import SplitLoss
+from manyhands.parallel.network import PassShape
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import refusal
 from manyhands.parallel.reduce import Reducer

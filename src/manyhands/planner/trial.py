@@ -15,14 +15,12 @@ from manyhands.core.layouts import TensorLayout, bounds
 from manyhands.core.world import World
 from manyhands.data.order import Cut
 from manyhands.parallel.apply import apply_mode
-from manyhands.parallel.describe import describe_network
-from manyhands.parallel.execute import PassShape, SplitNetwork, cut_tensor
-from manyhands.parallel.graph import Graph
+from manyhands.parallel.execute import cut_tensor
 from manyhands.parallel.grid import Grid
-from manyhands.parallel.loss import Criterion, SplitLoss
+from manyhands.parallel.network import Criterion, How, PassShape
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import Plan, resolve
-from manyhands.parallel.reduce import Reducer
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.split import split
 from manyhands.planner.choose import Finalist, time_in_turns
 from manyhands.planner.collectives import shares
 
@@ -70,32 +68,28 @@ class Split:
 
     def __init__(self, case: Case, plan: Plan, world: World) -> None:
         self.model = case.make().train()
-        group_batch_norms(self.model)
-        self.train, evaluate = graphs_of(self.model, case.picture)
-        self.grid = Grid(plan.mesh, world)
-        letters = {name: tuple("r" for _ in plan.mesh.axes) for name in evaluate.ops}
-        letters |= resolve(plan, self.train)
-        self.network = SplitNetwork(self.model, self.train, evaluate, letters, self.grid).train()
-        self._loss = SplitLoss(self.network, case.criterion, case.smoothing)
-        self._reducer = Reducer(dict(self.model.named_parameters()), self.network.layouts, self.grid)
+        self._network = split(self.model, world, How(plan=plan, picture=case.picture))
+        cutting = self._network.cutting
+        if cutting is None:
+            raise RuntimeError("a network that was split knows how it is cut")
+        self.cutting = cutting
+        self._judge = cutting.judge(case.criterion, case.smoothing)
         self._shape = PassShape(case.batch, case.batch, shares(case.batch, case.norm_group))
-        axes = self.network.samples_axes()
-        place, edges = self.grid.place(axes), bounds(case.batch, self.grid.parts(axes))
-        self._rows = slice(edges[place], edges[place + 1])
-        self._samples, self._labels = case.samples()
-        self._samples, self._labels = self._samples[self._rows], self._labels[self._rows]
+        edges = bounds(case.batch, cutting.replicas)
+        rows = slice(edges[cutting.replica], edges[cutting.replica + 1])
+        self._samples, self._labels = (whole[rows] for whole in case.samples())
         self._batch = case.batch
         self._optimizer = case.optimizer(self.model)
 
     def backward(self) -> Tensor:
         """Forward, backward and all collectives; this process's part of the loss's sum []."""
         self._optimizer.zero_grad()
-        self.network.begin_pass(self._shape)
-        loss, _, _ = self._loss(self.network(self._samples), self._labels)
+        self.cutting.begin_pass(self._shape)
+        loss, _, _ = self._judge(self._network.call(self._samples), self._labels)
         (loss / self._batch).backward()
-        self._reducer.finish()
-        self.network.finish_update()
-        return loss.detach() if self._loss.counts else torch.zeros_like(loss.detach())
+        self.cutting.finish_backward()
+        self.cutting.finish_update()
+        return loss.detach() if self.cutting.counts else torch.zeros_like(loss.detach())
 
     def update(self) -> None:
         """A whole update."""
@@ -104,8 +98,7 @@ class Split:
 
     def release(self) -> None:
         """Gives groups and hooks back."""
-        self._reducer.release()
-        self.grid.release()
+        self.cutting.release()
 
 
 class Whole:
@@ -116,8 +109,7 @@ class Whole:
         self._groups, _ = group_batch_norms(self.model)
         share = Cut(world.size, 0, case.norm_group).passes(case.batch)[0][world.rank]
         mode = "single" if world.alone else "data"
-        # Not all parameters need be used, and a search for such is cheap beside a wrong answer.
-        self._network = apply_mode(mode, self.model, world, unused=False)
+        self._network = apply_mode(mode, self.model, world, How())
         samples, labels = case.samples()
         self._samples, self._labels = samples[share.start : share.stop], labels[share.start : share.stop]
         self._share, self._case, self._world = share, case, world
@@ -140,14 +132,6 @@ class Whole:
 
     def release(self) -> None:
         """Nothing to give back."""
-
-
-def graphs_of(model: nn.Module, picture: Tensor) -> tuple[Graph, Graph]:
-    """A network's graphs in training and in evaluation; it is left in training."""
-    train = describe_network(model.train(), picture)
-    evaluate = describe_network(model.eval(), picture)
-    model.train()
-    return train, evaluate
 
 
 def measure(case: Case, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
@@ -220,15 +204,15 @@ def verify(case: Case, plan: Plan, world: World) -> Proof:
     )  # fmt: skip
     alone = Whole(exact, World(device=world.device))
     expected = alone.backward()
-    split = Split(exact, plan, world)
+    cut = Split(exact, plan, world)
     try:
-        total = split.backward()
+        total = cut.backward()
         dist.all_reduce(total)
         errors = {"loss": float((total - expected).abs() / expected.abs().clamp_min(1e-12))}
-        errors |= _differences(alone.model, split)
+        errors |= _differences(alone.model, cut)
         return _worst(errors, world)
     finally:
-        split.release()
+        cut.release()
 
 
 def _without_chance(model: nn.Module) -> nn.Module:
@@ -240,18 +224,18 @@ def _without_chance(model: nn.Module) -> nn.Module:
     return model
 
 
-def _differences(whole: nn.Module, split: Split) -> dict[str, float]:
+def _differences(whole: nn.Module, cut: Split) -> dict[str, float]:
     """Of each gradient and buffer, as a share of its largest value."""
     expected = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
-    found: dict[str, Tensor] = {name: one.grad for name, one in split.model.named_parameters() if one.grad is not None}
+    found: dict[str, Tensor] = {name: one.grad for name, one in cut.model.named_parameters() if one.grad is not None}
     least = _NOISE * max((float(one.abs().max()) for one in expected.values() if one.numel()), default=1.0)
     moved = {name: one for name, one in whole.named_buffers() if one.is_floating_point()}
     expected |= moved
-    found |= {name: one for name, one in split.model.named_buffers() if name in moved}
+    found |= {name: one for name, one in cut.model.named_buffers() if name in moved}
     return {
-        name: _difference(tensor, found.get(name), split.network.layouts[name], split.grid, least)
+        name: _difference(tensor, found.get(name), cut.cutting.layouts[name], cut.cutting.grid, least)
         for name, tensor in expected.items()
-        if name in split.network.layouts
+        if name in cut.cutting.layouts
     }
 
 
