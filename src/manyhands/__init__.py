@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from manyhands.config.job import Job
     from manyhands.core.errors import ManyhandsError, RunError, UserError
+    from manyhands.run.planning import find_plan
     from manyhands.run.python import Run, evaluate, fit, predict, session
 
 _HOMES = {
@@ -20,12 +21,15 @@ _HOMES = {
     "UserError": "manyhands.core.errors",
     "Run": "manyhands.run.python",
     "evaluate": "manyhands.run.python",
+    "find_plan": "manyhands.run.planning",
     "fit": "manyhands.run.python",
     "predict": "manyhands.run.python",
     "session": "manyhands.run.python",
 }
 
-__all__ = ["Job", "ManyhandsError", "Run", "RunError", "UserError", "evaluate", "fit", "predict", "session"]
+__all__ = [
+    "Job", "ManyhandsError", "Run", "RunError", "UserError", "evaluate", "find_plan", "fit", "predict", "session",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

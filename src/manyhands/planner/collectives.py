@@ -8,7 +8,7 @@ import torch
 
 from manyhands.core.links import Links
 from manyhands.core.mesh import Mesh
-from manyhands.data.order import Share, shares_of_pass
+from manyhands.data.order import Cut, Share, shares_of_pass
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Op
 from manyhands.parallel.norm import GroupedNorm
@@ -76,6 +76,11 @@ class Update:
 def shares(batch: int, norm_group: int) -> ShareOf:
     """Equal shares of an update of one pass, whose normalisation groups have so many samples (0: there are none)."""
     return lambda parts, index: shares_of_pass(batch, norm_group, (0, batch), parts)[index]
+
+
+def data_shares(batch: int, norm_group: int) -> ShareOf:
+    """The same under the mode `data`, which may share out whole groups."""
+    return lambda parts, index: Cut(parts, 0, norm_group).passes(batch)[0][index]
 
 
 def collectives(update: Update) -> list[Collective]:

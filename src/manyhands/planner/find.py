@@ -12,7 +12,7 @@ from manyhands.parallel.execute import Letters
 from manyhands.parallel.graph import LOSS, Graph
 from manyhands.parallel.plan import Plan, concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, Pick, pick_predicted
-from manyhands.planner.collectives import shares
+from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Prediction, Setting, predict, sketch
 from manyhands.planner.explain import Candidate
 from manyhands.planner.op_times import OpTimes
@@ -180,7 +180,8 @@ def find(graph: Graph, wish: Wish, times: OpTimes | None = None, links: LinksOf 
     )
     base = replace(base, overlap=_overlap(base.links, wish))
     pins = dict(wish.pins or {})
-    options = [_priced(DATA_PARALLEL, graph, Plan(_data_mesh(wish.world_size)), base, links, allowed=not pins)]
+    whole = replace(base, share=data_shares(wish.batch, wish.norm_group))
+    options = [_priced(DATA_PARALLEL, graph, Plan(_data_mesh(wish.world_size)), whole, links, allowed=not pins)]
     options += _by_hand(graph, wish, base, links)
     if wish.fill == "search":
         options += _searched(graph, wish, base, links)

@@ -218,7 +218,7 @@ def verify(case: Case, plan: Plan, world: World) -> Proof:
 def _without_chance(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, _DropoutNd) or type(module).__name__ == "StochasticDepth":
-            module.p = 0.0  # pyright: ignore[reportAttributeAccessIssue] - all of them have it
+            setattr(module, "p", 0.0)  # noqa: B010 - torch's types know no numbers as attributes
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
     return model

@@ -227,3 +227,15 @@ def _once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tenso
     wanted += [one for one in module.parameters() if one.requires_grad] if module is not None else []
     if wanted and isinstance(result, Tensor) and result.requires_grad:
         torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
+
+
+def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
+    """The shape of what the last process, whose pieces are the largest, has of what an op gives; [] if no tensor."""
+    if not op.extents:
+        return []
+    sides = [loop.output for loop in loops_of(op, letters)]
+    shape: list[int] = []
+    for dim in range(len(op.extent.dims)):
+        edges = op.extent.edges(dim, mesh.parts([axis for axis, side in enumerate(sides) if side == dim]), batch)
+        shape.append(edges[-1] - edges[-2])
+    return shape

@@ -43,7 +43,7 @@ def work(argument: dict[str, Any]) -> dict[str, Any]:
     for path in argument.get("paths", []):
         if path not in sys.path:
             sys.path.insert(0, path)
-    task = {"train": train_here, "evaluate": evaluate_here}[argument["task"]]
+    task = {"train": train_here, "evaluate": evaluate_here, "plan": plan_here}[argument["task"]]
     say = _note_in_log
     if argument.get("met"):
         membership = replace(membership, started_by=MET)
@@ -308,6 +308,30 @@ def evaluate_here(
         return evaluate_checkpoint(job, path, group.world, load_objects(argument))
     except (Exception, KeyboardInterrupt) as error:
         record = describe_failure(error, rank=membership.rank, step=None, phase="evaluate")
+        raise Failed(leave_record(record, folder)) from error
+    finally:
+        if group:
+            group.leave()
+
+
+def plan_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Times plans, proves one, or measures the link between the processes; see `run/trials.py`.
+
+    Raises:
+        Failed: something went wrong.
+    """
+    from manyhands.parallel.group import join
+    from manyhands.run.trials import try_out
+    from manyhands.train.failing import describe_failure
+
+    group = None
+    try:
+        group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
+        return try_out(job, group.world, argument)
+    except (Exception, KeyboardInterrupt) as error:
+        record = describe_failure(error, rank=membership.rank, step=None, phase=str(argument["action"]))
         raise Failed(leave_record(record, folder)) from error
     finally:
         if group:
