@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from manyhands.config.job import Job
     from manyhands.core.errors import ManyhandsError, RunError, UserError
     from manyhands.parallel.describe import register_rule
+    from manyhands.run.planning import find_plan
     from manyhands.run.python import Run, evaluate, fit, parallelize, predict, session
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "UserError": "manyhands.core.errors",
     "Run": "manyhands.run.python",
     "evaluate": "manyhands.run.python",
+    "find_plan": "manyhands.run.planning",
     "fit": "manyhands.run.python",
     "predict": "manyhands.run.python",
     "parallelize": "manyhands.run.python",
@@ -29,7 +31,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "Job", "ManyhandsError", "Run", "RunError", "UserError", "evaluate", "fit", "parallelize", "predict",
+    "Job", "ManyhandsError", "Run", "RunError", "UserError", "evaluate", "find_plan", "fit", "parallelize", "predict",
     "register_rule", "session",
 ]  # fmt: skip
 

@@ -101,6 +101,7 @@ class Graph:
         samples: how many samples the extents are of.
         input_shape: of one sample.
         notes: sentences on parts that stay whole.
+        parameters: of the network, by name, in its own order.
     """
 
     ops: dict[str, Op]
@@ -108,6 +109,7 @@ class Graph:
     samples: int
     input_shape: tuple[int, ...]
     notes: list[str] = field(default_factory=list)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def matching(self, pattern: str) -> list[Op]:
         """Ops whose name a glob matches, or that lie in the module of that name."""

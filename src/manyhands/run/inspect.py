@@ -59,22 +59,35 @@ def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
 
 
 def _evaluate_by_agent(job: Job, path: Path | None) -> dict[str, Any]:
+    found = run_by_agent(job, {"task": "evaluate", "checkpoint": str(path.resolve()) if path else ""})
+    return {"checkpoint": str(path or ""), **found}
+
+
+def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
+    """Runs a task of `run/worker.py` on the processes that the job names, on this machine, and keeps nothing of it.
+
+    Args:
+        job: that the task is about.
+        argument: "task", and what it needs besides the job; plain data.
+
+    Returns:
+        What the first process returned.
+
+    Raises:
+        ManyhandsError: the task failed.
+    """
     with _private_folder() as folder:
-        argument = {
-            "task": "evaluate",
-            "job": job.model_dump(mode="json"),
-            "folder": str(folder.path),
-            "checkpoint": str(path.resolve()) if path else "",
-            "paths": [str(Path.cwd())],
-        }
+        given = {
+            "job": job.model_dump(mode="json"), "folder": str(folder.path), "paths": [str(Path.cwd())], **argument
+        }  # fmt: skip
         orders = Orders(
-            WORK, argument, str(folder.ranks), [job.cluster.processes],
+            WORK, given, str(folder.ranks), [job.cluster.processes],
             device=job.cluster.device, threads=job.cluster.threads,
         )  # fmt: skip
         ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
         if not ending.ok:
             raise failure_of(folder, ending)
-        return {"checkpoint": str(path or ""), **ending.returned[0]}
+        return ending.returned[0]
 
 
 @contextmanager
