@@ -126,9 +126,11 @@ def _silent() -> Journal:
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
     """An evaluation as JSON data."""
-    totals, right = found.confusion.sum(1).tolist(), found.confusion.diagonal().tolist()
-    rows, columns = found.confusion.nonzero(as_tuple=True)
-    counts = found.confusion[rows, columns].tolist()
+    totals, right = [0] * len(classes), [0] * len(classes)
+    cells: list[list[int]] = found.cells.tolist()
+    for true, guessed, count in cells:
+        totals[true] += count
+        right[true] += count if true == guessed else 0
     return {
         "count": found.count,
         "loss": found.loss,
@@ -139,7 +141,7 @@ def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
             for name, total, hits in zip(classes, totals, right, strict=True)
             if total
         ],
-        "confusion": list(zip(rows.tolist(), columns.tolist(), counts, strict=True)),
+        "confusion": [(true, guessed, count) for true, guessed, count in cells],
     }
 
 
