@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ from torch import Tensor
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between
+
+if TYPE_CHECKING:
+    from manyhands.parallel.hybrid import Axis
 
 
 class Grid:
@@ -52,6 +55,20 @@ class Grid:
     def first(self, axes: Sequence[int]) -> bool:
         """True on the first process along some axes."""
         return all(self.coordinates[axis] == 0 for axis in axes)
+
+    def axis(self, *names: str) -> "Axis":
+        """A handle on one axis, or on several as if they were one: `mesh.axis("tp")`.
+
+        Raises:
+            UserError: the mesh has no such axis, or one is named twice.
+        """
+        from manyhands.parallel.hybrid import Axis
+
+        return Axis(self, names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
+        """Itself: a network may be copied, the processes that run it can't."""
+        return self
 
     def release(self) -> None:
         """Gives the groups back."""
