@@ -20,6 +20,8 @@ LIGHT = {
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
     "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
     "doctor": COMMAND.format(["doctor"]),
+    "checkpoint help": COMMAND.format(["checkpoint", "--help"]),
+    "merge help": COMMAND.format(["checkpoint", "merge", "--help"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
     "launcher": "import manyhands.cluster.start, manyhands.cluster.supervise, manyhands.cluster.rendezvous",
 }

@@ -4,7 +4,7 @@ import os
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +13,8 @@ from torch import Tensor
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.tensors import read_tensors
 from manyhands.core.errors import UserError
+
+T = TypeVar("T")
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
@@ -42,7 +44,7 @@ def read_foreign(path: Path) -> Snapshot:
     if wrong or not weights:
         mend = f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {_shown(weights)}"
         raise UserError(f"{path.name} holds no network's weights", str(path), (mend,))
-    model = _without_prefixes({name: tensor.detach() for name, tensor in weights.items()})
+    model = without_prefixes({name: tensor.detach() for name, tensor in weights.items()})
     if path.name.endswith(".safetensors"):
         return Snapshot(model, None, {"foreign": "safetensors"})
     if weights is not content.get("state_dict"):
@@ -122,18 +124,22 @@ def _read(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise _unloadable(path, error) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, SafetensorError) as error:
-        mend = ("copy or download it again",)
-        raise UserError(f"{path.name} is damaged or not a checkpoint", str(path), mend) from error
+        raise damaged(path) from error
     if not isinstance(content, dict):
         what = f"{path.name} holds a {type(content).__name__}, not a network's weights"
         raise UserError(what, str(path), ("save model.state_dict()",))
     return content
 
 
+def damaged(path: Path) -> UserError:
+    """The error for a file whose bytes can't be understood."""
+    return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download it again",))
+
+
 def _unloadable(path: Path, error: pickle.UnpicklingError) -> UserError:
     """Tells a pickle with code in it from a file that is no pickle at all."""
     if "Unsupported global" not in str(error) and "Unsupported class" not in str(error):
-        return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download it again",))
+        return damaged(path)
     mend = (
         "only tensors and plain data are read, since anything else could run code",
         "where you trust it: load it in Python, and write its state_dict() with safetensors.torch.save_file",
@@ -141,7 +147,7 @@ def _unloadable(path: Path, error: pickle.UnpicklingError) -> UserError:
     return UserError(f"{path.name} holds Python objects, which are not loaded", str(path), mend)
 
 
-def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_prefixes(weights: dict[str, T]) -> dict[str, T]:
     """Drops what DataParallel, DDP and torch.compile put before the names.
 
     main.py wraps only `features` of AlexNet and VGG, so theirs begin with "features.module.".
@@ -152,7 +158,7 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     inner, outer = "features.module.", "features."
     if any(name.startswith(inner) for name in weights):
         weights = {
-            outer + name.removeprefix(inner) if name.startswith(inner) else name: t for name, t in weights.items()
+            outer + name.removeprefix(inner) if name.startswith(inner) else name: held for name, held in weights.items()
         }
     return weights
 

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+# What only newer versions can read says so by a number of its own.
+PIECES_FORMAT = 2
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_PLAN = "optimizer.json"
 STATE = "state.json"
 MANIFEST = "manifest.json"
+PIECES = "pieces.json"
+# Lies in a folder only while it is written: who sees it, sees the same disk.
+TOKEN = "shared.token"
 
 REQUIRED = (MODEL, STATE)
 CONTENTS = (MODEL, OPTIMIZER, OPTIMIZER_PLAN, STATE)
 FILES = (*CONTENTS, MANIFEST)
 
+_PIECE = re.compile(r"(model|optimizer)-\d{5}-of-\d{5}\.safetensors")
 _STEP = re.compile(r"step-(\d{8,})")
 _SCRATCH = re.compile(r"\.tmp\w{6}")  # the safetensors library's own, while it writes
 _TEMPORARY = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{8}")
@@ -53,15 +59,39 @@ def is_temporary(path: Path) -> bool:
     return bool(_TEMPORARY.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
 
 
+def piece_name(kind: str, rank: int, size: int) -> str:
+    """The file of one process's pieces: model-00000-of-00004.safetensors."""
+    return f"{kind}-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def is_piece(file: Path) -> bool:
+    """True for a file of pieces in a checkpoint folder."""
+    return bool(_PIECE.fullmatch(file.name)) and (file.parent / PIECES).exists()
+
+
+def are_contents(names: set[str]) -> bool:
+    """True for the names of the files of one checkpoint, whole or in pieces."""
+    if PIECES not in names:
+        return set(REQUIRED) <= names <= set(CONTENTS)
+    rest = {name for name in names if not _PIECE.fullmatch(name)}
+    return {PIECES, STATE} <= rest <= {PIECES, STATE, OPTIMIZER_PLAN}
+
+
 def is_ours(file: Path) -> bool:
     """True for a file of a checkpoint folder that a save made."""
-    return file.name in FILES or bool(_SCRATCH.fullmatch(file.name))
+    name = file.name
+    return name in (*FILES, PIECES, TOKEN) or bool(_SCRATCH.fullmatch(name) or _PIECE.fullmatch(name))
 
 
 def digest(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text(content: dict[str, Any]) -> bytes:
+    """Plain data as the bytes of a .json file."""
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:

@@ -8,51 +8,30 @@ from safetensors import SafetensorError
 
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.tensors import read_tensors, unflatten
+from manyhands.checkpoint.verify import TornCheckpointError, torn, verify
 from manyhands.core.errors import UserError
+
+__all__ = ["FOREIGN_SUFFIXES", "TornCheckpointError", "load", "newest", "read_state", "resolve", "verify"]
 
 FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".safetensors")
 
 
-class TornCheckpointError(UserError):
-    """A checkpoint's bytes are not those that were committed."""
-
-
-def verify(path: Path) -> None:
-    """Compares every file of a checkpoint folder with its manifest.
-
-    Raises:
-        TornCheckpointError: a file is missing, or its size or SHA-256 differs.
-        UserError: a newer version of manyhands wrote it.
-    """
-    for name, entry in _read_manifest(path)["files"].items():
-        try:
-            _verify_file(path / name, entry["size"], entry["sha256"])
-        except OSError as error:
-            raise _torn(path / name, f"can't be read: {error.strerror or error}") from error
-
-
-def _verify_file(file: Path, size: int, sha256: str) -> None:
-    if not file.is_file():
-        raise _torn(file, "is missing")
-    if (found := file.stat().st_size) != size:
-        raise _torn(file, f"has {found} bytes, expected {size}")
-    if (seen := layout.digest(file)) != sha256:
-        raise _torn(file, f"has the SHA-256 {seen}, expected {sha256}")
-
-
 def load(path: Path) -> Snapshot:
-    """Verifies a checkpoint folder, then reads it.
+    """Verifies a checkpoint folder, whole or in pieces, then reads all of it.
 
     Raises:
         TornCheckpointError: it doesn't verify.
         UserError: a newer version of manyhands wrote it.
     """
     verify(path)
+    if (path / layout.PIECES).exists():
+        return open_checkpoint(path, verified=True).snapshot()
     try:
         return Snapshot(read_tensors(path / layout.MODEL), _read_optimizer(path), read_state(path))
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise _torn(path, f"holds what can't be read: {error}") from error
+        raise torn(path, f"holds what can't be read: {error}") from error
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
@@ -117,31 +96,3 @@ def _read_optimizer(path: Path) -> dict[str, Any] | None:
         return None
     plan = json.loads((path / layout.OPTIMIZER_PLAN).read_bytes())
     return unflatten(plan, read_tensors(path / layout.OPTIMIZER))
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Reads and checks the manifest itself: whole, unaltered, of a version that we know, of files that we know."""
-    file = path / layout.MANIFEST
-    if not path.is_dir():
-        raise _torn(path, "is missing")
-    if not file.is_file():
-        raise _torn(file, "is missing")
-    try:
-        text = file.read_bytes()
-        content = json.loads(text)
-        whole = isinstance(content, dict) and layout.manifest_text(content) == text
-    except (OSError, ValueError):
-        content, whole = {}, False
-    if not whole:
-        raise _torn(file, "was altered or cut short: it doesn't match the SHA-256 at its end")
-    if content.get("format", 0) > layout.FORMAT:
-        mend = f"install manyhands {content.get('manyhands')} or later"
-        raise UserError(f"{path.name} was written by a newer manyhands", str(file), (mend,))
-    if not set(layout.REQUIRED) <= set(content["files"]) <= set(layout.CONTENTS):
-        raise _torn(file, f"names other files than a checkpoint's: {', '.join(content['files'])}")
-    return content
-
-
-def _torn(path: Path, what: str) -> TornCheckpointError:
-    mend = ("resume from an earlier checkpoint of the run; this one is damaged or was only copied in part",)
-    return TornCheckpointError(f"{path.name} {what}", str(path), mend)

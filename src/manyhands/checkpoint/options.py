@@ -13,6 +13,11 @@ class CheckpointOptions(Options):
         pattern=r"^(\d+(\.\d+)?(s|min|h)|\d+(steps?|epochs?)|never)$",
         description='a time ("60s", "10min"), "100steps", "1epoch" or "never"; the end and the best are always saved',
     )
+    pieces: bool = Field(
+        default=False,
+        description="a network that is cut over processes is saved in pieces, each by the process that holds it (on a "
+        "disk that all share); false: whole, by rank 0",
+    )
     keep: int = Field(default=2, ge=1, description="the newest so many are kept, and the best")
     resume: str = Field(
         default="auto",

@@ -1,7 +1,6 @@
 """Saves a run's state, all or nothing: written beside, synced to disk, committed by a rename."""
 
 import errno
-import json
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from manyhands.checkpoint import commit, layout
 from manyhands.checkpoint.load import verify
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.tensors import flatten, write_tensors
+from manyhands.checkpoint.tensors import flatten_optimizer, write_tensors
 from manyhands.core.errors import RunError, UserError
 
 _MARGIN_BYTES = 64 * 1024
@@ -47,7 +46,7 @@ def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
     """
     refuse_non_finite(snapshot.model)
     target = folder / layout.step_name(step)
-    if _verifies(target):
+    if verifies(target):
         return target
     contents = _contents(snapshot)
     try:
@@ -56,9 +55,9 @@ def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
         with commit.staging(folder, step) as staged:
             _write(staged, step, contents)
             commit.commit(staged, target)
-        _known_good[target] = _stamp(target)  # `_write` has read every file back
+        remember(target)  # `_write` has read every file back
     except (OSError, SafetensorError) as error:
-        raise _save_error(folder, error) from error
+        raise save_error(folder, error) from error
     return target
 
 
@@ -80,7 +79,7 @@ def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
             if commit.remove(path):
                 removed.append(path)
                 _known_good.pop(path, None)
-        elif _verifies(path):
+        elif verifies(path):
             kept += 1
     if folder.is_dir():
         removed += [path for path in folder.iterdir() if layout.is_temporary(path) and commit.sweep(path)]
@@ -101,35 +100,49 @@ def refuse_non_finite(model: dict[str, Tensor]) -> None:
 
 def _contents(snapshot: Snapshot) -> dict[str, dict[str, Tensor] | bytes]:
     """Each file's name and what it holds: tensors by name, or text."""
-    contents: dict[str, dict[str, Tensor] | bytes] = {layout.MODEL: snapshot.model, layout.STATE: _text(snapshot.state)}
+    contents: dict[str, dict[str, Tensor] | bytes] = {
+        layout.MODEL: snapshot.model,
+        layout.STATE: layout.text(snapshot.state),
+    }
     if snapshot.optimizer is not None:
-        tensors: dict[str, Tensor] = {}
-        branches = {key: flatten(value, key, tensors) for key, value in snapshot.optimizer.items()}
-        contents |= {layout.OPTIMIZER_PLAN: _text(branches), layout.OPTIMIZER: tensors}
+        branches, tensors = flatten_optimizer(snapshot.optimizer)
+        contents |= {layout.OPTIMIZER_PLAN: layout.text(branches), layout.OPTIMIZER: tensors}
     return contents
-
-
-def _text(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def _write(staged: Path, step: int, contents: dict[str, dict[str, Tensor] | bytes]) -> None:
     files = {}
     for name, content in contents.items():
-        file = staged / name
         if isinstance(content, bytes):
-            file.write_bytes(content)
+            (staged / name).write_bytes(content)
         else:
-            write_tensors(file, content)
-        commit.sync_file(file)
-        files[name] = {"size": file.stat().st_size, "sha256": layout.digest(file)}
-    manifest = {"format": layout.FORMAT, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
+            write_tensors(staged / name, content)
+        files[name] = seal(staged / name)
+    write_manifest(staged, step, files, layout.FORMAT)
+
+
+def seal(file: Path) -> dict[str, Any]:
+    """A file's entry in the manifest, once its bytes are on the disk; it is read back for it."""
+    commit.sync_file(file)
+    return {"size": file.stat().st_size, "sha256": layout.digest(file)}
+
+
+def write_manifest(staged: Path, step: int, files: dict[str, Any], number: int) -> None:
+    """Writes a staged folder's last file.
+
+    Args:
+        staged: the folder.
+        step: updates made so far.
+        files: what `seal` returned of each other file.
+        number: of the format.
+    """
+    manifest = {"format": number, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
     (staged / layout.MANIFEST).write_bytes(layout.manifest_text({**manifest, "files": files}))
     commit.sync_file(staged / layout.MANIFEST)
 
 
-def _verifies(path: Path) -> bool:
-    """Hashes a checkpoint once in a process; after that, only if a file's inode, size or time has changed."""
+def verifies(path: Path) -> bool:
+    """True for a sound checkpoint; hashed once in a process, then only if a file's inode, size or time changed."""
     try:
         stamp = _stamp(path)
         if _known_good.get(path) != stamp:
@@ -139,6 +152,11 @@ def _verifies(path: Path) -> bool:
         _known_good.pop(path, None)
         return False
     return True
+
+
+def remember(path: Path) -> None:
+    """Notes that this process has just written and read back a whole checkpoint, so that it needs no hashing soon."""
+    _known_good[path] = _stamp(path)
 
 
 def _stamp(path: Path) -> Stamp:
@@ -151,13 +169,18 @@ def _refuse_too_little_space(folder: Path, contents: dict[str, dict[str, Tensor]
         len(content) if isinstance(content, bytes) else sum(t.numel() * t.element_size() for t in content.values())
         for content in contents.values()
     ]
-    needed = sum(sizes) + _MARGIN_BYTES
+    refuse_too_little_space(folder, sum(sizes))
+
+
+def refuse_too_little_space(folder: Path, size_bytes: int) -> None:
+    """Raises an OSError where a folder's disk has no room for so many bytes of tensors."""
+    needed = size_bytes + _MARGIN_BYTES
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
 
 
-def _save_error(folder: Path, error: OSError | SafetensorError) -> SaveError:
-    """Says what the disk said; the safetensors library reports its errors as text only."""
+def save_error(folder: Path, error: OSError | SafetensorError) -> SaveError:
+    """The error for users. Says what the disk said; the safetensors library reports its errors as text only."""
     text = (error.strerror if isinstance(error, OSError) else "") or str(error)
     full = getattr(error, "errno", None) in _FULL or "os error 28" in text.lower() or "no space left" in text.lower()
     if full:

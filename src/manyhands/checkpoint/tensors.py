@@ -31,11 +31,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Reads a .safetensors file in the order in which it was written, each tensor in memory of its own."""
     with safe_open(path, framework="pt", device="cpu") as file:
-        names = list(file.keys())
-        order = (file.metadata() or {}).get("order")
-        if order is not None and sorted(written := json.loads(order)) == sorted(names):
-            names = written
-        return {name: file.get_tensor(name).clone() for name in names}
+        return {name: file.get_tensor(name).clone() for name in written_order(file)}
+
+
+def written_order(file: Any) -> list[str]:
+    """The names in an open .safetensors file, in the order in which they were written where the file says it."""
+    names = list(file.keys())
+    order = (file.metadata() or {}).get("order")
+    return written if order is not None and sorted(written := json.loads(order)) == sorted(names) else names
 
 
 def _own(tensor: Tensor, seen: set[int]) -> Tensor:
@@ -77,6 +80,26 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise TypeError(f"{name} is a {type(tree).__name__}, which can't be saved as plain data")
+
+
+def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Takes the tensors out of `Snapshot.optimizer`: what is left as JSON data, and the tensors by name.
+
+    Raises:
+        TypeError: something is neither plain data nor a tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    return {key: flatten(value, key, tensors) for key, value in optimizer.items()}, tensors
+
+
+def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
+    """For each tensor of a flattened optimizer that belongs to a parameter, that parameter's name."""
+    return {
+        value[_TENSOR]: parameter
+        for parameter, entries in branches.get("state", {}).items()
+        for value in entries.values()
+        if isinstance(value, dict) and _TENSOR in value
+    }
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:

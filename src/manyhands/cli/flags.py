@@ -17,7 +17,13 @@ Batch = Annotated[int | None, Parameter(help="samples per update, over all proce
 Lr = Annotated[float | None, Parameter(help="peak learning rate")]
 Seed = Annotated[int | None, Parameter(help="decides every random choice")]
 DataDir = Annotated[str | None, Parameter(help="where named data sets lie; or MANYHANDS_DATA")]
-Parallel = Annotated[str | None, Parameter(help="single, data, dataparallel, fsdp; default: by the processes")]
+Parallel = Annotated[
+    str | None, Parameter(help="data, fsdp, hybrid, semi, auto, dataparallel or single; default: data")
+]
+Mesh = Annotated[str | None, Parameter(help="the processes as a grid: dp=2,tp=2 (for hybrid, semi and auto)")]
+Pin = Annotated[
+    list[str] | None, Parameter(name="--pin", negative="", help='how an op is split: "fc=n@dp o@tp"; implies semi')
+]
 Backend = Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")]
 Device = Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")]
 Out = Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")]

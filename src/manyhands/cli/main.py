@@ -35,6 +35,7 @@ COMMANDS = {
     "logs": "Show what the processes of a run wrote.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
+    "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
     "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
     "schema": "Print the JSON Schema of job.toml, for editors.",
 }

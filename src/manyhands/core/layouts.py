@@ -12,9 +12,29 @@ from manyhands.core.mesh import Mesh
 def bounds(length: int, parts: int) -> list[int]:
     """Where `parts` pieces of a length begin and end, [parts + 1]; sizes differ by one at most.
 
-    Cutting by a then each piece by b gives the same pieces as cutting by a·b at once, also where they are uneven.
+    Cutting by a, then each piece by b, gives other pieces than cutting by a·b at once where the length is no multiple
+    (8 by 3, then by 2: not as by 6), so a dimension that lies over several axes is cut once, by all of them.
     """
     return [length * number // parts for number in range(parts + 1)]
+
+
+def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[range] | None:
+    """For each dimension of a shape the dimensions of the view that it is split up into; None where it isn't so."""
+    if len(shape) == len(view):
+        return [range(dim, dim + 1) for dim in range(len(view))] if shape == view else None
+    groups: list[range] = []
+    position = 0
+    for length in shape:
+        start, product = position, 1
+        while position < len(view) and (position == start or product < length):
+            product *= view[position]
+            position += 1
+        if product != length:
+            return None
+        groups.append(range(start, position))
+    if groups and set(view[position:]) == {1}:
+        groups[-1], position = range(groups[-1].start, len(view)), len(view)
+    return groups if position == len(view) else None
 
 
 @dataclass(frozen=True)
@@ -23,7 +43,7 @@ class TensorLayout:
 
     Attributes:
         shape: of the whole tensor, as one process alone has it.
-        view: the shape that is cut, with as many values; other than `shape` where, say, heads lie within a dimension.
+        view: the shape that is cut: `shape`, or that with dimensions split up, where, say, heads lie within one.
         cuts: for each dimension of the view that is cut: (dimension, numbers of the mesh's axes, ascending).
         gradient_axes: numbers of the axes over which each process's gradient is a part of a sum.
     """
@@ -48,23 +68,17 @@ class TensorLayout:
         return tuple(region)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The piece's shape as the network holds it: in the dimensions of `shape`, of which at most one is split up."""
+        """The piece's shape as the network holds it: in the dimensions of `shape`."""
         sizes = [stop - start for start, stop in self.region(mesh, rank)]
-        if len(self.view) == len(self.shape):
-            return tuple(sizes)
-        lengths: list[int] = []
-        position = 0
-        for length in self.shape:
-            product, size = 1, 1
-            while product < length or (position < len(self.view) and self.view[position] == 1 and product == 1):
-                product, size = product * self.view[position], size * sizes[position]
-                position += 1
-            lengths.append(size)
-        return tuple(lengths)
+        groups = split_dimensions(self.shape, self.view)
+        if groups is None:
+            raise ValueError(f"the view {self.view} doesn't split up dimensions of {self.shape}")
+        return tuple(math.prod(sizes[position] for position in group) for group in groups)
 
     def first_holder(self, mesh: Mesh, rank: int) -> int:
         """The lowest of the ranks that hold the same piece; it is the one that saves it."""
-        return mesh.peers(set(range(len(mesh.axes))) - self.cut_axes, rank)[0]
+        cut = self.cut_axes
+        return mesh.rank(place if axis in cut else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 
     def pieces(self, mesh: Mesh) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
         """(rank, region) of each different piece, by its first holder; together they are the whole, once."""
@@ -103,9 +117,11 @@ def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError("this is no layout of a tensor", where, ("write the plan or checkpoint anew",)) from error
     axes = [axis for _, cut in layout.cuts for axis in cut]
+    dims = [dim for dim, _ in layout.cuts]
     sound = (
-        math.prod(layout.shape) == math.prod(layout.view)
+        split_dimensions(layout.shape, layout.view) is not None
         and len(set(axes)) == len(axes)
+        and len(set(dims)) == len(dims)
         and all(0 <= axis < len(mesh.axes) for axis in (*axes, *layout.gradient_axes))
         and all(0 <= dim < len(layout.view) and list(cut) == sorted(cut) for dim, cut in layout.cuts)
         and all(length >= 0 for length in (*layout.shape, *layout.view))

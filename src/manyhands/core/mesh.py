@@ -110,7 +110,7 @@ def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
     names = ("dp", "tp", "tp2")
     found: list[Mesh] = []
     for count in range(1, min(most_axes, len(names)) + 1):
-        for sizes in itertools.product([n for n in range(2, world_size + 1) if world_size % n == 0], repeat=count):
-            if math.prod(sizes) == world_size:
-                found.append(Mesh(tuple(zip(names, sizes, strict=False))))
+        divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
+        fitting = [sizes for sizes in itertools.product(divisors, repeat=count) if math.prod(sizes) == world_size]
+        found += [Mesh(tuple(zip(names, sizes, strict=False))) for sizes in fitting]
     return found or [Mesh((("dp", 1),))]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.plugins import load_choice, module_names, unknown_choice
 from manyhands.core.world import World
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import Cutting, How, ParallelNetwork
 
 MODES = "manyhands.parallel.modes"
 # Values of a tensor that are widened to 64 bits at a time, three times over: 100 MB.
@@ -17,18 +17,16 @@ CHECKED_AT_ONCE = 1 << 22
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """The mode to run: "auto" is `data` with peers and `single` without.
+    """The mode to run: one process alone is `single` under any of them but dataparallel, hybrid and semi.
 
     Raises:
         UserError: there is no such mode.
     """
-    if mode == "auto":
-        return "single" if world.alone else "data"
+    if mode not in module_names(MODES):
+        raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
     if mode == "single" and not world.alone:
         raise UserError(f"single is one process, and there are {world.size}", "parallel.mode", ("--parallel data",))
-    if mode not in module_names(MODES):
-        raise unknown_choice("parallel mode", mode, [*module_names(MODES), "auto"], "parallel.mode")
-    return mode
+    return "single" if world.alone and mode in {"data", "auto"} else mode
 
 
 def normalises_in_groups(mode: str) -> bool:
@@ -36,9 +34,14 @@ def normalises_in_groups(mode: str) -> bool:
     return bool(load_choice(MODES, mode).NORM_GROUPS)
 
 
-def apply_mode(mode: str, model: nn.Module, world: World, *, unused: bool = False) -> ParallelNetwork:
+def follows_plan(mode: str) -> bool:
+    """True for modes that split ops by a plan."""
+    return bool(getattr(load_choice(MODES, mode), "FOLLOWS_PLAN", False))
+
+
+def apply_mode(mode: str, model: nn.Module, world: World, how: How) -> ParallelNetwork:
     """Has the network run under a mode over the world."""
-    return load_choice(MODES, mode).apply(model, world, unused=unused)
+    return load_choice(MODES, mode).apply(model, world, how)
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
@@ -60,15 +63,19 @@ def _checksum(tensor: Tensor) -> Tensor:
     return sums.cpu()
 
 
-def compare_replicas(named: dict[str, Tensor], world: World) -> tuple[str, list[int]] | None:
+def compare_replicas(
+    named: dict[str, Tensor], world: World, cutting: Cutting | None = None
+) -> tuple[str, list[int]] | None:
     """Compares tensors over all processes, which must hold the same names.
 
     Args:
         named: this process's tensors, in an order that is equal everywhere.
         world: who takes part.
+        cutting: where tensors are cut, so that each process's piece is compared with the first holder's.
 
     Returns:
-        The first tensor that differs and the ranks that differ from rank 0, or None when all are equal.
+        The first tensor that differs and the ranks that differ from the first holder (rank 0, of what isn't cut), or
+        None when all are equal.
     """
     if world.alone or not named:
         return None
@@ -76,20 +83,28 @@ def compare_replicas(named: dict[str, Tensor], world: World) -> tuple[str, list[
     everybody = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(everybody, mine)
     for number, name in enumerate(named):
-        different = [rank for rank, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[0][number])]
+        first = [_first_holder(name, rank, cutting) for rank in range(world.size)]
+        different = [
+            r for r, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[first[r]][number])
+        ]
         if different:
             return name, different
     return None
 
 
-def check_replicas(named: dict[str, Tensor], world: World, step: int) -> None:
-    """Raises RunError when a process's tensor differs from rank 0's."""
-    drift = compare_replicas(named, world)
+def _first_holder(name: str, rank: int, cutting: Cutting | None) -> int:
+    return cutting.layouts[name].first_holder(cutting.mesh, rank) if cutting and name in cutting.layouts else 0
+
+
+def check_replicas(named: dict[str, Tensor], world: World, step: int, cutting: Cutting | None = None) -> None:
+    """Raises RunError when a process's tensor differs from that of the first process that should have the same."""
+    drift = compare_replicas(named, world, cutting)
     if drift:
         name, ranks = drift
         shown = ", ".join(str(rank) for rank in ranks)
+        other = "its other copies" if cutting else "rank 0's"
         raise RunError(
-            f"replicas have drifted apart: {name} on rank {shown} differs from rank 0's at step {step}",
+            f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}",
             f"rank {shown}, {name}",
             (
                 "does the network change a buffer or parameter by itself, from its own samples?",
@@ -98,9 +113,10 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int) -> None:
         )
 
 
-def make_equal(named: dict[str, Tensor], world: World) -> bool:
-    """Gives every process rank 0's tensors where they differ; True when that was needed."""
-    if compare_replicas(named, world) is None:
+def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
+    """Gives every process rank 0's tensors where they differ (or always); True when they differed."""
+    equal = not always and compare_replicas(named, world) is None
+    if equal or world.alone:
         return False
     for tensor in named.values():
         dist.broadcast(tensor, src=0)

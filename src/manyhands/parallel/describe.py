@@ -47,7 +47,7 @@ def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
 def rules() -> tuple[ModuleType, ...]:
     """All rules, the one for everything last."""
     files = [importlib.import_module(f"{RULES}.{name}") for name in module_names(RULES)]
-    return tuple(sorted(files, key=lambda rule: rule.KIND == graphs.Op.kind))
+    return tuple(sorted(files, key=lambda rule: graphs.Op.kind == rule.KIND))
 
 
 def rule_of(op: Op) -> ModuleType:
@@ -114,7 +114,7 @@ class _Trial(fx.Interpreter):
 
 
 def _each_alone(samples: Tensor) -> Tensor:
-    """Each sample [C, …] at mean 0 and variance 1 by itself, so that values neither vanish nor grow in a deep network."""
+    """Each sample [C, …] at mean 0 and variance 1 by itself, so that values neither vanish nor explode."""
     flat = samples.flatten(1).float()
     flat = (flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)
     return flat.view(samples.shape).to(samples.dtype)

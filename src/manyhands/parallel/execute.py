@@ -1,9 +1,9 @@
 """Has a network run under a plan: cuts its parameters, puts conversions between its ops, and sums its gradients."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,46 +16,11 @@ from manyhands.core.seeds import mix
 from manyhands.parallel.describe import rule_of
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.grid import Grid, convert, convert_both
-from manyhands.parallel.norm import GroupedNorm, NormGroups, SpanLike
+from manyhands.parallel.network import PassShape
+from manyhands.parallel.norm import GroupedNorm, NormGroups
 from manyhands.parallel.placement import Extent, Layout, gradient_of, steps_between, value_of
 
 Letters = Mapping[str, tuple[str, ...]]
-
-
-class ShareLike(Protocol):
-    """What one of several processes has of a pass, as data/order.py describes it."""
-
-    @property
-    def spans(self) -> Sequence[SpanLike]:
-        """The parts of BatchNorm's groups that it holds."""
-        ...
-
-    @property
-    def shared_groups(self) -> Sequence[int]:
-        """Samples in each group that several hold."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Its samples."""
-        ...
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """What a split network must know of a pass before it begins.
-
-    Attributes:
-        samples: in this pass, over all processes.
-        batch: samples in the whole update.
-        share: what process number `index` of `parts` has of the pass.
-        seed: decides what its ops draw.
-    """
-
-    samples: int
-    batch: int
-    share: Callable[[int, int], ShareLike]
-    seed: int = 0
 
 
 def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
@@ -135,7 +100,9 @@ def cut_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Gri
 class Convert(nn.Module):
     """Takes what one op gives from its layout to the one that another wants."""
 
-    def __init__(self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid) -> None:  # noqa: E501
+    def __init__(
+        self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid
+    ) -> None:
         super().__init__()
         self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
 
@@ -159,9 +126,9 @@ class Convert(nn.Module):
 class Draws(nn.Module):
     """Seeds what the next op draws: alike where processes have the same samples, apart where they have others."""
 
-    def __init__(self, number: int, axes: tuple[int, ...], place: int, state: "State") -> None:
+    def __init__(self, number: int, place: int, state: "State") -> None:
         super().__init__()
-        self._axes, self._number, self._state = axes, mix((number << 20) + place), state
+        self._number, self._state = mix((number << 20) + place), state
 
     def forward(self) -> None:
         """Seeds torch, Python and numpy."""
@@ -181,7 +148,7 @@ class State:
 def _draws(op: Op) -> bool:
     if op.module is not None:
         return any(
-            (isinstance(module, _DropoutNd) and module.p > 0) or getattr(module, "dropout", 0.0) not in {0, 0.0, None}
+            (isinstance(module, _DropoutNd) and module.p > 0) or getattr(module, "dropout", 0.0) not in {0, None}
             if not isinstance(getattr(module, "dropout", 0.0), nn.Module)
             else False
             for module in op.module.modules()
@@ -190,87 +157,94 @@ def _draws(op: Op) -> bool:
     return "dropout" in word or word == "stochastic_depth"
 
 
+def _is_random(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    share = getattr(module, "dropout", 0.0)  # attention's, and that of recurrent layers
+    return isinstance(share, float) and share > 0
+
+
 class Builder:
     """Writes the graph that a process runs: the traced one, with conversions where layouts differ.
 
     Args:
+        graph: of one mode, training or evaluation.
         letters: of each op.
         grid: the processes.
         state: of the pass at hand.
-        local: modules that do an op's work on a piece, by the op's name; filled in the first time.
+        local: modules that do a module's work on a piece, by the module's id; filled in by the first builder.
     """
 
-    def __init__(self, letters: Letters, grid: Grid, state: State) -> None:
-        self._letters, self._grid, self._state = letters, grid, state
-        self._local: dict[str, nn.Module | None] = {}
-
-    def build(self, graph: Graph, *, training: bool) -> fx.GraphModule:
-        """The graph of one mode; its last conversions are for the loss, or make the outputs whole for evaluation."""
-        root = fx.GraphModule(graph.traced, fx.Graph())
-        root.__dict__["_modules"].update(graph.traced._modules)
-        root.__dict__["_parameters"].update(graph.traced._parameters)
-        root.__dict__["_buffers"].update(graph.traced._buffers)
-        self._root, self._graph, self._made = root, fx.Graph(), dict[Any, fx.Node]()
+    def __init__(
+        self, graph: Graph, letters: Letters, grid: Grid, state: State, local: dict[int, nn.Module | None]
+    ) -> None:
+        self._traced, self._ops, self._letters, self._grid = graph.traced, graph.ops, letters, grid
+        self._state, self._local = state, local
         self._names = {op.node: op.name for op in graph.ops.values() if op.node is not None}
-        copied: dict[fx.Node, fx.Node] = {}
-        for number, node in enumerate(graph.traced.graph.nodes):
+        self._graph = fx.Graph()
+        self._copied: dict[fx.Node, fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}
+        self._root = fx.GraphModule(graph.traced, fx.Graph())
+        for kind in ("_modules", "_parameters", "_buffers"):
+            getattr(self._root, kind).update(getattr(graph.traced, kind))
+
+    def build(self, *, training: bool) -> fx.GraphModule:
+        """The graph; its last conversions are for the loss, or make the outputs whole for evaluation."""
+        loss = self._ops[LOSS]
+        for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
-                copied[node] = self._graph.placeholder(node.name)
-                copied[node].meta["op"] = INPUT
+                self._copied[node] = self._graph.placeholder(node.name)
             elif node.op == "output":
-                loss = graph.ops[LOSS]
-                self._graph.output(fx.map_arg(node.args[0], lambda n: self._given(graph, n, copied, loss, training)))
+                outputs = fx.map_arg(node.args[0], lambda n: self._given(n, loss, whole_output=not training))
+                self._graph.output(outputs)
             else:
-                copied[node] = self._copy(graph, node, number, copied, training)
-        return fx.GraphModule(root, self._graph)
+                self._copied[node] = self._copy(node, number, training=training)
+        return fx.GraphModule(self._root, self._graph)
 
-    def _copy(self, graph: Graph, node: fx.Node, number: int, copied: dict[fx.Node, fx.Node], training: bool) -> fx.Node:
-        op = graph.ops[self._names[node]]
+    def _copy(self, node: fx.Node, number: int, *, training: bool) -> fx.Node:
+        op = self._ops[self._names[node]]
         letters = self._letters[op.name]
-
-        def given(source: fx.Node) -> fx.Node:
-            return self._given(graph, source, copied, op, True)
-
-        args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
+        args = fx.map_arg(node.args, lambda source: self._given(source, op))
+        kwargs = fx.map_arg(node.kwargs, lambda source: self._given(source, op))
         if training and _draws(op):
             axes = tuple(axis for axis, letter in enumerate(letters) if letter != "r")
-            draws = Draws(number, axes, self._grid.place(axes), self._state)
-            self._call(f"draws_{number}", draws, ())
-        target = node.target
-        if node.op == "call_module":
-            local = self._local_module(op, letters)
-            if local is not None:
-                return self._call(f"local_{number}", local, args, kwargs)
-        return self._graph.create_node(node.op, target, args, kwargs)
+            self._call(f"draws_{number}", Draws(number, self._grid.place(axes), self._state), ())
+        local = self._local_module(op, letters) if node.op == "call_module" else None
+        if local is not None:
+            return self._call(f"local_{number}", local, args, kwargs)
+        return self._graph.create_node(node.op, node.target, args, kwargs)
 
     def _local_module(self, op: Op, letters: tuple[str, ...]) -> nn.Module | None:
-        if op.name not in self._local:
+        key = id(op.module)
+        if key not in self._local:
             rule = rule_of(op)
-            self._local[op.name] = rule.local(op, letters, self._grid) if hasattr(rule, "local") else None
-        return self._local[op.name]
+            # A rule of the user's own may be for a class that one of ours would take as well.
+            ours = op.kind == rule.KIND and hasattr(rule, "local")
+            self._local[key] = rule.local(op, letters, self._grid) if ours else None
+        return self._local[key]
 
     def _call(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> fx.Node:
         self._root.add_module(name, module)
         return self._graph.call_module(name, args, kwargs or {})
 
-    def _given(self, graph: Graph, source: fx.Node, copied: dict[fx.Node, fx.Node], reader: Op, training: bool) -> fx.Node:  # noqa: E501
+    def _given(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
         """What a reader gets: the source itself, or its conversion, made once for all that want the same."""
-        giver = graph.ops[self._names.get(source, INPUT)]
+        giver = self._ops[self._names.get(source, INPUT)]
         if not giver.extents:
-            return copied[source]
+            return self._copied[source]
         value, gradient = output_layouts(giver, self._letters[giver.name])
-        if reader.name == LOSS and not training:
-            wanted = tuple("R" for _ in value), tuple("R" for _ in value)
+        if whole_output:
+            wanted: tuple[Layout, Layout] = (("R",) * len(value), ("R",) * len(value))
         else:
             wanted = input_layouts(reader, self._letters[reader.name], reader.sources.index(giver.name))
         moves = steps_between(value, wanted[0])
         back = giver.trains and steps_between(wanted[1], gradient)
         if not moves and not back:
-            return copied[source]
+            return self._copied[source]
         key = (source, *wanted)
         if key not in self._made:
             turn = Convert((value, wanted[0]), (gradient, wanted[1]), giver.extents, self._grid)
-            self._made[key] = self._call(f"convert_{len(self._made)}", turn, (copied[source],))
+            self._made[key] = self._call(f"convert_{len(self._made)}", turn, (self._copied[source],))
         return self._made[key]
 
 
@@ -297,16 +271,16 @@ class SplitNetwork(nn.Module):
         self.norms = _assign_norms(train, letters, grid)
         cut_network(model, self.layouts, grid)
         _fit_norms(train)
-        builder = Builder(letters, grid, self.state)
-        self.training_graph = builder.build(train, training=True)
-        self.evaluation_graph = builder.build(evaluate, training=False)
+        local: dict[int, nn.Module | None] = {}
+        self.training_graph = Builder(train, letters, grid, self.state, local).build(training=True)
+        self.evaluation_graph = Builder(evaluate, letters, grid, self.state, local).build(training=False)
 
     @property
     def inner(self) -> nn.Module:
         """The user's network, whose parameters are this process's pieces."""
         return self._whole[0]
 
-    def train(self, mode: bool = True) -> "SplitNetwork":  # noqa: FBT001, FBT002 - torch's own
+    def train(self, mode: bool = True) -> "SplitNetwork":
         """Training or evaluation, for all modules."""
         super().train(mode)
         self.inner.train(mode)

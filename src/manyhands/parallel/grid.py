@@ -190,7 +190,9 @@ class _Conversion(torch.autograd.Function):
     """A conversion whose backward takes the gradient the other way, between layouts of its own."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layouts: tuple[Layout, Layout, Layout, Layout], extent: Extent, grid: Grid) -> Tensor:  # noqa: E501
+    def forward(
+        ctx: Any, tensor: Tensor, layouts: tuple[Layout, Layout, Layout, Layout], extent: Extent, grid: Grid
+    ) -> Tensor:
         ctx.layouts, ctx.extent, ctx.grid = layouts, extent, grid
         result = convert(tensor, layouts[0], layouts[1], extent, grid)
         # A view would let an op that works in place change what other ops read.

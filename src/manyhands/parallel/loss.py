@@ -1,6 +1,5 @@
 """The loss of a split network, with samples or classes cut."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.core.layouts import bounds
-from manyhands.parallel.execute import SplitNetwork, batch_axes
+from manyhands.parallel.execute import SplitNetwork
 from manyhands.parallel.graph import INPUT, LOSS
 from manyhands.parallel.grid import convert
+from manyhands.parallel.network import Criterion
 from manyhands.parallel.placement import Extent, value_of
-
-Criterion = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
 class SplitLoss:
@@ -29,11 +27,8 @@ class SplitLoss:
         self._network, self._criterion, self._smoothing = network, criterion, smoothing
         letters = network.letters[LOSS]
         self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o")
-        others = tuple(axis for axis, letter in enumerate(letters) if letter != "n")
-        self.counts = network.grid.first(others)
         self._wanted = value_of([0 if letter == "n" else "R" for letter in letters])
         self._given = value_of([0 if letter == "n" else "R" for letter in network.letters[INPUT]])
-        self.parts, self.place = _samples(network)
 
     def labels(self, labels: Tensor) -> Tensor:
         """The labels of this process's part of the loss, from those of its part of the input."""
@@ -51,11 +46,6 @@ class SplitLoss:
         place = grid.place(self._classes)
         loss, scores = cut_cross_entropy(output, labels, (edges[place], edges[-1]), group, self._smoothing)
         return loss, scores, torch.zeros_like(labels)
-
-
-def _samples(network: SplitNetwork) -> tuple[int, int]:
-    axes = batch_axes(network.letters[LOSS])
-    return network.grid.parts(axes), network.grid.place(axes)
 
 
 def cut_cross_entropy(
@@ -81,7 +71,9 @@ class _CutCrossEntropy(torch.autograd.Function):
     """Needs no message in its backward pass: each process has the softmax of its own classes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float) -> tuple[Tensor, Tensor]:  # noqa: E501
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float
+    ) -> tuple[Tensor, Tensor]:
         first, count = classes
         values = logits if logits.dtype == torch.float64 else logits.float()
         largest = values.max(1).values

@@ -1,11 +1,37 @@
 """The [parallel] section of a job."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from manyhands.core.options import Options
 
 
 class ParallelOptions(Options):
-    """Where tensors live."""
+    """Where tensors live, and which process does which part of the work."""
 
-    mode: str = Field(default="auto", description="single, data, dataparallel or fsdp; auto: data when there are peers")
+    mode: str = Field(
+        default="data", description="single, data, dataparallel, fsdp, hybrid, semi or auto (a search decides)"
+    )
+    mesh: str = Field(
+        default="", description="the processes as a grid with named axes: dp=2,tp=2; empty: one axis dp of all"
+    )
+    pin: tuple[str, ...] = Field(
+        default=(), description='for semi and auto: how an op is split, "fc=n@dp o@tp", by module path or glob'
+    )
+    plan: str = Field(default="", description="for semi and auto: a plan.json to follow")
+    fill: Literal["data", "search"] = Field(
+        default="data", description="for semi: ops without a strategy share out samples, or a search decides"
+    )
+    memory: str = Field(default="", description="for auto: the most that each process may take, such as 14GiB")
+    link: str = Field(default="", description="for auto: the speed between machines, such as 1gbit; empty: measured")
+    measure: bool = Field(default=True, description="for auto: time the best plans in turns before one is chosen")
+    full_batch: bool = Field(
+        default=False, description="for semi and auto: every process loads all samples of a batch, and takes its part"
+    )
+    gradients_mean: bool = Field(
+        default=True, description="the mean of all processes' gradients; false: their sum, as in MindSpore"
+    )
+    parameter_broadcast: bool = Field(
+        default=False, description="send rank 0's parameters to all at the start; false: prove that they are equal"
+    )

@@ -214,7 +214,7 @@ def _longest(extent: Extent, mesh: Mesh, batch: int, rank: int, step: Step) -> i
     return max(sizes)
 
 
-def group_sizes(  # noqa: PLR0913, PLR0917 - what names a cut
+def group_sizes(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
     """Lengths of the pieces of a dimension that a group along `axes` holds, within what `outer` leaves to it."""

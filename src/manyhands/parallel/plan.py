@@ -3,15 +3,16 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, layout_from_plain
-from manyhands.core.mesh import Mesh, make_mesh
+from manyhands.core.mesh import Mesh, make_mesh, parse_mesh
 from manyhands.core.plugins import did_you_mean
-from manyhands.parallel.graph import Graph, Loop, Op
+from manyhands.parallel.graph import INPUT, Graph, Loop, Op
+from manyhands.parallel.options import ParallelOptions
 from manyhands.parallel.strategy import from_mindspore, is_tuples, parse_strategy, parse_tuples, write_strategy
 
 FORMAT = "plan/1"
@@ -49,7 +50,7 @@ class Plan:
         if self.pinned:
             content["pinned"] = list(self.pinned)
         content |= self.about
-        if self.layouts:
+        if self.layouts or "layouts" in self.about:
             cut = {name: layout for name, layout in self.layouts.items() if layout.cuts}
             content["layouts"] = {name: layout.as_plain() for name, layout in cut.items()}
         return content
@@ -66,7 +67,9 @@ def read_plan(path: Path) -> Plan:
     except OSError as error:
         raise UserError(f"the plan can't be read: {error.strerror}", str(path), ("manyhands plan job.toml",)) from error
     except ValueError as error:
-        raise UserError(f"the plan is not JSON: {error}", str(path), ("write it anew: manyhands plan job.toml",)) from error
+        raise UserError(
+            f"the plan is not JSON: {error}", str(path), ("write it anew: manyhands plan job.toml",)
+        ) from error
     return plan_from_plain(content, str(path))
 
 
@@ -77,7 +80,9 @@ def plan_from_plain(content: Any, where: str) -> Plan:
         UserError: it is not a plan; says which field.
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("mesh"), dict):
-        raise UserError(f'this is no plan: "format" should be "{FORMAT}", with a "mesh"', where, ("manyhands plan job.toml",))
+        raise UserError(
+            f'this is no plan: "format" should be "{FORMAT}", with a "mesh"', where, ("manyhands plan job.toml",)
+        )
     mesh = make_mesh(content["mesh"], f"{where}, mesh")
     ops, default = content.get("ops", {}), content.get("default", "")
     texts = isinstance(ops, dict) and all(isinstance(one, str) for one in (*ops, *ops.values(), default))
@@ -220,3 +225,24 @@ def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) ->
             exceptions[first.name] = write_strategy(letters[first.name], mesh)
     ordered = {name: exceptions[name] for name in graph.ops if name in exceptions}
     return write_strategy(default, mesh), ordered
+
+
+def plan_of(options: ParallelOptions, world_size: int) -> Plan:
+    """The plan that a job's options name: a file's, with the pins over it, or the pins alone.
+
+    Raises:
+        UserError: the file or a pin is wrong, or the mesh doesn't have as many places as there are processes.
+    """
+    pins = parse_pins(options.pin, "parallel.pin")
+    plan = read_plan(Path(options.plan)) if options.plan else Plan(Mesh((("dp", world_size),)))
+    if options.mesh or not options.plan:
+        mesh = parse_mesh(options.mesh) if options.mesh else plan.mesh
+        plan = replace(plan, mesh=mesh, default="" if mesh.names != plan.mesh.names else plan.default, layouts={})
+    if plan.mesh.size != world_size:
+        where = "parallel.mesh" if options.mesh else options.plan
+        mend = (f"-n {plan.mesh.size}", f"or a mesh of {world_size}, such as --mesh dp={world_size}")
+        raise UserError(f"the mesh {plan.mesh} has {plan.mesh.size} places for {world_size} process(es)", where, mend)
+    kept = tuple(name for name in plan.pinned if name not in pins)
+    rest = {name: text for name, text in plan.ops.items() if name not in pins}
+    whole_input = {INPUT: f"r@{','.join(plan.mesh.names)}"} if options.full_batch else {}
+    return replace(plan, ops={**rest, **pins, **whole_input}, pinned=(*kept, *pins))

@@ -100,9 +100,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _fill(
-    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid
-) -> list[Bucket]:
+def _fill(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> list[Bucket]:
     """Buckets of one axis set and dtype each, the last layers' first, since their gradients come first."""
     open_buckets: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     found: list[Bucket] = []

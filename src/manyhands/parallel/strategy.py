@@ -118,7 +118,7 @@ def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[
     elif kind in {"conv", "conv2d"} and len(tuples) >= 2 and len(first) == len(tuples[1]) == 4:
         inner = (first[1], tuples[1][1])
         found = {"n": first[0], "i": first[1], "o": tuples[1][0]}
-        if set((*first[2:], *tuples[1][2:])) != {1}:
+        if {*first[2:], *tuples[1][2:]} != {1}:
             raise UserError("pixels are not cut here", where, ("1 for height and width",))
     else:
         inner = (1, 1)

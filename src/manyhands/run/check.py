@@ -18,7 +18,7 @@ def check_names(job: Job) -> None:
 
     find_choice(job.data.name)
     describe(job.model, job.data.image_size or 32)
-    modes, methods = [*module_names(MODES), "auto"], module_names(METHODS)
+    modes, methods = module_names(MODES), module_names(METHODS)
     if job.parallel.mode not in modes:
         raise unknown_choice("parallel mode", job.parallel.mode, modes, "parallel.mode")
     if job.sync.method not in methods:

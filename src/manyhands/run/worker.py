@@ -181,7 +181,8 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
-    from manyhands.parallel.apply import resolve_mode
+    from manyhands.parallel.apply import follows_plan, resolve_mode
+    from manyhands.parallel.plan import plan_of
     from manyhands.sync.choose import resolve_method
     from manyhands.train.job import build
 
@@ -191,7 +192,8 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         Journal(folder, world.rank).event(
             "started", processes=world.size, device=world.device, backend=world.backend, mode=mode
         )
-    parts = build(job, folder, world, mode, load_objects(argument))
+    followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
+    parts = build(job, folder, world, mode, load_objects(argument), followed)
     if world.speaks:
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
         write_json(folder.environment, environment(world))
@@ -243,13 +245,13 @@ def _revision() -> str:
 
 def plan(parts: Any) -> dict[str, Any]:
     """How the work is split, and which exceptions from the same-at-any-number law are in force."""
-    order, cut, world = parts.feed.order, parts.feed.cut, parts.world
+    order, cut = parts.feed.order, parts.feed.cut
     shares = cut.passes(min(order.batch, order.length))
     return {
         "format": "plan/1",
         "mode": parts.mode,
         "sync": parts.job.sync.method,
-        "mesh": {"dp": world.size},
+        **split_of(parts),
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
@@ -258,6 +260,15 @@ def plan(parts: Any) -> dict[str, Any]:
         "total_steps": parts.total_steps,
         "exceptions": exceptions(parts),
     }
+
+
+def split_of(parts: Any) -> dict[str, Any]:
+    """The mesh, and for a network that is cut which part of each op's work each process does."""
+    cutting = parts.network.cutting
+    if not cutting:
+        return {"mesh": {"dp": parts.world.size}}
+    content = cutting.plan.as_plain()
+    return {key: value for key, value in content.items() if key != "format"}
 
 
 def exceptions(parts: Any) -> list[str]:

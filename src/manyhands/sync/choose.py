@@ -11,6 +11,9 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "dataparallel": ("allreduce",),
     "data": ("allreduce",),
     "fsdp": ("allreduce",),
+    "hybrid": ("allreduce",),
+    "semi": ("allreduce",),
+    "auto": ("allreduce",),
 }
 
 

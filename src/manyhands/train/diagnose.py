@@ -28,7 +28,7 @@ def explain_loss(network: ParallelNetwork, part: Pass, world: World, step: int) 
     """
     samples = part.batch.samples[:8].tolist()
     where = f"rank {world.rank}, step {step}, samples {', '.join(map(str, samples))} …"
-    found = "" if network.sharded else f": {_first_bad(network.inner, part.batch.images)}"
+    found = "" if network.sharded or network.cutting else f": {_first_bad(network.inner, part.batch.images)}"
     return RunError(f"the loss is not finite{found}", where, MEND)
 
 

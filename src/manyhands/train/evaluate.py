@@ -17,10 +17,12 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
+from manyhands.core.layouts import bounds
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.order import evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
+from manyhands.parallel.network import Cutting
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ class Evaluator:
         world: who takes part.
         log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
         collective_forward: True when all processes must call the network equally often.
+        cutting: how the network is cut, where all processes compute each block together.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what decides an evaluation
         self,
         loader: Loader,
         length: int,
@@ -67,10 +70,11 @@ class Evaluator:
         *,
         log_probabilities: bool = False,
         collective_forward: bool = False,
+        cutting: Cutting | None = None,
     ) -> None:
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
         self.blocks = evaluation_blocks(length, block)
-        self._log_probabilities, self._collective = log_probabilities, collective_forward
+        self._log_probabilities, self._collective, self._cutting = log_probabilities, collective_forward, cutting
         # Apple's devices know no float64.
         self._precise = torch.float32 if world.device == "mps" else torch.float64
 
@@ -97,15 +101,16 @@ class Evaluator:
         hits = torch.zeros(1, dtype=torch.int64, device=device)
         losses = torch.zeros(len(self.blocks), dtype=self._precise, device=device)
         for number, counted, batch in self._batches():
-            logits = main_and_auxiliary(model(batch.images))[0].float()
+            images, labels = self._whole(batch, number) if self._cutting else (batch.images, batch.labels)
+            logits = main_and_auxiliary(model(images))[0].float()
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
             confusion += torch.bincount(
-                batch.labels * self.classes + guesses[:, 0].clamp_max(self.classes - 1), minlength=self.classes**2
+                labels * self.classes + guesses[:, 0].clamp_max(self.classes - 1), minlength=self.classes**2
             )
-            hits += (guesses == batch.labels[:, None]).any(1).sum()
-            losses[number] = self._loss(logits, batch.labels)
+            hits += (guesses == labels[:, None]).any(1).sum()
+            losses[number] = self._loss(logits, labels)
         return confusion, hits, losses
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -114,6 +119,9 @@ class Evaluator:
 
     def _batches(self) -> Iterator[tuple[int, bool, Any]]:
         """This process's blocks; with repeated ones that don't count where all must call the network equally often."""
+        if self._cutting:
+            yield from self._shared_batches(self._cutting)
+            return
         mine = [(number, True) for number in range(self.world.rank, len(self.blocks), self.world.size)]
         if self._collective:
             rounds = -(-len(self.blocks) // self.world.size)
@@ -121,6 +129,26 @@ class Evaluator:
         requests = (torch.arange(self.blocks[number].start, self.blocks[number].stop) for number, _ in mine)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
+
+    def _shared_batches(self, cutting: Cutting) -> Iterator[tuple[int, bool, Any]]:
+        """Every block, of which this process has the samples that the network's input gives it; rank 0 counts."""
+        edges = [bounds(len(block), cutting.replicas) for block in self.blocks]
+        mine = [
+            torch.arange(block.start + cuts[cutting.replica], block.start + cuts[cutting.replica + 1])
+            for block, cuts in zip(self.blocks, edges, strict=True)
+        ]
+        # A loader gives no empty batch, so a share of no samples is loaded as one and cut off again.
+        requests = (own if len(own) else torch.tensor([0]) for own in mine)
+        for number, batch in enumerate(self.loader.batches(0, requests)):
+            yield number, self.world.speaks, batch
+
+    def _whole(self, batch: Any, number: int) -> tuple[Tensor, Tensor]:
+        """This process's pictures of a block, and all of its labels."""
+        cutting: Any = self._cutting
+        count = len(self.blocks[number])
+        cuts = bounds(count, cutting.replicas)
+        own = cuts[cutting.replica + 1] - cuts[cutting.replica]
+        return batch.images[:own], cutting.gather_rows(batch.labels[:own], count)
 
     def _sum_up(self, confusion: Tensor, hits: Tensor, losses: Tensor, started: float) -> Evaluation:
         if not self.world.alone:

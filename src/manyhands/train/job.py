@@ -26,7 +26,9 @@ from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
 from manyhands.models.build import build_model, describe
 from manyhands.parallel.apply import apply_mode, compare_replicas, make_equal, normalises_in_groups
+from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
+from manyhands.parallel.plan import Plan
 from manyhands.train.agree import Agreement
 from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluator
@@ -59,8 +61,18 @@ class Objects:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects | None = None) -> Parts:
+def build(
+    job: Job, folder: RunFolder, world: World, mode: str, objects: Objects | None = None, plan: Plan | None = None
+) -> Parts:
     """Builds all parts; a collective where there are several processes.
+
+    Args:
+        job: what the user asked for.
+        folder: where the run is kept.
+        world: who takes part.
+        mode: the parallel mode, resolved.
+        objects: what the user brings instead of names.
+        plan: how ops are split, for modes that follow a plan.
 
     Raises:
         UserError: data, model and job don't fit together.
@@ -77,23 +89,40 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
     pixels = pixels_for(job, splits, objects)
     criterion = make_criterion(job.train, objects.loss)
-    found = find_state(job, folder, world)
+    found = find_state(job, folder, world, in_pieces=plan is not None)
     classes = class_names(job, splits, outputs_of(found.snapshot) if found else 0)
     check_labels(splits, len(classes))
-    order, cut = order_and_cut(job, splits, world, mode)
     train_loader = make_loader(job, splits.train, pixels, world, train=True)
     test_loader = make_loader(job, splits.test, pixels, world, train=False)
     model = make_model(job, pixels, len(classes), world, objects, journal)
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
-    unused = rehearse(model, groups, train_loader, criterion, len(classes), min(2, order.length), job)
+    # A network that is to be cut may be too large for one process's gradients; its plan is tried without them.
+    unused = (
+        [] if plan else rehearse(model, groups, train_loader, criterion, len(classes), min(2, len(splits.train)), job)
+    )
     if unused:
         journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
-    start_equal(model, world, journal)
-    network = apply_mode(mode, model, world, unused=bool(unused))
+    start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
+    picture = (
+        torch.zeros(0)
+        if plan is None
+        else next(iter(train_loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
+    )
+    network = apply_mode(mode, model, world, How(bool(unused), plan, picture))
+    order, cut = order_and_cut(job, splits, world, mode, network)
     if job.train.compile:
         model.compile()
     optimizer = make_optimizer(model, job.train, sharded=network.sharded)
-    update = Updater(network, groups, optimizer, criterion, job.train, world, order.steps_per_epoch)
+    update = Updater(
+        network,
+        groups,
+        optimizer,
+        criterion,
+        job.train,
+        world,
+        order.steps_per_epoch,
+        gradients_mean=job.parallel.gradients_mean,
+    )
     warm_up(update, train_loader, min(2, order.length))
     evaluator = Evaluator(
         test_loader,
@@ -103,6 +132,7 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         world,
         log_probabilities=job.train.loss == "nll",
         collective_forward=network.collective_forward,
+        cutting=network.cutting,
     )
     parts = Parts(
         job=job,
@@ -111,24 +141,30 @@ def build(job: Job, folder: RunFolder, world: World, mode: str, objects: Objects
         journal=journal,
         mode=mode,
         classes=classes,
-        feed=Feed(order, cut, train_loader, world.rank),
+        feed=Feed(order, cut, train_loader, network.cutting.replica if network.cutting else world.rank),
         network=network,
         update=update,
-        evaluate=lambda: evaluator(network.call if network.sharded else network.inner, update.autocast()),
+        evaluate=lambda: evaluator(
+            network.call if network.sharded or network.cutting else network.inner, update.autocast()
+        ),
         agreement=Agreement(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every)),
         progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
         total_steps=total_steps(job, order),
         digest=training_digest(job, order.length),
-        release=lambda: _release(train_loader, test_loader, restore_norms),
+        release=lambda: _release(train_loader, test_loader, restore_norms, network),
     )
     if found:
         resume(parts, found)
     return parts
 
 
-def _release(train_loader: Loader, test_loader: Loader, restore_norms: Callable[[], None]) -> None:
+def _release(
+    train_loader: Loader, test_loader: Loader, restore_norms: Callable[[], None], network: ParallelNetwork
+) -> None:
     train_loader.close()
     test_loader.close()
+    if network.cutting:
+        network.cutting.release()
     restore_norms()
 
 
@@ -205,14 +241,15 @@ def check_labels(splits: Splits, classes: int) -> None:
             )
 
 
-def order_and_cut(job: Job, splits: Splits, world: World, mode: str) -> tuple[Order, Cut]:
+def order_and_cut(job: Job, splits: Splits, world: World, mode: str, network: ParallelNetwork) -> tuple[Order, Cut]:
     """Which samples make up an update, and how processes share them."""
     options = job.train
-    if options.batch < world.size:
+    sharing = network.replicas(world.size)
+    if options.batch < sharing:
         raise UserError(
-            f"train.batch is {options.batch}, and there are {world.size} processes to share it",
+            f"train.batch is {options.batch}, and there are {sharing} processes to share it",
             "train.batch",
-            (f"--batch {world.size} or more", "or fewer processes"),
+            (f"--batch {sharing} or more", "or fewer processes"),
         )
     batch = min(options.batch, len(splits.train))
     group = 0
@@ -220,7 +257,9 @@ def order_and_cut(job: Job, splits: Splits, world: World, mode: str) -> tuple[Or
         group = options.norm_group
     elif options.norm_group == "global" and normalises_in_groups(mode):
         group = batch
-    return Order(len(splits.train), batch, options.seed, options.drop_last), Cut(world.size, options.micro_batch, group)
+    return Order(len(splits.train), batch, options.seed, options.drop_last), Cut(
+        sharing, options.micro_batch, group, aligned=network.cutting is None
+    )
 
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool) -> Loader:
@@ -268,9 +307,9 @@ def make_model(job: Job, pixels: Pixels, classes: int, world: World, objects: Ob
     return model.train()
 
 
-def start_equal(model: nn.Module, world: World, journal: Journal) -> None:
-    """Proves that all processes start from the same network, or gives them rank 0's."""
-    if make_equal(dict(model.state_dict()), world):
+def start_equal(model: nn.Module, world: World, journal: Journal, *, always: bool = False) -> None:
+    """Proves that all processes start from the same network, or (always, if asked to) gives them rank 0's."""
+    if make_equal(dict(model.state_dict()), world, always=always) and not always:
         journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
 
 
@@ -288,7 +327,7 @@ def resume(parts: Parts, found: Found) -> None:
     check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, names, where)
     if parts.world.speaks:
         refuse_later_checkpoints(parts.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
-    parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where)
+    parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where, source=found.source)
     if parts.update.scaler and "scaler" in found.snapshot.state:
         parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])
     for note in found.notes:

@@ -10,6 +10,7 @@ from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.core.errors import RunError
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.train.cut_state import save_cut
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.parts import Parts
@@ -73,9 +74,10 @@ def save(parts: Parts) -> None:
     if parts.update.scaler:
         extra["scaler"] = parts.update.scaler.state_dict()
     outcome = SAVED
-    if parts.network.sharded or parts.world.speaks:
+    if parts.network.sharded or parts.network.cutting or parts.world.speaks:
         snapshot = capture(parts.network, parts.update.optimizer, progress, extra)
-        outcome = _commit(parts, snapshot) if parts.world.speaks else SAVED
+        # The processes that hold a cut network write it together.
+        outcome = _commit(parts, snapshot) if parts.network.cutting or parts.world.speaks else SAVED
     if not parts.world.alone:
         flag = torch.tensor([outcome], device=parts.world.device)
         dist.broadcast(flag, src=0)
@@ -106,18 +108,24 @@ def save_last(parts: Parts) -> None:
 
 
 def _commit(parts: Parts, snapshot: Snapshot) -> int:
-    """Writes the checkpoint on the process that speaks; says how that went, so that all processes can act alike."""
-    progress, folder = parts.progress, parts.folder.checkpoints
+    """Writes the checkpoint; says how that went, so that all processes can act alike."""
+    progress, folder, cutting = parts.progress, parts.folder.checkpoints, parts.network.cutting
     # What is saved says of itself that it is.
     snapshot.state["saved_step"] = progress.step
     started = time.perf_counter()
     try:
-        path = commit(folder, progress.step, snapshot)
+        if cutting:
+            pieces = parts.job.checkpoint.pieces
+            path = save_cut(folder, progress.step, snapshot, cutting, parts.world, pieces=pieces)
+        else:
+            path = commit(folder, progress.step, snapshot)
     except SaveError as error:
         parts.journal.event("warning", f"no checkpoint at step {progress.step}: {error.what}", progress.step)
         return NOT_SAVED
     except RunError:
         return NOT_FINITE
+    if not parts.world.speaks:
+        return SAVED
     best = folder / f"step-{progress.best_step:08d}"
     prune(folder, parts.job.checkpoint.keep, best if best.is_dir() else None)
     parts.journal.event("saved", path.name, progress.step, seconds=time.perf_counter() - started)

@@ -84,7 +84,8 @@ class Parts:
     def prove_replicas(self) -> None:
         """Raises RunError when a process's network has drifted from rank 0's."""
         if self.network.replicated and not self.world.alone:
-            check_replicas(dict(self.network.inner.state_dict()), self.world, self.progress.step)
+            named = dict(self.network.inner.state_dict())
+            check_replicas(named, self.world, self.progress.step, self.network.cutting)
 
 
 def seconds_between_saves(text: str) -> float:

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from manyhands.checkpoint import layout
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.load import load, newest, resolve
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.source import Source, open_checkpoint
 from manyhands.checkpoint.tensors import flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
@@ -29,17 +30,25 @@ class Found:
         snapshot: the state.
         path: where it was.
         notes: sentences for the user, such as why a newer checkpoint was passed over.
+        source: the checkpoint opened for reading in pieces; then `snapshot` holds the plain state alone.
     """
 
     snapshot: Snapshot
     path: Path
     notes: tuple[str, ...] = ()
+    source: Source | None = None
 
 
-def find_state(job: Job, folder: RunFolder, world: World) -> Found | None:
+def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Found | None:
     """The state that the job says to go on from, or None for a fresh start; equal on all processes.
 
     Rank 0 decides. A process that doesn't see the same files (another machine) is given rank 0's state.
+
+    Args:
+        job: says where to look.
+        folder: of the run.
+        world: who takes part.
+        in_pieces: each process is to read its own pieces later, where all see the checkpoint.
 
     Raises:
         UserError: the named state is missing, torn, or holds code.
@@ -47,11 +56,23 @@ def find_state(job: Job, folder: RunFolder, world: World) -> Found | None:
     found = None
     # Another machine may not have what rank 0 has; then it is given it below.
     with contextlib.nullcontext() if world.speaks else contextlib.suppress(UserError):
-        found = _find(job, folder)
+        found = _find(job, folder, in_pieces=in_pieces)
     identity = torch.tensor([_identity(found)], device=world.device)
     if compare_replicas({"checkpoint": identity}, world) is None:
         return found
-    return _share(found, world)
+    return _share(_whole(found), world)
+
+
+def _whole(found: Found | None) -> Found | None:
+    """What was found with its tensors in memory, to be sent to processes that don't see the files."""
+    return replace(found, snapshot=found.source.snapshot(), source=None) if found and found.source else found
+
+
+def _open(path: Path, passed_over: tuple[str, ...], *, in_pieces: bool) -> Found:
+    if not in_pieces:
+        return Found(load(path), path, passed_over)
+    source = open_checkpoint(path)
+    return Found(Snapshot({}, None, dict(source.state)), path, passed_over, source)
 
 
 def _share(found: Found | None, world: World) -> Found | None:
@@ -74,7 +95,7 @@ def _share(found: Found | None, world: World) -> Found | None:
     return found if world.speaks else Found(Snapshot(**content), Path(tree["path"]))
 
 
-def _find(job: Job, folder: RunFolder) -> Found | None:
+def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Found | None:
     resume = job.checkpoint.resume
     if resume == "never":
         return None
@@ -83,7 +104,7 @@ def _find(job: Job, folder: RunFolder) -> Found | None:
         if path is None and passed_over:
             mend = (*passed_over[:3], "another --out starts afresh")
             raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), mend)
-        return Found(load(path), path, tuple(passed_over)) if path else None
+        return _open(path, tuple(passed_over), in_pieces=in_pieces) if path else None
     reference = Path(resume).expanduser()
     if not reference.exists():
         raise UserError(
@@ -92,7 +113,7 @@ def _find(job: Job, folder: RunFolder) -> Found | None:
     path = resolve(reference, "last")
     if path.is_dir():
         passed_over = () if path == reference else tuple(newest(path.parent)[1])
-        return Found(load(path), path, passed_over)
+        return _open(path, passed_over, in_pieces=in_pieces)
     return Found(read_foreign(path), path)
 
 

@@ -50,7 +50,7 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
     """
-    if update.world.size < 3 or update.network.sharded:
+    if update.world.size < 3 or update.network.sharded or update.network.cutting:
         return
     batch = _samples(loader, count)
     share = Share(0, count, (), ())

@@ -21,7 +21,7 @@ from manyhands.data.options import DataOptions
 from manyhands.data.order import Cut, Order
 from manyhands.parallel.apply import apply_mode, make_equal, resolve_mode
 from manyhands.parallel.collectives import Subgroup, new_group, whole
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.norm import NormGroups, group_batch_norms
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.feed import Feed
@@ -87,7 +87,7 @@ class Session(Subgroup):
         make_equal(dict(model.state_dict()), self.world)
         group = self.job.train.norm_group
         norm, _ = group_batch_norms(model)
-        network = apply_mode(resolve_mode("auto", self.world), model, self.world)
+        network = apply_mode(resolve_mode("data", self.world), model, self.world, How())
         loader = self._loader(train_set, model, train=True)
         length = len(train_set)
         size = group if isinstance(group, int) else length if group == "global" else 0

@@ -1,6 +1,8 @@
 """How far a run has come, and turning live objects into a snapshot and back."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,8 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.source import Source
+from manyhands.checkpoint.stored import in_memory
+from manyhands.checkpoint.tensors import flatten
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.cut_state import restore_optimizer, restore_pieces
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -53,7 +59,7 @@ class Progress:
 def capture(
     network: ParallelNetwork, optimizer: torch.optim.Optimizer, progress: Progress, extra: dict[str, Any]
 ) -> Snapshot:
-    """The whole state on the CPU; with a sharded network every process must call it."""
+    """The whole state on the CPU, or of a cut network this process's pieces; with a sharded one all must call it."""
     if network.sharded:
         model = cast(dict[str, Tensor], get_model_state_dict(network.inner, options=FULL))
         optimizer_state = cast(dict[str, Any], get_optimizer_state_dict(network.inner, optimizer, options=FULL))
@@ -81,13 +87,34 @@ def _named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def restore(
-    snapshot: Snapshot, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None, *, where: str
+    snapshot: Snapshot,
+    network: ParallelNetwork,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    where: str,
+    source: Source | None = None,
 ) -> Progress:
     """Puts a snapshot into live objects, under any parallel mode, and returns how far it had come.
+
+    Args:
+        snapshot: the state; its tensors are not looked at where there is a source.
+        network: under its mode.
+        optimizer: of its parameters; None to leave its state out.
+        where: the checkpoint, for errors.
+        source: the checkpoint opened for reading in pieces, for cut networks.
 
     Raises:
         UserError: the snapshot is of another network.
     """
+    known = {field.name for field in fields(Progress)}
+    progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})
+    cutting = network.cutting
+    if cutting:
+        live = {name: layout.shape for name, layout in cutting.layouts.items()}
+        opened = source or _in_memory(snapshot)
+        check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
+        restore_pieces(opened, network, cutting, optimizer, cutting.grid.world.rank)
+        return progress
     check_fits(snapshot.model, network.inner, where)
     if network.sharded:
         set_model_state_dict(
@@ -97,8 +124,15 @@ def restore(
         network.inner.load_state_dict(snapshot.model)
     if optimizer and snapshot.optimizer:
         _restore_optimizer(snapshot.optimizer, network, optimizer)
-    known = {field.name for field in fields(Progress)}
-    return Progress(**{key: value for key, value in snapshot.state.items() if key in known})
+    return progress
+
+
+def _in_memory(snapshot: Snapshot) -> Source:
+    """A snapshot as a source to read pieces from."""
+    tensors: dict[str, Tensor] = {}
+    branches = {key: flatten(value, key, tensors) for key, value in (snapshot.optimizer or {}).items()}
+    optimizer = in_memory(tensors) if snapshot.optimizer else None
+    return Source(Path(), "whole", in_memory(snapshot.model), optimizer, branches, snapshot.state)
 
 
 def _restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> None:
@@ -106,33 +140,23 @@ def _restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimize
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(network.inner, optimizer, saved, options=options)
         return
-    parameters = dict(network.inner.named_parameters())
-    for name, values in saved["state"].items():
-        if name in parameters and parameters[name].requires_grad:
-            parameter = parameters[name]
-            optimizer.state[parameter] = {
-                key: _like(value, parameter, key) if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
-
-
-def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    """A saved optimizer tensor on the parameter's device; the step count keeps its own dtype."""
-    if key == "step":
-        return value.to(parameter.device)
-    moved = torch.empty_like(parameter)
-    return moved.copy_(value)
+    restore_optimizer(saved, network, optimizer)
 
 
 def check_fits(saved: dict[str, Tensor], model: nn.Module, where: str) -> None:
     """Raises UserError when saved tensors and a network differ in names or shapes; says the first few."""
-    live = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_shapes({name: tuple(tensor.shape) for name, tensor in saved.items()}, shapes, where)
+
+
+def check_shapes(saved: Mapping[str, tuple[int, ...]], live: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raises UserError when saved and live tensors differ in names or shapes; says the first few."""
     problems = [f"{name} is missing in the checkpoint" for name in live if name not in saved]
     problems += [f"{name} is not in the network" for name in saved if name not in live]
     problems += [
-        f"{name} is {list(saved[name].shape)} in the checkpoint and {list(tensor.shape)} in the network"
-        for name, tensor in live.items()
-        if name in saved and saved[name].shape != tensor.shape
+        f"{name} is {list(saved[name])} in the checkpoint and {list(shape)} in the network"
+        for name, shape in live.items()
+        if name in saved and saved[name] != shape
     ]
     if problems:
         more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""

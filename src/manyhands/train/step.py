@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from manyhands.config.job import TrainOptions
 from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import Judge, ParallelNetwork
 from manyhands.parallel.norm import NormGroups
+from manyhands.parallel.reduce import total_norm
 from manyhands.train.criterion import Criterion
 from manyhands.train.diagnose import explain_gradient, explain_loss
 from manyhands.train.feed import Pass, Update
@@ -73,9 +75,10 @@ class Updater:
         options: the train section.
         world: who takes part.
         steps_per_epoch: for the learning rate.
+        gradients_mean: False for the sum of all processes' mean gradients.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - everything that meets in an update
         self,
         network: ParallelNetwork,
         norm: NormGroups,
@@ -84,6 +87,8 @@ class Updater:
         options: TrainOptions,
         world: World,
         steps_per_epoch: int,
+        *,
+        gradients_mean: bool = True,
     ) -> None:
         self.network, self.norm, self.optimizer, self.criterion = network, norm, optimizer, criterion
         self.options, self.world, self.steps_per_epoch = options, world, steps_per_epoch
@@ -91,7 +96,10 @@ class Updater:
         self.scaler = torch.amp.GradScaler(self.device) if options.precision == "fp16" else None
         self.measured = Measured()
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._seed = derive(options.seed, "step", world.rank)
+        self.cutting = network.cutting
+        self.judge = _judge(network, criterion, options.label_smoothing)
+        self._scale = network.gradient_scale * (1 if gradients_mean else network.replicas(world.size))
+        self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
 
     def __call__(self, update: Update, step: int) -> None:
         """Makes update number `step`, counted from 0.
@@ -112,7 +120,10 @@ class Updater:
             self.scaler.update()
         else:
             self.optimizer.step()
-        self.norm.finish_update(self.world.size)
+        if self.cutting:
+            self.cutting.finish_update()
+        else:
+            self.norm.finish_update(self.world.size)
 
     def gradients(self, update: Update, step: int, *, agree: bool = True) -> None:
         """Adds up the gradients of all passes; processes agree on them in the last one."""
@@ -120,17 +131,23 @@ class Updater:
         for number, part in enumerate(update.passes):
             held_back = number < last or not agree
             with self.network.hold_back() if held_back else contextlib.nullcontext():
-                self._pass(part, update.count, step)
+                self._pass(part, update.count, mix(self._pass_seed ^ (step << 8) ^ number), step)
+        if self.cutting and agree:
+            self.cutting.finish_backward()
 
-    def _pass(self, part: Pass, count: int, step: int) -> None:
-        share, batch = part.share, part.batch
-        self.norm.begin_pass(share.spans, share.shared_groups, share.count, count)
+    def _pass(self, part: Pass, count: int, seed: int, step: int) -> None:
+        share, images, labels = part.share, part.batch.images, part.batch.labels
+        if self.cutting:
+            # What others hold of the same samples must fit, so a share of no samples is empty here.
+            images, labels = images[: share.count], labels[: share.count]
+            self.cutting.begin_pass(part.shape(count, seed))
+        else:
+            self.norm.begin_pass(share.spans, share.shared_groups, share.count, count)
         with self.autocast():
-            output = self.network.call(batch.images)
-            loss, logits = self.criterion(output, batch.labels)
-        if share.count:
-            self._measure(loss.detach(), logits.detach(), part, step)
-        weight = self.network.gradient_scale / count if share.count else 0.0
+            loss, logits, labels = self.judge(self.network.call(images), labels)
+        if self.cutting.counts and len(labels) if self.cutting else share.count:
+            self._measure(loss.detach(), (logits.detach(), labels), part, step)
+        weight = self._scale / count if share.count or self.cutting else 0.0
         if self.scaler:
             self.scaler.scale(loss * weight).backward()
         else:
@@ -141,7 +158,7 @@ class Updater:
         kind = AUTOCAST.get(self.options.precision)
         return torch.autocast(self.device, dtype=kind) if kind else contextlib.nullcontext()
 
-    def _measure(self, loss: Tensor, logits: Tensor, part: Pass, step: int) -> None:
+    def _measure(self, loss: Tensor, guesses: tuple[Tensor, Tensor], part: Pass, step: int) -> None:
         measured = self.measured
         if self.device == "cpu":
             value = loss.item()
@@ -152,11 +169,19 @@ class Updater:
             measured.loss = measured.loss + loss
             bad = torch.where(torch.isfinite(loss), math.inf, float(step))
             measured.first_bad = torch.minimum(torch.as_tensor(measured.first_bad, device=bad.device), bad)
-        measured.guess(logits, part.batch.labels)
-        measured.samples += part.share.count
+        logits, labels = guesses
+        measured.guess(logits, labels[: len(logits)])
+        measured.samples += part.share.count if not self.cutting else len(labels)
 
     def _check_and_clip(self, update: Update, step: int) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self.cutting and self.options.clip:
+            named = dict(self.network.inner.named_parameters())
+            norm = total_norm(named, self.cutting.layouts, self.cutting.grid)
+            if self.device == "cpu" and not self.scaler and not math.isfinite(norm.item()):
+                raise explain_gradient(self, update, step)
+            nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+            return
         if not self.options.clip and not self.network.sharded:
             if self.device == "cpu" and not self.scaler and not all_finite(gradients):
                 raise explain_gradient(self, update, step)
@@ -168,6 +193,17 @@ class Updater:
             raise explain_gradient(self, update, step)
         if self.options.clip:
             nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+
+
+def _judge(network: ParallelNetwork, criterion: Criterion, smoothing: float) -> Judge:
+    """The criterion for what the network gives under its mode."""
+    if network.cutting:
+        return network.cutting.judge(criterion, smoothing)
+
+    def judge(output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return *criterion(output, labels), labels
+
+    return judge
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

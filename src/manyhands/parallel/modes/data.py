@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.core.world import World
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import How, ParallelNetwork
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
@@ -28,7 +28,7 @@ class Replica(DistributedDataParallel):
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
 
-def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
+def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
     """Wraps the network in DDP, or leaves it as it is where there is nobody to share with.
 
     DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
@@ -37,7 +37,7 @@ def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
     Args:
         model: on its device, equal on all processes.
         world: who takes part.
-        unused: True when some parameters may get no gradient, which DDP must then look for in every step.
+        how: whether some parameters may get no gradient, which DDP must then look for in every step.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)
@@ -46,7 +46,7 @@ def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:
         device_ids=None if world.device == "cpu" else [world.device],
         **_NO_BUFFERS,
         init_sync=False,
-        find_unused_parameters=unused,
+        find_unused_parameters=how.unused,
         gradient_as_bucket_view=True,
     )
     return ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), hold_back=wrapped.no_sync)

@@ -8,13 +8,13 @@ from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import How, ParallelNetwork
 
 DESCRIPTION = "one process splits each batch over the devices of this machine"
 NORM_GROUPS = False
 
 
-def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
     """Wraps the network in torch's DataParallel; on a machine without accelerators it runs as it is.
 
     Raises:

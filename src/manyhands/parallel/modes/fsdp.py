@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from manyhands.core.world import World
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import How, ParallelNetwork
 
 DESCRIPTION = "each process keeps a piece of every parameter, and gathers them as it needs them"
 NORM_GROUPS = True
 
 
-def apply(model: nn.Module, world: World, *, unused: bool) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
     """Shards every block of the network, then what is left of it."""
     if world.alone:
         return ParallelNetwork(call=model, inner=model)

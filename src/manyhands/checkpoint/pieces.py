@@ -1,0 +1,141 @@
+"""What a checkpoint in pieces says of its tensors: how each is cut, and which file has which piece."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.checkpoint import layout as files
+from manyhands.checkpoint.stream import CODES, Spec
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import TensorLayout, layout_from_plain, whole
+from manyhands.core.mesh import Mesh, make_mesh
+
+MODEL, OPTIMIZER = "model", "optimizer"
+KINDS = (MODEL, OPTIMIZER)
+
+Region = tuple[tuple[int, int], ...]
+_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+
+
+@dataclass(frozen=True)
+class Described:
+    """One tensor: its type, and how it is cut."""
+
+    dtype: torch.dtype
+    layout: TensorLayout
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.layout.shape) * self.dtype.itemsize
+
+
+Tensors = dict[str, Described]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a network is cut.
+
+    Attributes:
+        mesh: the processes.
+        layouts: of the entries of its state_dict, by name; one that isn't there is whole on every process.
+    """
+
+    mesh: Mesh
+    layouts: Mapping[str, TensorLayout]
+
+    def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:
+        """The layout of an entry whose whole shape is known.
+
+        Raises:
+            UserError: the cut is of a tensor of another shape.
+        """
+        layout = self.layouts.get(name) or whole(shape)
+        if layout.shape != shape:
+            what = f"{name} has the shape {list(shape)}, the plan cuts one of {list(layout.shape)}"
+            raise UserError(what, f"layouts.{name}", ("use the plan that was made for this network",))
+        return layout
+
+
+def size_of(region: Region) -> tuple[int, ...]:
+    """The shape of a region."""
+    return tuple(stop - start for start, stop in region)
+
+
+def whole_region(shape: tuple[int, ...]) -> Region:
+    """The region that is all of a tensor."""
+    return tuple((0, length) for length in shape)
+
+
+def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
+    """What a rank writes: the pieces that have values and that no lower rank holds too."""
+    return {
+        name: region
+        for name, described in tensors.items()
+        if described.layout.first_holder(mesh, rank) == rank
+        and math.prod(size_of(region := described.layout.region(mesh, rank)))
+    }
+
+
+def specs_of(tensors: Tensors, regions: Mapping[str, Region]) -> list[Spec]:
+    """Pieces as a file holds them: in the dimensions of the view, under the tensor's name."""
+    return [Spec(name, tensors[name].dtype, size_of(region)) for name, region in regions.items()]
+
+
+def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
+    """The content of pieces.json.
+
+    Args:
+        mesh: the processes.
+        tensors: by name, of the model and, where there is one, of the optimizer.
+    """
+    content: dict[str, Any] = {"mesh": mesh.as_dict()}
+    for kind, named in tensors.items():
+        held = [first_held(named, mesh, rank) for rank in range(mesh.size)]
+        content[kind] = {
+            name: {
+                "dtype": str(described.dtype).removeprefix("torch."),
+                "layout": described.layout.as_plain(),
+                "pieces": [
+                    {
+                        "file": files.piece_name(kind, rank, mesh.size),
+                        "region": [list(edge) for edge in held[rank][name]],
+                    }
+                    for rank in range(mesh.size)
+                    if name in held[rank]
+                ],
+            }
+            for name, described in named.items()
+        }
+    return content
+
+
+def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
+    """Reads what `describe_pieces` wrote.
+
+    Raises:
+        UserError: it says something else than the layouts do, so that values would be missing or read twice.
+    """
+    mend = ("this pieces.json was not written by manyhands, or was changed; take another checkpoint",)
+    try:
+        mesh = make_mesh(content["mesh"], f"{where}: mesh")
+        tensors = {
+            kind: {
+                name: Described(
+                    _TYPES[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
+                )
+                for name, entry in content[kind].items()
+            }
+            for kind in KINDS
+            if kind in content
+        }
+        sound = MODEL in tensors and describe_pieces(mesh, tensors) == content
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError("this is no description of pieces", where, mend) from error
+    if not sound:
+        raise UserError("the pieces are not those of the layouts", where, mend)
+    return mesh, tensors

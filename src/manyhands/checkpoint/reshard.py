@@ -1,0 +1,182 @@
+"""Changes how a checkpoint is cut, tensor by tensor, without the network's code and on one process."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.checkpoint import commit, layout
+from manyhands.checkpoint.pieces import MODEL, Cut, Described, Region
+from manyhands.checkpoint.save import refuse_too_little_space, save_error
+from manyhands.checkpoint.source import ALONE, Source
+from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_pieces, write_whole, write_whole_file
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import layout_from_plain
+from manyhands.core.mesh import make_mesh
+
+SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
+_UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
+
+
+def read_plan(file: Path) -> Cut:
+    """Reads the mesh and the layouts of a plan.json.
+
+    Raises:
+        UserError: there is no such file, or it doesn't say how a network is cut.
+    """
+    where = str(file)
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"the plan can't be read: {error.strerror}", where, ("name a plan.json",)) from error
+    except ValueError as error:
+        raise UserError(f"the plan is no JSON: {error}", where, ("name a plan.json",)) from error
+    for key in ("mesh", "layouts"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), dict):
+            mend = ('it needs "mesh": {"dp": 2, "tp": 2} and "layouts": {name: layout}, as a run writes them',)
+            raise UserError(f'the plan has no "{key}"', where, mend)
+    sizes = content["mesh"]
+    if wrong := [name for name, size in sizes.items() if type(size) is not int]:
+        raise UserError(
+            f"the mesh's axis {wrong[0]} has size {sizes[wrong[0]]!r}", f"{where}: mesh", ("a whole number",)
+        )
+    mesh = make_mesh(sizes, f"{where}: mesh")
+    named = content["layouts"].items()
+    return Cut(mesh, {name: layout_from_plain(entry, mesh, f"{where}: layouts.{name}") for name, entry in named})
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises UserError where something of that name is there, or no folder that could hold it."""
+    if os.path.lexists(target):
+        raise UserError(f"{target} is there already", str(target), ("choose another name, or remove it first",))
+    if not target.absolute().parent.is_dir():
+        parent = target.absolute().parent
+        raise UserError(f"there is no folder {parent}", str(target), (f"make it first: mkdir -p {parent}",))
+
+
+def reshard(source: Source, target: Path, cut: Cut) -> None:
+    """Writes a new checkpoint folder in which the network is cut in another way.
+
+    Raises:
+        UserError: the target is there already, or the cut is of another network.
+        SaveError: no room, or the disk fails; nothing is left behind.
+    """
+    contents = _contents(source, cut)
+
+    def write(staged: Path) -> None:
+        written: Files = {}
+        for rank in range(cut.mesh.size):
+            written |= write_pieces(staged, contents, rank)
+        finish_pieces(staged, contents, written)
+
+    _commit_folder(target, contents, write)
+
+
+def merge(source: Source, target: Path) -> None:
+    """Writes a checkpoint whole: a new folder, or the weights alone as one .safetensors, .pth or .pt file.
+
+    A .pth file is put together in memory.
+
+    Raises:
+        UserError: the target is there already, or its suffix is of no file that can be written.
+        SaveError: no room, or the disk fails; nothing is left behind.
+    """
+    contents = _contents(source, Cut(ALONE, {}))
+    if target.name.endswith(_UNKNOWN):
+        mend = ("end the name in .safetensors or .pth, or in neither for a checkpoint folder",)
+        raise UserError(f"{target.name} names a kind of file that is not written", str(target), mend)
+    if target.name.endswith(SAFETENSORS):
+        _commit_file(target, contents, lambda file: write_whole_file(file, contents, MODEL))
+    elif target.name.endswith(PICKLED):
+        _commit_file(target, contents, lambda file: _save_pickled(source, file))
+    else:
+        _commit_folder(target, contents, lambda staged: write_whole(staged, contents))
+
+
+def _save_pickled(source: Source, file: Path) -> None:
+    torch.save({name: source.model.read(name) for name in source.model.names()}, file)
+
+
+def is_single_file(target: Path) -> bool:
+    """True where `merge` writes one file, which holds the weights alone."""
+    return target.name.endswith(SAFETENSORS + PICKLED)
+
+
+def _contents(source: Source, cut: Cut) -> Contents:
+    """A source as it is to be written under a cut."""
+    layouts, kinds = source.layouts(cut), source.kinds()
+    tensors = {
+        kind: {name: Described(stored.dtype(name), layouts[kind][name]) for name in stored.names()}
+        for kind, stored in kinds.items()
+    }
+    texts = {layout.STATE: layout.text(source.state)}
+    if source.optimizer is not None:
+        texts[layout.OPTIMIZER_PLAN] = layout.text(source.branches)
+
+    def fetch(kind: str, name: str, region: Region) -> torch.Tensor:
+        return kinds[kind].read(name, layouts[kind][name].view, region)
+
+    return Contents(source.step, cut.mesh, tensors, texts, fetch)
+
+
+def _commit_folder(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
+    refuse_existing(target)
+    try:
+        refuse_too_little_space(target.absolute().parent, _size_bytes(contents, list(contents.tensors)))
+        with commit.staging(target.absolute().parent, contents.step) as staged:
+            write(staged)
+            refuse_existing(target)
+            commit.commit(staged, target.absolute())
+    except OSError as error:
+        raise save_error(target, error) from error
+
+
+def _commit_file(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
+    refuse_existing(target)
+    temporary = target.with_name(f".tmp-{target.name}-{os.urandom(4).hex()}")
+    try:
+        refuse_too_little_space(target.absolute().parent, _size_bytes(contents, [MODEL]))
+        write(temporary)
+        commit.sync_file(temporary)
+        refuse_existing(target)
+        temporary.rename(target)
+        commit.sync_folder(target.absolute().parent)
+    except OSError as error:
+        raise save_error(target, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _size_bytes(contents: Contents, kinds: list[str]) -> int:
+    return sum(described.size_bytes for kind in kinds for described in contents.tensors[kind].values())
+
+
+def describe(source: Source) -> dict[str, Any]:
+    """What a checkpoint holds, as JSON data."""
+    return {
+        "checkpoint": str(source.path),
+        "format": source.form,
+        "step": source.step if source.state else None,
+        "mesh": source.mesh.as_dict() if source.mesh else None,
+        "size_bytes": {kind: stored.stored_bytes for kind, stored in source.kinds().items()},
+        **{
+            kind: {name: _tensor(entry, source) for name, entry in stored.described.items()}
+            for kind, stored in source.kinds().items()
+        },
+        "notes": list(source.notes),
+    }
+
+
+def _tensor(described: Described, source: Source) -> dict[str, Any]:
+    lies = described.layout
+    names = source.mesh.names if source.mesh else ()
+    return {
+        "shape": list(lies.shape),
+        "dtype": str(described.dtype).removeprefix("torch."),
+        "view": list(lies.view),
+        "cuts": {str(dim): [names[axis] for axis in axes] for dim, axes in lies.cuts},
+        "size_bytes": described.size_bytes,
+    }

@@ -1,0 +1,229 @@
+"""Saves a network that lies in pieces on several processes: as the pieces, or whole. Every process calls these."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from manyhands.checkpoint import commit, layout
+from manyhands.checkpoint.held import as_plain, held_contents
+from manyhands.checkpoint.pieces import Cut, Region, first_held, size_of
+from manyhands.checkpoint.save import refuse_non_finite, refuse_too_little_space, remember, save_error, verifies
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.stored import slices
+from manyhands.checkpoint.stream import in_file_order
+from manyhands.checkpoint.together import Peers, receive, send, together
+from manyhands.checkpoint.write import Contents, finish_pieces, whole_specs, write_pieces, write_whole
+from manyhands.core.errors import RunError, UserError
+
+T = TypeVar("T")
+
+_BLOCK_BYTES = 4 << 20
+
+
+def save_pieces(folder: Path, step: int, snapshot: Snapshot, cut: Cut, peers: Peers) -> Path:
+    """Commits folder/step-NNNNNNNN in pieces, each written by the process that holds it; a collective.
+
+    Args:
+        folder: the checkpoints folder, on a disk that all processes share.
+        step: updates made so far.
+        snapshot: this process's pieces, in the shapes of `TensorLayout.local_shape`; must not change until this
+            returns. Its state, and what its optimizer has beside tensors, are taken from rank 0.
+        cut: how the network is cut; equal on all processes.
+        peers: the processes, as many as the mesh has.
+
+    Returns:
+        The committed folder; one of that step that is there and verifies is left.
+
+    Raises:
+        UserError: the processes don't share the folder's disk.
+        RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
+        SaveError: no room, or the disk of a process fails; nothing is left behind, training may go on.
+    """
+    contents = _agreed_contents(step, snapshot, cut, peers)
+    target = folder / layout.step_name(step)
+    if _is_there(target, contents, peers):
+        return target
+    with ExitStack() as stack:
+        staged = _shared_folder(stack, target, step, peers)
+        own = together(peers, _saving(folder, lambda: write_pieces(staged, contents, peers.rank)))
+
+        def finish() -> None:
+            if peers.rank == 0:
+                (staged / layout.TOKEN).unlink()
+                finish_pieces(staged, contents, {name: entry for files in own for name, entry in files.items()})
+                commit.commit(staged, target)
+                remember(target)
+
+        together(peers, _saving(folder, finish))
+    return target
+
+
+def save_whole(folder: Path, step: int, snapshot: Snapshot, cut: Cut, peers: Peers) -> Path:
+    """Commits folder/step-NNNNNNNN whole, as `save` does; rank 0 writes, the others send their pieces; a collective.
+
+    Tensors are sent and written one by one, so no process holds more than its own share and one tensor.
+
+    Args:
+        folder: the checkpoints folder; only rank 0 needs to see it.
+        step: updates made so far.
+        snapshot: as for `save_pieces`.
+        cut: how the network is cut; equal on all processes.
+        peers: the processes, as many as the mesh has.
+
+    Returns:
+        The committed folder; one of that step that is there and verifies is left.
+
+    Raises:
+        RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
+        SaveError: no room, or the disk fails; nothing is left behind, training may go on.
+    """
+    contents = _agreed_contents(step, snapshot, cut, peers)
+    target = folder / layout.step_name(step)
+    if _is_there(target, contents, peers):
+        return target
+    assembled = _assembled(contents, peers)
+
+    def write() -> None:
+        gathering = Contents(step, cut.mesh, contents.tensors, contents.texts, lambda *_: next(assembled))
+        with commit.staging(folder, step) as staged:
+            write_whole(staged, gathering)
+            commit.commit(staged, target)
+        remember(target)
+
+    def take_part() -> None:
+        try:
+            if peers.rank == 0:
+                write()
+        finally:
+            # The others send all the same, also where rank 0's disk is full.
+            for _ in assembled:
+                pass
+
+    together(peers, _saving(folder, take_part))
+    return target
+
+
+def _agreed_contents(step: int, snapshot: Snapshot, cut: Cut, peers: Peers) -> Contents:
+    """What this process holds, once it is sure that all hold pieces of the same network."""
+    made: list[Contents] = []
+
+    def describe() -> str:
+        if peers.size != cut.mesh.size:
+            raise RunError(f"{peers.size} processes can't save what is cut over {cut.mesh}")
+        refuse_non_finite(snapshot.model)
+        made.append(held_contents(step, snapshot, cut, peers.rank))
+        plain = [step, cut.mesh.as_dict(), as_plain(made[0].tensors)]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+    digests = together(peers, describe)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise RunError(f"ranks 0 and {other} hold pieces of different networks or steps", f"rank {other}")
+    return made[0]
+
+
+def _is_there(target: Path, contents: Contents, peers: Peers) -> bool:
+    """True where the checkpoint is there already; else its folder is made and has room."""
+
+    def look() -> bool:
+        if peers.rank != 0:
+            return False
+        if verifies(target):
+            return True
+        commit.make_folder(target.parent)
+        sizes = [described.size_bytes for named in contents.tensors.values() for described in named.values()]
+        refuse_too_little_space(target.parent, sum(sizes))
+        return False
+
+    return together(peers, _saving(target.parent, look))[0]
+
+
+def _shared_folder(stack: ExitStack, target: Path, step: int, peers: Peers) -> Path:
+    """A staged folder that every process sees: rank 0 makes it with a token inside, the others look for that."""
+
+    def stage() -> list[str]:
+        if peers.rank != 0:
+            return []
+        staged = stack.enter_context(commit.staging(target.parent, step))
+        token = os.urandom(16).hex()
+        (staged / layout.TOKEN).write_text(token)
+        return [staged.name, token]
+
+    name, token = together(peers, _saving(target.parent, stage))[0]
+    staged = target.parent / name
+
+    def see() -> None:
+        file = staged / layout.TOKEN
+        if not file.is_file() or file.read_text() != token:
+            what = f"rank {peers.rank} doesn't see the folder that rank 0 writes checkpoints into"
+            mend = ("a checkpoint in pieces needs a disk that all machines share", "save whole, or move --out to one")
+            raise UserError(what, str(target.parent), mend)
+
+    together(peers, _saving(target.parent, see))
+    return staged
+
+
+def _saving(folder: Path, work: Callable[[], T]) -> Callable[[], T]:
+    """The same work; what the disk says becomes a SaveError."""
+
+    def run() -> T:
+        try:
+            return work()
+        except (OSError, SafetensorError) as error:
+            raise save_error(folder, error) from error
+
+    return run
+
+
+def _assembled(contents: Contents, peers: Peers) -> Iterator[Tensor]:
+    """On rank 0 each whole tensor in its view, in the order in which files are written; on others nothing, but sends.
+
+    No reference to a tensor is kept while the next one is put together.
+    """
+    for kind, tensors in contents.tensors.items():
+        held = {rank: first_held(tensors, contents.mesh, rank) for rank in range(peers.size)}
+        for spec in in_file_order(whole_specs(tensors)):
+            regions = {rank: held[rank][spec.name] for rank in held if spec.name in held[rank]}
+            if peers.rank == 0:
+                yield _received(contents, kind, spec.name, regions, peers)
+            elif peers.rank in regions:
+                region = regions[peers.rank]
+                piece = contents.fetch(kind, spec.name, region)
+                for block in _blocks(region, spec.dtype.itemsize):
+                    send(piece[slices(block, region)], 0, peers)
+
+
+def _received(contents: Contents, kind: str, name: str, regions: dict[int, Region], peers: Peers) -> Tensor:
+    described = contents.tensors[kind][name]
+    if not described.layout.cuts and 0 in regions:
+        return contents.fetch(kind, name, regions[0])
+    assembled = torch.empty(described.layout.view, dtype=described.dtype)
+    for rank, region in regions.items():
+        if rank == 0:
+            assembled[slices(region)] = contents.fetch(kind, name, region)
+            continue
+        for block in _blocks(region, described.dtype.itemsize):
+            assembled[slices(block)] = receive(size_of(block), described.dtype, rank, peers)
+    return assembled
+
+
+def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
+    """A region in parts that are sent one by one, so that little is in memory beside the tensor they go into."""
+    sizes = size_of(region)
+    if not sizes:
+        yield region
+        return
+    longest = sizes.index(max(sizes))
+    start, stop = region[longest]
+    step = max(1, _BLOCK_BYTES * (stop - start) // max(1, math.prod(sizes) * item_bytes))
+    for first in range(start, stop, step):
+        yield (*region[:longest], (first, min(first + step, stop)), *region[longest + 1 :])

@@ -1,0 +1,138 @@
+"""The tensors of a checkpoint, read region by region into whatever layout is wanted."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from manyhands.checkpoint.pieces import Described, Region, Tensors, size_of, whole_region
+from manyhands.checkpoint.stream import CODES
+from manyhands.checkpoint.verify import torn
+from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.mesh import Mesh
+
+CODES_BACK = {code: dtype for dtype, code in CODES.items()}
+
+
+class StoredTensors:
+    """Tensors by name. Nothing is kept: each reading is of the values that are asked for.
+
+    Attributes:
+        described: each tensor's type and how it is cut where it is stored, in the order in which they were written.
+        stored_bytes: of all values.
+    """
+
+    def __init__(self, described: Tensors) -> None:
+        self.described = described
+        self.stored_bytes = sum(entry.size_bytes for entry in described.values())
+
+    def names(self) -> list[str]:
+        """The tensors' names, in the order in which they were written."""
+        return list(self.described)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
+        return self.described[name].layout.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's type."""
+        return self.described[name].dtype
+
+    def read(self, name: str, view: tuple[int, ...] | None = None, region: Region | None = None) -> Tensor:
+        """The values in a region, in memory of their own.
+
+        Args:
+            name: of the tensor.
+            view: the shape that the region is of, with as many values as the tensor has; its own shape by default.
+                Where it isn't the one that was cut, the whole tensor is in memory for a moment.
+            region: (start, stop) in each dimension of the view; by default all of it.
+
+        Returns:
+            A tensor of the region's shape.
+        """
+        stored = self.described[name].layout
+        view = stored.shape if view is None else view
+        region = whole_region(view) if region is None else region
+        if view == stored.view:
+            return self._take(name, region)
+        everything = self._take(name, whole_region(stored.view)).reshape(view)
+        piece = everything[slices(region)]
+        return piece if piece.numel() == everything.numel() else piece.clone(memory_format=torch.contiguous_format)
+
+    def piece(self, name: str, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
+        """The piece that a rank holds under a layout, in the shape in which the network holds it."""
+        return self.read(name, layout.view, layout.region(mesh, rank)).reshape(layout.local_shape(mesh, rank))
+
+    def _take(self, name: str, region: Region) -> Tensor:
+        """A region of the view that was cut."""
+        raise NotImplementedError
+
+
+class MemoryTensors(StoredTensors):
+    """Tensors that are whole in memory, since their file can't be read in parts."""
+
+    def __init__(self, described: Tensors, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(described)
+        self._tensors = tensors
+
+    def _take(self, name: str, region: Region) -> Tensor:
+        return self._tensors[name][slices(region)].clone(memory_format=torch.contiguous_format)
+
+
+class FileTensors(StoredTensors):
+    """Tensors in .safetensors files."""
+
+    def __init__(
+        self, described: Tensors, places: Mapping[str, list[tuple[Path, Region]]], keys: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(described)
+        self._places = places
+        self._keys = keys or {}
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    def _take(self, name: str, region: Region) -> Tensor:
+        taken = torch.empty(size_of(region), dtype=self.dtype(name))
+        for file, there in self._places[name]:
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, there, strict=True))
+            if all(start < stop for start, stop in common):
+                taken[slices(common, region)] = self._open(file, name, there, common)
+        return taken
+
+    def _open(self, file: Path, name: str, there: Region, wanted: Region) -> Tensor:
+        """A part of one piece, which lies in the file's own pages; they are let go of with it."""
+        try:
+            start, entries = self._header(file)
+            entry = entries[self._keys.get(name, name)]
+            found = (CODES_BACK.get(entry["dtype"]), tuple(entry["shape"]))
+            if found != (self.dtype(name), size_of(there)):
+                raise torn(file, f"holds {name} as {found[0]} {list(found[1])}, expected {list(size_of(there))}")
+            first, end = (start + offset for offset in entry["data_offsets"])
+            piece = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)[first:]
+        except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+            raise torn(file, f"can't be read: {error}") from error
+        if first % self.dtype(name).itemsize:
+            piece = piece.clone()  # some writers don't align what they write
+        return piece.view(self.dtype(name)).reshape(found[1])[slices(wanted, there)]
+
+    def _header(self, file: Path) -> tuple[int, dict[str, Any]]:
+        """Where a file's values begin and what it says of them; checked and read once, since it may be long."""
+        if file not in self._headers:
+            with safe_open(file, framework="pt", device="cpu"), file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                self._headers[file] = (8 + length, json.loads(opened.read(length)))
+        return self._headers[file]
+
+
+def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
+    """A region as an index, into a tensor that begins where `within` does."""
+    origins = [start for start, _ in within] if within else [0] * len(region)
+    return tuple(slice(start - origin, stop - origin) for (start, stop), origin in zip(region, origins, strict=True))
+
+
+def in_memory(tensors: Mapping[str, Tensor]) -> MemoryTensors:
+    """Whole tensors in memory, by name, as if they were stored."""
+    return MemoryTensors({name: Described(t.dtype, whole(tuple(t.shape))) for name, t in tensors.items()}, tensors)

@@ -1,0 +1,97 @@
+"""Writes .safetensors files one tensor at a time, so that a file may hold more than fits in memory."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# The names that the file format gives to torch's types.
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that a file will hold.
+
+    Attributes:
+        name: its key in the file.
+        dtype: its type.
+        shape: its shape.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_stream(path: Path, specs: Sequence[Spec], fetch: Callable[[str], Tensor]) -> None:
+    """Writes a file's header, then each tensor as it is fetched; as `tensors.write_tensors` would have written it.
+
+    Args:
+        path: the file.
+        specs: what it holds, in the order that readers are to see.
+        fetch: gives a tensor by name, with the spec's type and shape; asked once for each name, in the file's order.
+
+    Raises:
+        OSError: the disk is full or failing.
+        TypeError: the format has no such type.
+    """
+    laid = in_file_order(specs)
+    with path.open("wb") as file:
+        file.write(_header(laid, [spec.name for spec in specs]))
+        for spec in laid:
+            tensor = fetch(spec.name)
+            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+                raise TypeError(f"{spec.name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
+            file.write(as_bytes(tensor).numpy().data)
+            del tensor  # before the next one is put together
+
+
+def in_file_order(specs: Sequence[Spec]) -> list[Spec]:
+    """The specs as they lie in a file: large elements first, so that each tensor is aligned."""
+    return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's values as bytes on the CPU [bytes]; the same memory where it is dense."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _header(laid: Sequence[Spec], order: list[str]) -> bytes:
+    content: dict[str, object] = {"__metadata__": {"order": json.dumps(order)}}
+    position = 0
+    for spec in laid:
+        if spec.dtype not in CODES:
+            raise TypeError(f"{spec.name} is {spec.dtype}, which a .safetensors file can't hold")
+        offsets = [position, position + spec.size_bytes]
+        content[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        position = offsets[1]
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,94 @@
+"""Several processes that do one thing: a failure on one is learnt by all, so that none waits for it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.checkpoint.save import SaveError
+from manyhands.checkpoint.stream import as_bytes
+from manyhands.checkpoint.verify import TornCheckpointError
+from manyhands.core.errors import ManyhandsError, RunError, UserError
+
+T = TypeVar("T")
+
+# The narrower ones first.
+_ERRORS: dict[str, type[ManyhandsError]] = {
+    kind.__name__: kind for kind in (SaveError, TornCheckpointError, UserError, RunError)
+}
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The processes that save or load together.
+
+    Attributes:
+        rank: this process's, which is its place in the mesh too.
+        size: how many they are.
+        gather: gives every process's JSON data by rank, on every process; a collective.
+        device: torch's name of the device that tensors are sent from and to.
+    """
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    device: str = "cpu"
+
+
+def together(peers: Peers, work: Callable[[], T]) -> list[T]:
+    """Has every process do its work; a collective.
+
+    Args:
+        peers: the processes.
+        work: this process's; returns JSON data.
+
+    Returns:
+        What each process's work returned, by rank.
+
+    Raises:
+        ManyhandsError: a process's work failed. All processes raise the error of the lowest rank that failed.
+    """
+    own: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must learn of it before it is raised
+        own = error
+    answers = peers.gather({"result": result} if own is None else {"error": _as_plain(own)})
+    failed = next((rank for rank, answer in enumerate(answers) if "error" in answer), None)
+    if failed is None:
+        return [answer["result"] for answer in answers]
+    if own is not None and failed == peers.rank:
+        raise own
+    raise _from_plain(answers[failed]["error"], failed) from own
+
+
+def send(tensor: Tensor, to: int, peers: Peers) -> None:
+    """Sends a tensor's values; the other one calls `receive`."""
+    if tensor.numel():
+        dist.send(as_bytes(tensor).to(peers.device), dst=to)
+
+
+def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: Peers) -> Tensor:
+    """Receives the values of a tensor of known shape and type, as a CPU tensor."""
+    count = math.prod(shape) * dtype.itemsize
+    buffer = torch.empty(count, dtype=torch.uint8, device=peers.device)
+    if count:
+        dist.recv(buffer, src=source)
+    return buffer.cpu().view(dtype).reshape(shape)
+
+
+def _as_plain(error: Exception) -> dict[str, Any]:
+    if isinstance(error, ManyhandsError):
+        kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), RunError.__name__)
+        return {"kind": kind, "what": error.what, "where": error.where, "mend": list(error.mend)}
+    return {"kind": RunError.__name__, "what": f"{type(error).__name__}: {error}", "where": "", "mend": []}
+
+
+def _from_plain(content: dict[str, Any], rank: int) -> ManyhandsError:
+    where = f"rank {rank}: {content['where']}" if content["where"] else f"rank {rank}"
+    return _ERRORS[content["kind"]](content["what"], where, tuple(content["mend"]))

@@ -1,0 +1,74 @@
+"""Compares a checkpoint folder with its manifest. A torn or altered one is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint import layout
+from manyhands.core.errors import UserError
+
+
+class TornCheckpointError(UserError):
+    """A checkpoint's bytes are not those that were committed."""
+
+
+def verify(path: Path, *, every: int = 1, first: int = 0) -> None:
+    """Compares the files of a checkpoint folder with its manifest.
+
+    Args:
+        path: the folder.
+        every: each so-many-th file is compared, where several processes share the work.
+        first: of the files, in the manifest's order, where that begins.
+
+    Raises:
+        TornCheckpointError: a file is missing, or its size or SHA-256 differs.
+        UserError: a newer version of manyhands wrote it.
+    """
+    for name, entry in list(read_manifest(path)["files"].items())[first::every]:
+        try:
+            _verify_file(path / name, entry["size"], entry["sha256"])
+        except OSError as error:
+            raise torn(path / name, f"can't be read: {error.strerror or error}") from error
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Reads and checks the manifest itself: whole, unaltered, of a version that we know, of files that we know.
+
+    Raises:
+        TornCheckpointError: it isn't.
+        UserError: a newer version of manyhands wrote it.
+    """
+    file = path / layout.MANIFEST
+    if not path.is_dir():
+        raise torn(path, "is missing")
+    if not file.is_file():
+        raise torn(file, "is missing")
+    try:
+        text = file.read_bytes()
+        content = json.loads(text)
+        whole = isinstance(content, dict) and layout.manifest_text(content) == text
+    except (OSError, ValueError):
+        content, whole = {}, False
+    if not whole:
+        raise torn(file, "was altered or cut short: it doesn't match the SHA-256 at its end")
+    if content.get("format", 0) > layout.PIECES_FORMAT:
+        mend = f"install manyhands {content.get('manyhands')} or later"
+        raise UserError(f"{path.name} was written by a newer manyhands", str(file), (mend,))
+    if not layout.are_contents(set(content["files"])):
+        raise torn(file, f"names other files than a checkpoint's: {', '.join(content['files'])}")
+    return content
+
+
+def torn(path: Path, what: str) -> TornCheckpointError:
+    """The error that says what is wrong with a file or folder."""
+    mend = ("resume from an earlier checkpoint of the run; this one is damaged or was only copied in part",)
+    return TornCheckpointError(f"{path.name} {what}", str(path), mend)
+
+
+def _verify_file(file: Path, size: int, sha256: str) -> None:
+    if not file.is_file():
+        raise torn(file, "is missing")
+    if (found := file.stat().st_size) != size:
+        raise torn(file, f"has {found} bytes, expected {size}")
+    if (seen := layout.digest(file)) != sha256:
+        raise torn(file, f"has the SHA-256 {seen}, expected {sha256}")

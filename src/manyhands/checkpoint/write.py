@@ -1,0 +1,110 @@
+"""Writes a checkpoint's files, one tensor at a time, whole or in pieces; wherever the tensors come from."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.checkpoint import layout
+from manyhands.checkpoint.pieces import (
+    MODEL,
+    OPTIMIZER,
+    Region,
+    Tensors,
+    describe_pieces,
+    first_held,
+    specs_of,
+    whole_region,
+)
+from manyhands.checkpoint.save import seal, write_manifest
+from manyhands.checkpoint.stream import Spec, write_stream
+from manyhands.core.mesh import Mesh
+
+# (kind, name, region) -> the values there, in the shape of the region.
+Fetch = Callable[[str, str, Region], Tensor]
+Files = dict[str, Any]
+WHOLE_NAMES = {MODEL: layout.MODEL, OPTIMIZER: layout.OPTIMIZER}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint that is about to be written.
+
+    Attributes:
+        step: updates made so far.
+        mesh: the processes that it is cut over.
+        tensors: by kind ("model", "optimizer") and name, in the order that readers are to see.
+        texts: the plain data, by file name.
+        fetch: gives a tensor's values in a region of its view.
+    """
+
+    step: int
+    mesh: Mesh
+    tensors: Mapping[str, Tensors]
+    texts: Mapping[str, bytes]
+    fetch: Fetch
+
+
+def write_pieces(staged: Path, contents: Contents, rank: int) -> Files:
+    """Writes the files of one rank; their entries in the manifest."""
+    written: Files = {}
+    for kind, tensors in contents.tensors.items():
+        regions = first_held(tensors, contents.mesh, rank)
+        if not regions:
+            continue
+        file = staged / layout.piece_name(kind, rank, contents.mesh.size)
+
+        def fetch(name: str, kind: str = kind, regions: dict[str, Region] = regions) -> Tensor:
+            return contents.fetch(kind, name, regions[name])
+
+        write_stream(file, specs_of(tensors, regions), fetch)
+        written[file.name] = seal(file)
+    return written
+
+
+def finish_pieces(staged: Path, contents: Contents, written: Files) -> None:
+    """Writes what is written once, the manifest last.
+
+    Args:
+        staged: the folder, with the files of all ranks.
+        contents: the checkpoint.
+        written: what `write_pieces` returned, of all ranks.
+    """
+    texts = {layout.PIECES: layout.text(describe_pieces(contents.mesh, contents.tensors)), **contents.texts}
+    write_manifest(staged, contents.step, {**_write_texts(staged, texts), **written}, layout.PIECES_FORMAT)
+
+
+def write_whole(staged: Path, contents: Contents) -> None:
+    """Writes a checkpoint whole, the manifest last."""
+    written = _write_texts(staged, contents.texts)
+    for kind in contents.tensors:
+        file = staged / WHOLE_NAMES[kind]
+        write_whole_file(file, contents, kind)
+        written[file.name] = seal(file)
+    write_manifest(staged, contents.step, written, layout.FORMAT)
+
+
+def write_whole_file(file: Path, contents: Contents, kind: str) -> None:
+    """Writes the tensors of one kind into one file, in their own names and shapes."""
+    tensors = contents.tensors[kind]
+
+    def fetch(name: str) -> Tensor:
+        cut = tensors[name].layout
+        return contents.fetch(kind, name, whole_region(cut.view)).reshape(cut.shape)
+
+    write_stream(file, whole_specs(tensors), fetch)
+
+
+def whole_specs(tensors: Tensors) -> list[Spec]:
+    """Tensors as a file holds them whole."""
+    return [Spec(name, described.dtype, described.layout.shape) for name, described in tensors.items()]
+
+
+def _write_texts(staged: Path, texts: Mapping[str, bytes]) -> Files:
+    written: Files = {}
+    for name, text in texts.items():
+        (staged / name).write_bytes(text)
+        written[name] = seal(staged / name)
+    return written

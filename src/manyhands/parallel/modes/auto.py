@@ -1,0 +1,16 @@
+"""Automatic: a search finds how each op is best split; where that is data parallel, the mode `data` runs instead."""
+
+from torch import nn
+
+from manyhands.core.world import World
+from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.split import split
+
+DESCRIPTION = "a search over measured costs decides how each op is split"
+NORM_GROUPS = True
+FOLLOWS_PLAN = True
+
+
+def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
+    """Splits the network by the plan that was found."""
+    return split(model, world, how)

@@ -1,0 +1,16 @@
+"""Semi-automatic: the user says how some ops are split, and what passes between processes follows from that."""
+
+from torch import nn
+
+from manyhands.core.world import World
+from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.split import split
+
+DESCRIPTION = "ops are split as the user says (--pin); the others share out samples"
+NORM_GROUPS = True
+FOLLOWS_PLAN = True
+
+
+def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
+    """Splits the network by the user's plan."""
+    return split(model, world, how)

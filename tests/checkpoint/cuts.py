@@ -1,0 +1,127 @@
+"""Random networks, meshes and ways to cut the one over the other."""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+
+from manyhands.checkpoint import commit, layout
+from manyhands.checkpoint.held import held_contents
+from manyhands.checkpoint.pieces import Cut
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.stored import slices
+from manyhands.checkpoint.write import finish_pieces, write_pieces
+from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import Mesh
+
+KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool, torch.uint8)
+MESHES = [
+    Mesh(tuple(zip(("a", "b", "c"), sizes, strict=False)))
+    for sizes in ((1,), (2,), (3,), (4,), (2, 2), (1, 3), (4, 1), (2, 1, 2))
+]
+
+
+def random_tensor(shape, kind, seed):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
+    return values > 0 if kind is torch.bool else values.abs().to(kind)
+
+
+@st.composite
+def networks(draw):
+    """Whole tensors by name."""
+    shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=len(shapes), max_size=len(shapes)))
+    return {f"t{n}/é": random_tensor(shape, kinds[n], n) for n, shape in enumerate(shapes)}
+
+
+@st.composite
+def layouts(draw, shape, mesh):
+    """A layout of one shape: dimensions perhaps split up, axes dealt to them or to none."""
+    view = []
+    for length in shape:
+        divisors = [number for number in range(1, length + 1) if length % number == 0]
+        inner = draw(st.sampled_from(divisors)) if 0 not in shape and draw(st.booleans()) else None
+        view += [length] if inner is None else [length // inner, inner]
+    dims = range(-1, len(view))
+    owner = [draw(st.sampled_from(dims)) for _ in mesh.axes]
+    cuts = [(dim, tuple(axis for axis, chosen in enumerate(owner) if chosen == dim)) for dim in sorted(set(owner))]
+    return TensorLayout(tuple(shape), tuple(view), tuple((dim, axes) for dim, axes in cuts if dim >= 0))
+
+
+@st.composite
+def cuts(draw, shapes):
+    """A mesh, and a layout of some of the tensors."""
+    mesh = draw(st.sampled_from(MESHES))
+    named = {name: draw(layouts(shape, mesh)) for name, shape in shapes.items() if draw(st.integers(0, 4))}
+    return Cut(mesh, named)
+
+
+def piece_of(tensor, lies, mesh, rank):
+    """What a rank holds, by the definition of a layout."""
+    return tensor.reshape(lies.view)[slices(lies.region(mesh, rank))].reshape(lies.local_shape(mesh, rank))
+
+
+def local(snapshot, cut, rank):
+    """A whole snapshot's pieces on one rank."""
+
+    def mine(name, tensor):
+        lies = cut.layouts.get(name)
+        return tensor if lies is None or lies.shape != tensor.shape else piece_of(tensor, lies, cut.mesh, rank)
+
+    model = {name: mine(name, tensor) for name, tensor in snapshot.model.items()}
+    if snapshot.optimizer is None:
+        return Snapshot(model, None, snapshot.state)
+    state = {
+        name: {key: mine(name, value) if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
+        for name, entries in snapshot.optimizer["state"].items()
+    }
+    return Snapshot(model, {**snapshot.optimizer, "state": state}, snapshot.state)
+
+
+def with_optimizer(model):
+    """A snapshot whose optimizer has two tensors for each parameter, one of them cut with it."""
+    state = {
+        name: {"momentum": tensor.clone(), "step": torch.tensor(3.0), "lost": None} for name, tensor in model.items()
+    }
+    groups = [{"params": list(model), "lr": 0.1, "betas": (0.9, 0.99)}]
+    return Snapshot(model, {"state": state, "param_groups": groups}, {"step": 5, "best": {"step": 5}})
+
+
+def save_one_by_one(folder, snapshot, cut):
+    """What all ranks together would save, each rank's part after the other's."""
+    step = snapshot.state["step"]
+    target = folder / layout.step_name(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    with commit.staging(folder, step) as staged:
+        written = {}
+        for rank in range(cut.mesh.size):
+            contents = held_contents(step, local(snapshot, cut, rank), cut, rank)
+            written |= write_pieces(staged, contents, rank)
+        finish_pieces(staged, contents, written)
+        commit.commit(staged, target)
+    return target
+
+
+def assert_same(one, other):
+    """Two snapshots, to the last bit."""
+    assert list(one.model) == list(other.model)
+    assert one.state == other.state
+    pairs = [(one.model[name], other.model[name]) for name in one.model]
+    assert (one.optimizer is None) == (other.optimizer is None)
+    if one.optimizer:
+        assert one.optimizer["param_groups"] == other.optimizer["param_groups"]
+        assert list(one.optimizer["state"]) == list(other.optimizer["state"])
+        for name, entries in one.optimizer["state"].items():
+            assert list(entries) == list(other.optimizer["state"][name])
+            pairs += list(zip(entries.values(), other.optimizer["state"][name].values(), strict=True))
+    for left, right in pairs:
+        if not isinstance(left, torch.Tensor):
+            assert left == right
+            continue
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert bits(left) == bits(right)
+
+
+def bits(tensor):
+    """A tensor's bytes."""
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if math.prod(tensor.shape) else b""

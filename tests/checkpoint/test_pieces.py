@@ -1,0 +1,354 @@
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from manyhands.checkpoint import layout
+from manyhands.checkpoint.held import held_contents
+from manyhands.checkpoint.load import TornCheckpointError, load, newest, read_state, resolve, verify
+from manyhands.checkpoint.pieces import Cut, first_held, size_of
+from manyhands.checkpoint.reshard import merge, read_plan, reshard
+from manyhands.checkpoint.save import prune, save
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.source import open_checkpoint
+from manyhands.checkpoint.stream import Spec, write_stream
+from manyhands.checkpoint.tensors import read_tensors, write_tensors
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import Mesh
+from tests.checkpoint.cuts import assert_same, bits, cuts, local, networks, piece_of, save_one_by_one, with_optimizer
+
+TP2 = Mesh((("tp", 2),))
+
+
+@st.composite
+def journeys(draw):
+    """A network and two ways to cut it."""
+    network = draw(networks())
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.items()}
+    return network, draw(cuts(shapes)), draw(cuts(shapes))
+
+
+@settings(max_examples=60)
+@given(journey=journeys())
+def test_whole_to_pieces_to_other_pieces_to_whole(journey, tmp_path_factory):
+    network, one, other = journey
+    folder = tmp_path_factory.mktemp("journey")
+    whole = with_optimizer(network)
+    first = save_one_by_one(folder / "first", whole, one)
+    verify(first)
+    assert_same(load(first), whole)
+    source = open_checkpoint(first)
+    for rank in range(other.mesh.size):
+        assert_same(source.snapshot(other, rank), local(whole, other, rank))
+    reshard(source, folder / "second", other)
+    assert_same(load(folder / "second"), whole)
+    merge(open_checkpoint(folder / "second"), folder / "third")
+    assert_same(load(folder / "third"), whole)
+    saved = save(folder, 5, whole)
+    for name in (layout.MODEL, layout.OPTIMIZER):
+        ours, theirs = read_tensors(folder / "third" / name), read_tensors(saved / name)
+        assert list(ours) == list(theirs)
+    reshard(open_checkpoint(folder / "third"), folder / "fourth", one)
+    manifests = [json.loads((path / "manifest.json").read_text())["files"] for path in (first, folder / "fourth")]
+    assert manifests[0] == manifests[1]
+    shutil.rmtree(folder)
+
+
+@settings(max_examples=100)
+@given(journey=journeys(), data=st.data())
+def test_any_region_of_any_view_is_read_from_any_file(journey, data, tmp_path_factory):
+    network, cut, other = journey
+    folder = tmp_path_factory.mktemp("region")
+    paths = [save_one_by_one(folder, Snapshot(network, None, {"step": 1}), cut), folder / "w.safetensors"]
+    paths.append(folder / "w.pth")
+    write_tensors(paths[1], network)
+    torch.save(network, paths[2])
+    for path in paths:
+        model = open_checkpoint(path).model
+        assert model.names() == list(network)
+        for name, tensor in network.items():
+            assert (model.shape(name), model.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+            view = other.layouts[name].view if name in other.layouts else tuple(tensor.shape)
+            region = tuple(tuple(sorted(data.draw(st.integers(0, length)) for _ in "ab")) for length in view)
+            read = model.read(name, view, region)
+            assert read.shape == size_of(region)
+            assert bits(read) == bits(tensor.reshape(view)[tuple(slice(a, b) for a, b in region)])
+    shutil.rmtree(folder)
+
+
+@settings(max_examples=200)
+@given(journey=journeys())
+def test_what_ranks_write_is_everything_once(journey):
+    network, cut, _ = journey
+    contents = [held_contents(0, local(Snapshot(network), cut, rank), cut, rank) for rank in range(cut.mesh.size)]
+    assert all(each.tensors == contents[0].tensors for each in contents)
+    tensors = contents[0].tensors["model"]
+    counts = {name: torch.zeros(described.layout.view) for name, described in tensors.items()}
+    for rank in range(cut.mesh.size):
+        for name, region in first_held(tensors, cut.mesh, rank).items():
+            counts[name][tuple(slice(start, stop) for start, stop in region)] += 1
+    assert all(bool((count == 1).all()) for count in counts.values())
+
+
+@settings(max_examples=100)
+@given(network=networks())
+def test_a_streamed_file_is_what_the_library_writes(network, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream")
+    specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in network.items()]
+    write_stream(folder / "ours.safetensors", specs, network.__getitem__)
+    write_tensors(folder / "theirs.safetensors", network)
+    read, wanted = load_file(folder / "ours.safetensors"), load_file(folder / "theirs.safetensors")
+    assert {name: (t.dtype, bits(t)) for name, t in read.items()} == {n: (t.dtype, bits(t)) for n, t in wanted.items()}
+    assert list(read_tensors(folder / "ours.safetensors")) == list(network)
+    if len({tensor.dtype for tensor in network.values()}) == 1:
+        assert (folder / "ours.safetensors").read_bytes() == (folder / "theirs.safetensors").read_bytes()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def in_pieces(tmp_path):
+    """A saved network, the cut, and its folder."""
+    whole = with_optimizer({"fc.weight": torch.randn(5, 3), "fc.bias": torch.randn(5), "count": torch.tensor(4)})
+    cut = Cut(TP2, {"fc.weight": TensorLayout((5, 3), (5, 3), ((0, (0,)),))})
+    return whole, cut, save_one_by_one(tmp_path / "run", whole, cut)
+
+
+def test_the_folder_is_readable(in_pieces):
+    whole, _, path = in_pieces
+    assert sorted(entry.name for entry in path.iterdir()) == [
+        "manifest.json", "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors",
+        "optimizer-00000-of-00002.safetensors", "optimizer-00001-of-00002.safetensors", "optimizer.json",
+        "pieces.json", "state.json",
+    ]  # fmt: skip
+    described = json.loads((path / "pieces.json").read_text())
+    assert described["mesh"] == {"tp": 2}
+    assert described["model"]["fc.weight"]["pieces"] == [
+        {"file": "model-00000-of-00002.safetensors", "region": [[0, 2], [0, 3]]},
+        {"file": "model-00001-of-00002.safetensors", "region": [[2, 5], [0, 3]]},
+    ]
+    piece = load_file(path / "model-00001-of-00002.safetensors")
+    assert list(piece) == ["fc.weight"]
+    assert torch.equal(piece["fc.weight"], whole.model["fc.weight"][2:])
+    assert json.loads((path / "manifest.json").read_text())["format"] == 2
+
+
+def test_a_changed_byte_or_a_missing_file_is_refused_by_name(in_pieces):
+    _, _, path = in_pieces
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for spoil in (content[:-1], bytes([content[0] ^ 1]) + content[1:], content[:-1] + bytes([content[-1] ^ 1])):
+            file.write_bytes(spoil)
+            for read in (load, open_checkpoint):
+                with pytest.raises(TornCheckpointError, match=file.name):
+                    read(path)
+        file.unlink()
+        with pytest.raises(TornCheckpointError, match=f"{file.name} is missing"):
+            open_checkpoint(path)
+        file.write_bytes(content)
+    verify(path)
+
+
+def reseal(path, files=None):
+    """Makes a manifest that fits whatever is in the folder."""
+    content = json.loads((path / "manifest.json").read_text())
+    names = files or [entry.name for entry in path.iterdir() if entry.name != "manifest.json"]
+    content["files"] = {
+        name: {"size": (path / name).stat().st_size, "sha256": layout.digest(path / name)} for name in names
+    }
+    (path / "manifest.json").write_bytes(layout.manifest_text(content))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content["model"]["fc.weight"]["pieces"].pop(),
+        lambda content: content["model"]["fc.weight"]["pieces"][0].update(region=[[0, 3], [0, 3]]),
+        lambda content: content["model"]["fc.weight"]["pieces"][0].update(file="../secret.safetensors"),
+        lambda content: content["model"]["fc.weight"]["layout"].update(cuts=[[0, [7]]]),
+        lambda content: content["model"]["fc.weight"]["layout"].update(view=[3, 5]),
+        lambda content: content["model"]["fc.weight"].update(dtype="load"),
+        lambda content: content["mesh"].update(tp=0),
+        lambda content: content["mesh"].update(tp=[2]),
+        lambda content: content.pop("model"),
+        lambda content: content.update(model=[]),
+    ],
+)
+def test_a_description_that_is_not_the_layouts_own_is_refused(in_pieces, spoil):
+    _, _, path = in_pieces
+    content = json.loads((path / "pieces.json").read_text())
+    spoil(content)
+    (path / "pieces.json").write_text(json.dumps(content))
+    reseal(path)
+    with pytest.raises(UserError, match=r"pieces|layout|mesh") as caught:
+        open_checkpoint(path)
+    assert "pieces.json" in str(caught.value)
+
+
+def test_files_that_hold_something_else_than_described_are_refused(in_pieces):
+    _, _, path = in_pieces
+    file = path / "model-00001-of-00002.safetensors"
+    write_tensors(file, {"fc.weight": torch.zeros(3, 3, dtype=torch.float64)})
+    reseal(path)
+    with pytest.raises(TornCheckpointError, match=r"model-00001-of-00002\.safetensors holds fc\.weight as"):
+        load(path)
+    write_tensors(file, {"other": torch.zeros(3, 3)})
+    reseal(path)
+    with pytest.raises(TornCheckpointError, match=r"model-00001-of-00002\.safetensors can't be read"):
+        load(path)
+    reseal(path, [entry.name for entry in path.iterdir() if entry.name not in (file.name, "manifest.json")])
+    with pytest.raises(TornCheckpointError, match="doesn't name it"):
+        load(path)
+
+
+def test_a_stray_file_in_the_manifest_is_refused(in_pieces):
+    _, _, path = in_pieces
+    (path / "model-1.safetensors").write_bytes(b"")
+    reseal(path)
+    with pytest.raises(TornCheckpointError, match=r"model-1\.safetensors"):
+        verify(path)
+
+
+def test_pieces_are_found_kept_and_removed_as_whole_ones_are(in_pieces, tmp_path):
+    whole, cut, path = in_pieces
+    later = save_one_by_one(tmp_path / "run", Snapshot(whole.model, whole.optimizer, {"step": 8}), cut)
+    assert newest(path.parent) == (later, [])
+    assert resolve(tmp_path / "run", "last") == later
+    (later / "optimizer-00001-of-00002.safetensors").unlink()
+    found, sentences = newest(path.parent)
+    assert found == path
+    assert "optimizer-00001-of-00002.safetensors is missing" in sentences[0]
+    assert read_state(path)["step"] == 5
+    save(path.parent, 9, whole)
+    assert prune(path.parent, 1, None) == [later, path]
+    assert [entry.name for entry in path.parent.iterdir()] == ["step-00000009"]
+
+
+def test_a_state_that_is_cut_in_no_known_way_is_refused():
+    cut = Cut(TP2, {"w": TensorLayout((4, 3), (4, 3), ((0, (0,)),))})
+    state = {"state": {"w": {"row_var": torch.zeros(4, 1)}}, "param_groups": []}
+    with pytest.raises(RunError, match=r"row_var, its layout says \[2, 3\]"):
+        held_contents(1, Snapshot({"w": torch.zeros(2, 3)}, state), cut, 0)
+    with pytest.raises(RunError, match=r"holds \[4, 3\] of w"):
+        held_contents(1, Snapshot({"w": torch.zeros(4, 3)}), cut, 0)
+
+
+def test_a_piece_with_two_names_needs_two_layouts():
+    lies = TensorLayout((4, 3), (4, 3), ((0, (0,)),))
+    tied = torch.zeros(2, 3)
+    with pytest.raises(RunError, match="embedding shares its values with head"):
+        held_contents(1, Snapshot({"head": tied, "embedding": tied}), Cut(TP2, {"head": lies}), 0)
+    both = held_contents(1, Snapshot({"head": tied, "embedding": tied}), Cut(TP2, {"head": lies, "embedding": lies}), 0)
+    assert both.tensors["model"]["embedding"].layout == lies
+
+
+def test_a_file_whose_values_are_not_aligned_is_read(tmp_path):
+    weight = torch.randn(3, 2, dtype=torch.float64)
+    header = json.dumps({"w": {"dtype": "F64", "shape": [3, 2], "data_offsets": [0, 48]}}).encode()
+    header += b" " * (3 - len(header) % 8)
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bits(weight))
+    assert len(header) % 8
+    assert torch.equal(open_checkpoint(file).model.read("w", (6,), ((1, 5),)), weight.view(-1)[1:5])
+
+
+def test_a_cut_of_another_network_is_refused(in_pieces, tmp_path):
+    _, _, path = in_pieces
+    source = open_checkpoint(path)
+    for name, shape in (("fc.weight", (3, 5)), ("head.weight", (5, 3))):
+        with pytest.raises(UserError, match=name):
+            reshard(source, tmp_path / "out", Cut(TP2, {name: TensorLayout(shape, shape)}))
+    assert not (tmp_path / "out").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def test_nothing_is_overwritten(in_pieces, tmp_path):
+    _, cut, path = in_pieces
+    source = open_checkpoint(path)
+    for name in ("folder", "w.pth", "w.safetensors", "link"):
+        target = tmp_path / name
+        if name == "folder":
+            target.mkdir()
+        elif name == "link":
+            target.symlink_to(tmp_path / "nowhere")
+        else:
+            target.write_bytes(b"mine")
+        with pytest.raises(UserError, match="there already"):
+            merge(source, target)
+        with pytest.raises(UserError, match="there already"):
+            reshard(source, target, cut)
+    assert (tmp_path / "w.pth").read_bytes() == b"mine"
+    with pytest.raises(UserError, match="no folder"):
+        merge(source, tmp_path / "no" / "where")
+    with pytest.raises(UserError, match="kind of file"):
+        merge(source, tmp_path / "model.pth.tar")
+
+
+def test_single_files(in_pieces, tmp_path):
+    whole, cut, path = in_pieces
+    for name in ("w.safetensors", "w.pth", "w.pt"):
+        merge(open_checkpoint(path), tmp_path / name)
+        source = open_checkpoint(tmp_path / name)
+        assert source.state == {}
+        assert_same(source.snapshot(), Snapshot(whole.model))
+        reshard(source, tmp_path / f"cut-{name}.d", cut)
+        assert_same(load(tmp_path / f"cut-{name}.d"), Snapshot(whole.model))
+    assert {n: bits(t) for n, t in torch.load(tmp_path / "w.pth", weights_only=True).items()} == {
+        n: bits(t) for n, t in load_file(tmp_path / "w.safetensors").items()
+    }
+    with pytest.raises(UserError, match="one process's pieces"):
+        open_checkpoint(path / "model-00000-of-00002.safetensors")
+
+
+def test_main_py_files_lose_their_prefix_and_say_what_is_left_out(tmp_path):
+    weight = torch.randn(4, 2)
+    content = {"epoch": 3, "arch": "x", "state_dict": {"module.w": weight}, "optimizer": {"state": {}}}
+    torch.save(content, tmp_path / "c.pth.tar")
+    source = open_checkpoint(tmp_path / "c.pth.tar")
+    assert torch.equal(source.model.read("w"), weight)
+    assert "optimizer" in source.notes[0]
+    write_tensors(tmp_path / "c.safetensors", {"module.w": weight})
+    assert torch.equal(
+        open_checkpoint(tmp_path / "c.safetensors").model.read("w", (8,), ((3, 6),)), weight.view(-1)[3:6]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no JSON"),
+        ("[]", 'no "mesh"'),
+        ('{"mesh": {"tp": 2}}', 'no "layouts"'),
+        ('{"mesh": {"tp": 0}, "layouts": {}}', "tp has size 0"),
+        ('{"mesh": {"tp": "2"}, "layouts": {}}', "tp has size '2'"),
+        ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4]}}}', "no layout"),
+        ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [4], "cuts": [[0, [1]]]}}}', "doesn't fit"),
+        ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [2, 3], "cuts": []}}}', "doesn't fit"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(tmp_path, text, said):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        read_plan(tmp_path / "plan.json")
+    assert "plan.json" in str(caught.value)
+    with pytest.raises(UserError, match="can't be read"):
+        read_plan(tmp_path / "none.json")
+
+
+def test_heads_within_a_dimension(tmp_path):
+    """in_proj of attention: [3·H·d, E] cut by heads, H uneven over 4, then by 2, then whole."""
+    weight = torch.randn(3 * 6 * 2, 5)
+    view = (3, 6, 2, 5)
+    cut = Cut(Mesh((("tp", 4),)), {"w": TensorLayout((36, 5), view, ((1, (0,)),))})
+    path = save_one_by_one(tmp_path, Snapshot({"w": weight}, None, {"step": 1}), cut)
+    other = TensorLayout((36, 5), view, ((1, (0,)),))
+    read = open_checkpoint(path).model.piece("w", other, TP2, 1)
+    assert read.shape == (18, 5)
+    assert torch.equal(read, weight.view(view)[:, 3:].reshape(18, 5))
+    assert torch.equal(read, piece_of(weight, other, TP2, 1))
+    assert math.prod(load(path).model["w"].shape) == weight.numel()
