@@ -155,8 +155,12 @@ class How:
         unused: True when some parameters may get no gradient.
         plan: which part of each op's work each process does, for modes that follow one.
         picture: one sample, whose numbers don't matter, for modes that look into the network.
+        grid: what the network was constructed with, for networks that their author has split.
+        samples: names of the mesh's axes over which samples are shared; None: all that cut no parameter.
     """
 
     unused: bool = False
     plan: Plan | None = None
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))
+    grid: Grid | None = None
+    samples: tuple[str, ...] | None = None

@@ -7,16 +7,20 @@ author's `enter` has summed it there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.seeds import mix
-from manyhands.parallel.execute import PassShape
+from manyhands.core.world import World
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import axis_numbers, layouts_of
+from manyhands.parallel.network import Criterion, Cutting, How, Judge, ParallelNetwork, PassShape
 from manyhands.parallel.norm import GroupedNorm, NormGroups
+from manyhands.parallel.plan import Plan
 from manyhands.parallel.reduce import Reducer, total_norm
 
 DESCRIPTION = "you split the network by hand over the axes of a mesh"
@@ -58,6 +62,53 @@ class HybridNetwork:
     def total_norm(self) -> Tensor:
         """The norm [] of all gradients of the whole network."""
         return total_norm(dict(self.model.named_parameters()), self.layouts, self.grid)
+
+    def release(self) -> None:
+        """Gives process groups and hooks back."""
+        self.reducer.release()
+        self.grid.release()
+
+    def cutting(self) -> Cutting:
+        """What the training step and checkpoints must know of it."""
+        return Cutting(
+            grid=self.grid,
+            layouts=self.layouts,
+            input_axes=self.samples,
+            loss_axes=self.samples,
+            begin_pass=self.begin_pass,
+            finish_backward=self.reducer.finish,
+            finish_update=self.finish_update,
+            judge=_judge,
+            release=self.release,
+            plan=Plan(self.grid.mesh, layouts=self.layouts),
+        )
+
+
+def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+    """Has a network run that was constructed with `how.grid`.
+
+    Raises:
+        UserError: there is no grid, or a mark doesn't fit its mesh.
+    """
+    if how.grid is None:
+        mend = ("--mesh dp=2,tp=2", "and a network whose __init__ takes `mesh`")
+        raise UserError("hybrid needs a mesh that the network was made with", "parallel.mesh", mend)
+    network = hybrid_network(model, how.grid, how.samples)
+    return ParallelNetwork(
+        call=model,
+        inner=model,
+        hold_back=network.reducer.hold_back,
+        collective_forward=True,
+        cutting=network.cutting(),
+    )
+
+
+def _judge(criterion: Criterion, smoothing: float) -> Judge:  # noqa: ARG001 - of cut classes, which the author puts together
+    def judge(output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss, logits = criterion(output, labels)
+        return loss, logits, labels
+
+    return judge
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
