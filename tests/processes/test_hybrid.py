@@ -218,7 +218,11 @@ def _put_together(mesh, results, place):
     found = {}
     for name in results[0][place]:
         layout = results[0][4][name]
-        found[name] = torch.full(layout.shape, float("nan"), dtype=results[0][place][name].dtype) if layout.cuts else results[0][place][name]
+        found[name] = (
+            torch.full(layout.shape, float("nan"), dtype=results[0][place][name].dtype)
+            if layout.cuts
+            else results[0][place][name]
+        )
         for rank, result in enumerate(results):
             where = tuple(slice(*edges) for edges in layout.region(mesh, rank))
             if layout.first_holder(mesh, rank) == rank:

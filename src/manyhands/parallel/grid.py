@@ -1,7 +1,7 @@
 """The processes of a mesh at work: groups along its axes, and the steps of the placement algebra on real tensors."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,10 @@ class Grid:
         world: who takes part; as many as the mesh has places.
         coordinates: this process's place on each axis.
         batch: samples of the pass at hand, over all processes; the executor sets it.
+        watch: is told of each collective of an axis: its name, what went in and what came out; None: nobody is.
     """
+
+    watch: Callable[[str, Tensor, Tensor], None] | None = None
 
     def __init__(self, mesh: Mesh, world: World) -> None:
         self.mesh, self.world = mesh, world

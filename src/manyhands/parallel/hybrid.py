@@ -45,7 +45,9 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     Raises:
         UserError: it is no mesh, or not of as many processes as there are.
     """
-    mesh = sizes if isinstance(sizes, Mesh) else parse_mesh(sizes, "mesh") if isinstance(sizes, str) else make_mesh(sizes)
+    mesh = (
+        sizes if isinstance(sizes, Mesh) else parse_mesh(sizes, "mesh") if isinstance(sizes, str) else make_mesh(sizes)
+    )
     world = world or _present_world()
     if mesh.size != world.size:
         mend = ("the product of its sizes is the number of processes", "such as -n 4 --mesh dp=2,tp=2")
@@ -158,7 +160,7 @@ class Axis:
         Each process uses all of x for its part of the work, so what comes back to it is a part of x's gradient; the
         gradient is their sum. Conjugate of `all_reduce`.
         """
-        return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
+        return self._turn("enter", x, ("R", "R"), ("R", "P"), x.shape)
 
     def all_reduce(self, y: Tensor) -> Tensor:
         """Where split work comes together: forward a sum over the axis, backward nothing.
@@ -167,7 +169,7 @@ class Axis:
         gradient is the sum's, which every process has. (Adding those up would count them `size` times.) Conjugate of
         `enter`.
         """
-        return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
+        return self._turn("all_reduce", y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Pieces become the whole: forward an all-gather, backward a slice.
@@ -184,7 +186,7 @@ class Axis:
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
         shape[dim] = self._length(x, dim, length)
-        return self._turn(x, (dim, "R"), (dim, "R"), shape)
+        return self._turn("gather", x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """The whole becomes pieces: forward a slice, backward an all-gather.
@@ -193,7 +195,7 @@ class Axis:
         the whole's gradient is made of all pieces'. Conjugate of `gather`.
         """
         dim = self._dim(x, dim, "scatter")
-        return self._turn(x, ("R", dim), ("R", dim), x.shape)
+        return self._turn("scatter", x, ("R", dim), ("R", dim), x.shape)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """A sum of which each process keeps a piece: forward a reduce-scatter, backward an all-gather.
@@ -202,10 +204,11 @@ class Axis:
         is the whole's, and that is made of all pieces' gradients. Conjugate of `enter(gather(x))`.
         """
         dim = self._dim(x, dim, "reduce_scatter")
-        return self._turn(x, ("P", dim), ("R", dim), x.shape)
+        return self._turn("reduce_scatter", x, ("P", dim), ("R", dim), x.shape)
 
     def _turn(
         self,
+        method: str,
         tensor: Tensor,
         values: tuple[Placement, Placement],
         gradients: tuple[Placement, Placement],
@@ -216,7 +219,13 @@ class Axis:
 
         before, after = (along(value) for value in values)
         leaving, coming = (along(gradient) for gradient in gradients)
-        return convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
+        if self._grid.watch is None:
+            return convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
+        # A tensor of its own, so that its gradient is what this collective gives back and nothing else.
+        tensor = tensor.view_as(tensor)
+        result = convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
+        self._grid.watch(f"{'+'.join(self.names)}.{method}", tensor, result)
+        return result
 
     def _dim(self, tensor: Tensor, dim: int, where: str) -> int:
         if not -tensor.dim() <= dim < tensor.dim():
@@ -235,10 +244,14 @@ class Axis:
             lengths = everybody.tolist()
         else:
             lengths = _lengths(length, self.size)
-            lengths = lengths if lengths[self.rank] == here else [*lengths[: self.rank], here, *lengths[self.rank + 1 :]]
+            lengths = (
+                lengths if lengths[self.rank] == here else [*lengths[: self.rank], here, *lengths[self.rank + 1 :]]
+            )
         total = sum(lengths) if length is None else length
         if lengths != _lengths(total, self.size):
-            what = f"pieces of lengths {lengths} in dimension {dim} are not a cut of {total}: {_lengths(total, self.size)}"
+            what = (
+                f"pieces of lengths {lengths} in dimension {dim} are not a cut of {total}: {_lengths(total, self.size)}"
+            )
             raise UserError(what, f"gather over {','.join(self.names)}", ("cut with shard, scatter or reduce_scatter",))
         return total
 
