@@ -11,21 +11,48 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from manyhands.config.job import Job
     from manyhands.core.errors import ManyhandsError, RunError, UserError
+    from manyhands.parallel.grid import Grid
+    from manyhands.parallel.hybrid import Axis, open_mesh
+    from manyhands.parallel.marks import Parameter
+    from manyhands.parallel.verdict import GradientCheck
+    from manyhands.parallel.verify import verify_gradients
     from manyhands.run.python import Run, evaluate, fit, predict, session
 
 _HOMES = {
+    "Axis": "manyhands.parallel.hybrid",
+    "GradientCheck": "manyhands.parallel.verdict",
+    "Grid": "manyhands.parallel.grid",
     "Job": "manyhands.config.job",
     "ManyhandsError": "manyhands.core.errors",
     "RunError": "manyhands.core.errors",
     "UserError": "manyhands.core.errors",
+    "Parameter": "manyhands.parallel.marks",
     "Run": "manyhands.run.python",
     "evaluate": "manyhands.run.python",
     "fit": "manyhands.run.python",
+    "open_mesh": "manyhands.parallel.hybrid",
     "predict": "manyhands.run.python",
     "session": "manyhands.run.python",
+    "verify_gradients": "manyhands.parallel.verify",
 }
 
-__all__ = ["Job", "ManyhandsError", "Run", "RunError", "UserError", "evaluate", "fit", "predict", "session"]
+__all__ = [
+    "Axis",
+    "GradientCheck",
+    "Grid",
+    "Job",
+    "ManyhandsError",
+    "Parameter",
+    "Run",
+    "RunError",
+    "UserError",
+    "evaluate",
+    "fit",
+    "open_mesh",
+    "predict",
+    "session",
+    "verify_gradients",
+]
 
 
 def __getattr__(name: str) -> Any:

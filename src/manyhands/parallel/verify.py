@@ -221,11 +221,15 @@ def _wrong_places(
     """Where the forward and the backward pass first have a value that is a wrong sum."""
 
     def first(pairs: list[tuple[str, Tensor | None, Tensor | None]]) -> Place | None:
+        found: Place | None = None
         for label, here, there in pairs:
             why = _why(network, here, there, shares, trial)
             if why:
-                return Place(label, why)
-        return None
+                found = Place(label, why)
+            elif found and here is not None:
+                break
+        # Of collectives one after the other the last one shows what all of them did.
+        return found
 
     both = list(zip(seen, due, strict=False))
     forward = first([(one.label, one.value, other.value) for one, other in both])
@@ -488,6 +492,8 @@ def _judge(
     if place and (not found or place.why in found):
         found = [place.why]
     finding = judge_gradient(name, found, mesh, network.samples)
+    if finding and place and place.why in found:
+        finding = replace(finding, what=f"from {place.label} on, {finding.what}")
     if finding:
         return error, finding
     differing = differing_axes(observed, mesh, layout.cut_axes, tolerance)
