@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from manyhands.parallel.grid import Grid
     from manyhands.parallel.hybrid import Axis, open_mesh
     from manyhands.parallel.marks import Parameter
-    from manyhands.parallel.verdict import GradientCheck
+    from manyhands.parallel.proof.verdict import GradientCheck
     from manyhands.parallel.verify import verify_gradients
     from manyhands.run.python import Run, evaluate, fit, predict, session
 
 _HOMES = {
     "Axis": "manyhands.parallel.hybrid",
-    "GradientCheck": "manyhands.parallel.verdict",
+    "GradientCheck": "manyhands.parallel.proof.verdict",
     "Grid": "manyhands.parallel.grid",
     "Job": "manyhands.config.job",
     "ManyhandsError": "manyhands.core.errors",

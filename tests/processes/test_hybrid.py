@@ -1,7 +1,6 @@
 """Networks that their authors split by hand: collectives with right gradients, and N processes as one."""
 
 import contextlib
-import copy
 import functools
 
 import pytest
@@ -11,13 +10,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.core.errors import UserError
 from manyhands.core.layouts import bounds
 from manyhands.core.mesh import parse_mesh
-from manyhands.core.world import World
 from manyhands.data.order import shares_of_pass
 from manyhands.parallel.hybrid import open_mesh
-from manyhands.parallel.marks import Parameter, layouts_of
+from manyhands.parallel.marks import Parameter
 from manyhands.parallel.modes.hybrid import hybrid_network
 from manyhands.parallel.network import PassShape
 from manyhands.parallel.norm import group_batch_norms

@@ -20,8 +20,8 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     names. A network that exists already is copied, so that training leaves the user's own as it was.
 
     Raises:
-        UserError: the file or object is missing, raises, refuses an argument, wants a mesh where there is none, or gives
-            no nn.Module.
+        UserError: the file or object is missing, raises, refuses an argument, wants a mesh where there is none,
+            or gives no nn.Module.
     """
     found = load_object(reference, "model.name")
     if isinstance(found, nn.Module):

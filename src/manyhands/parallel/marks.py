@@ -53,7 +53,7 @@ class Parameter(nn.Parameter):
     def __new__(
         cls,
         data: Any = None,
-        requires_grad: bool = True,  # noqa: FBT001, FBT002 - torch's own
+        requires_grad: bool = True,
         *,
         layerwise_parallel: bool | str | tuple[str, int] = False,
         shape: Sequence[int] | None = None,
