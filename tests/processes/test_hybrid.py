@@ -1,6 +1,7 @@
 """Networks that their authors split by hand: collectives with right gradients, and N processes as one."""
 
 import contextlib
+import copy
 import functools
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from manyhands.core.errors import UserError
 from manyhands.core.layouts import bounds
 from manyhands.core.mesh import parse_mesh
+from manyhands.core.world import World
 from manyhands.data.order import shares_of_pass
 from manyhands.parallel.hybrid import open_mesh
-from manyhands.parallel.marks import Parameter
+from manyhands.parallel.marks import Parameter, layouts_of
 from manyhands.parallel.modes.hybrid import hybrid_network
 from manyhands.parallel.network import PassShape
 from manyhands.parallel.norm import group_batch_norms
@@ -248,3 +251,91 @@ def test_as_many_processes_as_you_like_train_as_one(make, mesh, samples):
         for name, whole in _put_together(parse_mesh(mesh), several, place).items():
             scale = max(float(alone[place][name].abs().max()), 1e-3)
             assert float((whole - alone[place][name]).abs().max()) <= 1e-12 * scale, name
+
+
+def _grid(mesh, rank=0):
+    """A mesh of which this process is one place, without groups: for what is said before anything is sent."""
+    sizes = parse_mesh(mesh)
+    grid = open_mesh(dict.fromkeys(sizes.names, 1))
+    grid.mesh, grid.world = sizes, World(rank, sizes.size)
+    return grid
+
+
+@given(shape=st.tuples(st.integers(3, 9), st.integers(2, 9)), rank=st.integers(0, 5), both=st.booleans())
+def test_pieces_lie_where_their_layout_says(shape, rank, both):
+    grid = _grid("dp=2,tp=3", rank)
+    whole = torch.arange(float(shape[0] * shape[1])).reshape(shape)
+    tp, dp = grid.axis("tp"), grid.axis("dp")
+    module = nn.Module()
+    module.weight = dp.shard(tp.shard(whole, 0), -1) if both else tp.shard(whole, 0)
+    module = copy.deepcopy(module).double()
+    layout = layouts_of(module, grid.mesh, rank)["weight"]
+    assert layout.shape == shape
+    assert layout.cut_axes == ({0, 1} if both else {1})
+    assert torch.equal(module.weight, whole[tuple(slice(*edges) for edges in layout.region(grid.mesh, rank))].double())
+
+
+def test_what_the_marks_mean():
+    def layout(mesh, rank=0, **mark):
+        module = nn.Module()
+        module.weight = Parameter(torch.zeros(4, 6), **mark)
+        return layouts_of(module, parse_mesh(mesh), rank)["weight"]
+
+    assert layout("dp=2,tp=2") == layout("dp=2", shape=(4, 6)) == layout("tp=1", layerwise_parallel=False)
+    assert layout("dp=2,tp=2", layerwise_parallel=True).shape == (8, 6)
+    assert layout("dp=2,tp=2", layerwise_parallel=True).cuts == ((0, (1,)),)
+    assert layout("dp=2", layerwise_parallel=True).cuts == ((0, (0,)),)
+    assert layout("dp=2,tp=2", layerwise_parallel="dp").cuts == ((0, (0,)),)
+    assert layout("dp=2,tp=2", layerwise_parallel=("tp", -1)).cuts == ((1, (1,)),)
+    assert layout("dp=2,tp=2", layerwise_parallel=True, shape=(4, 12)).cuts == ((1, (1,)),)
+    assert layout("tp=2", 1, layerwise_parallel=True, shape=(4, 11)).shape == (4, 11)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda grid: grid.axis("pp"), 'no axis "pp"'),
+        (lambda grid: grid.axis("tp", "tp"), "twice"),
+        (lambda grid: grid.axis(), "no axis is named"),
+        (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 2), "no dimension 2"),
+        (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 1), "too short for 3"),
+        (lambda grid: grid.axis("tp").shard(grid.axis("tp").shard(torch.zeros(9, 9)), 1), "cut already"),
+        (lambda grid: grid.axis("tp").shard_module(nn.Linear(3, 3), wait=0), "has no wait"),
+        (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "not a cut of 9"),
+        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "can't be cut in dimension 1"),
+        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=(1, "tp")), "layerwise_parallel is"),
+        (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "is not the piece's"),
+        (lambda grid: open_mesh("dp=2,tp=3"), "6 places, and there are 1"),
+        (lambda grid: open_mesh("dp"), "is not a mesh"),
+    ],
+)
+def test_mistakes_are_named(mistake, words):
+    with pytest.raises(UserError, match=words):
+        mistake(_grid("dp=2,tp=3"))
+
+
+def test_a_piece_of_another_length_is_refused():
+    module = nn.Module()
+    module.weight = Parameter(torch.zeros(5), layerwise_parallel="tp", shape=(7,))
+    with pytest.raises(UserError, match=r"weight on rank 0 has shape \(5,\), where \(3,\) is due"):
+        layouts_of(module, parse_mesh("tp=2"), 0)
+
+
+def _gathers_wrong_pieces(world):
+    tp = open_mesh("tp=2", world).axis("tp")
+    with pytest.raises(UserError, match=r"pieces of lengths \[1, 4\]"):
+        tp.gather(torch.zeros(4 if world.rank else 1), 0)
+
+
+def test_all_processes_refuse_pieces_that_are_no_cut():
+    run_on_ranks(_gathers_wrong_pieces, 2)
+
+
+def _without_marks(world):
+    grid = open_mesh("dp=2,tp=2", world)
+    network = hybrid_network(nn.Linear(3, 2), grid)
+    return network.samples, network.grid.parts(network.samples), {one.gradient_axes for one in network.layouts.values()}
+
+
+def test_a_network_without_marks_is_data_parallel_over_all():
+    assert run_on_ranks(_without_marks, 4) == [((0, 1), 4, {(0, 1)})] * 4
