@@ -1,8 +1,8 @@
 """The processes of a mesh at work: groups along its axes, and the steps of the placement algebra on real tensors."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between
 
+if TYPE_CHECKING:
+    from manyhands.parallel.hybrid import Axis
+
 
 class Grid:
     """This process's place in a mesh, and its groups. Made by all processes alike, in the same order.
@@ -22,7 +25,10 @@ class Grid:
         world: who takes part; as many as the mesh has places.
         coordinates: this process's place on each axis.
         batch: samples of the pass at hand, over all processes; the executor sets it.
+        watch: is told of each collective of an axis: its name, what went in and what came out; None: nobody is.
     """
+
+    watch: Callable[[str, Tensor, Tensor], None] | None = None
 
     def __init__(self, mesh: Mesh, world: World) -> None:
         self.mesh, self.world = mesh, world
@@ -53,6 +59,20 @@ class Grid:
     def first(self, axes: Sequence[int]) -> bool:
         """True on the first process along some axes."""
         return all(self.coordinates[axis] == 0 for axis in axes)
+
+    def axis(self, *names: str) -> "Axis":
+        """A handle on one axis, or on several as if they were one: `mesh.axis("tp")`.
+
+        Raises:
+            UserError: the mesh has no such axis, or one is named twice.
+        """
+        from manyhands.parallel.hybrid import Axis
+
+        return Axis(self, names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
+        """Itself: a network may be copied, the processes that run it can't."""
+        return self
 
     def release(self) -> None:
         """Gives the groups back."""

@@ -112,6 +112,8 @@ class Evaluator:
         for number, counted, batch in self._batches():
             images, labels = self._whole(batch, number) if self._cutting else (batch.images, batch.labels)
             logits = main_and_auxiliary(model(images))[0].float()
+            if self._cutting and not self._cutting.whole_outputs:
+                logits = self._cutting.gather_rows(logits, len(self.blocks[number]))
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
-from manyhands.core.mesh import parse_mesh
+from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.data.transforms import Pixels
 from manyhands.parallel.apply import apply_mode, follows_plan, resolve_mode
+from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.plan import Plan, plan_of, read_plan
 from manyhands.train.evaluate import Evaluation, Evaluator
@@ -60,7 +62,12 @@ def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Obje
     pixels = pixels_for(job, splits, objects)
     loader = make_loader(job, splits.test, pixels, world, train=False)
     network = None
-    if plan:
+    if job.parallel.mode == "hybrid":
+        network = _hybrid_network(job, pixels, classes, world, objects)
+        if found:
+            restore(found.snapshot, network, None, where=str(path))
+        model = network.call.eval()
+    elif plan:
         network = _cut_network(job, pixels, classes, world, objects, How(plan=plan, picture=first_picture(loader)))
         if found:
             restore(found.snapshot, network, None, where=str(path), source=found.source)
@@ -99,6 +106,21 @@ def _shared(job: Job, path: Path, world: World, *, in_pieces: bool) -> Found | N
     """Rank 0's file on every process: other machines needn't have it."""
     named = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": str(path)})})
     return find_state(named, RunFolder(Path()), world, in_pieces=in_pieces)
+
+
+def _hybrid_network(
+    job: Job, pixels: Pixels, classes: tuple[str, ...], world: World, objects: Objects
+) -> ParallelNetwork:
+    """A network that its author has split over the job's mesh; on another number of processes each has all of it."""
+    plain = job.model_copy(update={"model": job.model.model_copy(update={"weights": "", "pretrained": False})})
+    mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
+    fits = mesh.size == world.size
+    grid = (
+        Grid(mesh, world) if fits else Grid(Mesh(tuple((name, 1) for name in mesh.names)), World(device=world.device))
+    )
+    model = make_model(plain, pixels, len(classes), world, objects, _silent(), grid)
+    network = apply_mode("hybrid", model, world, How(grid=grid))
+    return network if fits else replace(network, cutting=None)
 
 
 def _cut_network(
