@@ -89,6 +89,7 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
     _add_loss(graph, traced, names)
     graphs.tie_all(ops, [*ties, *_sharing(ops)])
     graph.notes = _notes(graph, unseen)
+    graph.parameters = dict(model.named_parameters())
     return graph
 
 

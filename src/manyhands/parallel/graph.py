@@ -101,6 +101,7 @@ class Graph:
         samples: how many samples the extents are of.
         input_shape: of one sample.
         notes: sentences on parts that stay whole.
+        parameters: of the network, by name, in its own order.
     """
 
     ops: dict[str, Op]
@@ -108,6 +109,7 @@ class Graph:
     samples: int
     input_shape: tuple[int, ...]
     notes: list[str] = field(default_factory=list)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def matching(self, pattern: str) -> list[Op]:
         """Ops whose name a glob matches, or that lie in the module of that name."""
@@ -195,7 +197,7 @@ def out_of_place(traced: fx.GraphModule) -> None:
         if node.op == "call_module":
             for module in traced.get_submodule(str(node.target)).modules():
                 if getattr(module, "inplace", False):
-                    module.inplace = False
+                    setattr(module, "inplace", False)  # noqa: B010 - not every module has it
         if node.kwargs.get("inplace"):
             node.kwargs = {**node.kwargs, "inplace": False}
         node.target = _IN_PLACE.get(node.target, node.target)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between
@@ -221,3 +222,14 @@ def convert_both(
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
+
+
+def gather_whole(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
+    """The whole of a parameter or buffer [layout.shape] of which this process has a piece; a collective."""
+    if not layout.cuts:
+        return tensor
+    cut = {axis: dim for dim, axes in layout.cuts for axis in axes}
+    here: Layout = tuple(cut.get(axis, "R") for axis in range(len(grid.mesh.axes)))
+    sizes = [stop - start for start, stop in layout.region(grid.mesh, grid.world.rank)]
+    everywhere: Layout = tuple("R" for _ in here)
+    return convert(tensor.reshape(sizes), here, everywhere, Extent(layout.view), grid).reshape(layout.shape)

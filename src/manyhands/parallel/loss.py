@@ -99,5 +99,5 @@ class _CutCrossEntropy(torch.autograd.Function):
         softmax, place, here = ctx.saved_tensors
         gradient = softmax - ctx.smoothing / ctx.count
         rows = torch.arange(len(place), device=place.device)
-        gradient[rows, place] -= (1 - ctx.smoothing) * here
+        gradient[rows, place] -= (1 - ctx.smoothing) * here.to(gradient.dtype)
         return (gradient * gradients[0]).to(ctx.dtype), None, None, None, None

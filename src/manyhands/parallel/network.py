@@ -75,6 +75,7 @@ class Cutting:
         judge: makes the criterion one for this network's outputs.
         release: gives process groups and hooks back.
         plan: what it was cut by.
+        outputs: how many classes the network tells apart; 0 if unknown.
     """
 
     grid: Grid
@@ -87,6 +88,7 @@ class Cutting:
     judge: Callable[[Criterion, float], Judge]
     release: Callable[[], None]
     plan: Plan
+    outputs: int = 0
 
     @property
     def mesh(self) -> Mesh:

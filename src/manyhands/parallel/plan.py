@@ -110,6 +110,15 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
         UserError: a strategy doesn't fit its op or the mesh, or two ops that must agree don't.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
+    return _spread(strategies(plan, graph, where), default, plan, graph, where)
+
+
+def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
+    """What a plan says of ops by name: the pattern that says it, and the letter of each axis that it names.
+
+    Raises:
+        UserError: a pattern matches nothing, or its strategy can't be read.
+    """
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -122,7 +131,7 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
             exact = len(ops) == 1 or op.name == pattern
             chosen = {axis: _known(op, letter, exact=exact) for axis, letter in strategy.items()}
             said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
-    return _spread(said, default, plan, graph, where)
+    return said
 
 
 def _read(text: str, op: Op, mesh: Mesh, where: str) -> dict[int, str]:

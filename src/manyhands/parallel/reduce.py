@@ -1,6 +1,6 @@
 """Adds up the gradients of a split network: each parameter's over exactly the axes where it is a term of a sum."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import Mesh
 from manyhands.parallel.grid import Grid
 
 # As many bytes as DDP puts into one message: few enough to begin while backward goes on.
@@ -101,19 +102,43 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _fill(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> list[Bucket]:
-    """Buckets of one axis set and dtype each, the last layers' first, since their gradients come first."""
-    open_buckets: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    found: list[Bucket] = []
-    for name, parameter in reversed(list(parameters.items())):
-        axes = tuple(axis for axis in layouts[name].gradient_axes if grid.mesh.sizes[axis] > 1)
-        if not axes or not parameter.requires_grad:
+    pieces = [
+        (name, summed_over(layouts[name], grid.mesh), parameter.dtype, parameter.numel() * parameter.element_size())
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
+    return [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
+
+
+def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
+    """The axes over which a parameter's gradient must be summed."""
+    return tuple(axis for axis in layout.gradient_axes if mesh.sizes[axis] > 1)
+
+
+def bucket_names(
+    pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
+) -> list[tuple[tuple[int, ...], list[str]]]:
+    """Which gradients go in one message: of one axis set and dtype, the last layers' first, since they come first.
+
+    Args:
+        pieces: (name, axes to sum over, dtype, bytes of the local piece), in the network's order.
+
+    Returns:
+        (axes, names) of each message, in the order in which they are sent.
+    """
+    filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+    filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    found: list[tuple[tuple[int, ...], list[str]]] = []
+    for name, axes, dtype, size_bytes in reversed(pieces):
+        if not axes:
             continue
-        filling = open_buckets.setdefault((axes, parameter.dtype), [])
-        filling.append(parameter)
-        if sum(one.numel() * one.element_size() for one in filling) >= BUCKET_BYTES:
-            found.append(Bucket(axes, open_buckets.pop((axes, parameter.dtype))))
-    found += [Bucket(axes, filling) for (axes, _), filling in open_buckets.items()]
-    return found
+        key = axes, dtype
+        filling.setdefault(key, []).append(name)
+        filled_bytes[key] = filled_bytes.get(key, 0) + size_bytes
+        if filled_bytes[key] >= BUCKET_BYTES:
+            found.append((axes, filling.pop(key)))
+            del filled_bytes[key]
+    return [*found, *((axes, names) for (axes, _), names in filling.items())]
 
 
 def total_norm(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> Tensor:

@@ -1,5 +1,6 @@
 """Uses what a run has learnt: evaluates a checkpoint, or says what is on pictures."""
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,22 +60,35 @@ def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
 
 
 def _evaluate_by_agent(job: Job, path: Path | None) -> dict[str, Any]:
+    found = run_by_agent(job, {"task": "evaluate", "checkpoint": str(path.resolve()) if path else ""})
+    return {"checkpoint": str(path or ""), **found}
+
+
+def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
+    """Runs a task of `run/worker.py` on the processes that the job names, on this machine, and keeps nothing of it.
+
+    Args:
+        job: that the task is about.
+        argument: "task", and what it needs besides the job; plain data.
+
+    Returns:
+        What the first process returned.
+
+    Raises:
+        ManyhandsError: the task failed.
+    """
     with _private_folder() as folder:
-        argument = {
-            "task": "evaluate",
-            "job": job.model_dump(mode="json"),
-            "folder": str(folder.path),
-            "checkpoint": str(path.resolve()) if path else "",
-            "paths": [str(Path.cwd())],
-        }
+        given = {
+            "job": job.model_dump(mode="json"), "folder": str(folder.path), "paths": [str(Path.cwd())], **argument
+        }  # fmt: skip
         orders = Orders(
-            WORK, argument, str(folder.ranks), [job.cluster.processes],
+            WORK, given, str(folder.ranks), [job.cluster.processes],
             device=job.cluster.device, threads=job.cluster.threads,
         )  # fmt: skip
         ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
         if not ending.ok:
             raise failure_of(folder, ending)
-        return {"checkpoint": str(path or ""), **ending.returned[0]}
+        return ending.returned[0]
 
 
 @contextmanager
@@ -99,12 +113,23 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
         )
     for folder in (reference, *reference.parents[:2]):
         if RunFolder(folder).exists():
-            return load_job(dict(flags), file=RunFolder(folder).job).job
+            return _following(load_job(dict(flags), file=RunFolder(folder).job).job, RunFolder(folder))
     if not flags.get("data.name"):
         raise UserError(
             f"{reference} is in no run folder, so the data must be named", "", ("manyhands eval FILE DATA MODEL",)
         )
     return load_job(dict(flags)).job
+
+
+def _following(job: Job, folder: RunFolder) -> Job:
+    """The job of a run whose processes searched for a plan, following the one that they found."""
+    searched = job.parallel.mode == "auto" or job.parallel.fill == "search"
+    if not searched or not folder.plan.is_file():
+        return job
+    content = json.loads(folder.plan.read_text(encoding="utf-8"))
+    found = {"mode": "data"} if content.get("mode") == "data" else {"mode": "semi", "plan": str(folder.plan)}
+    options = {"mesh": "", "pin": (), "fill": "data", **found}
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update=options)})
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:

@@ -96,19 +96,17 @@ def build(
     test_loader = make_loader(job, splits.test, pixels, world, train=False)
     model = make_model(job, pixels, len(classes), world, objects, journal)
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
-    # A network that is to be cut may be too large for one process's gradients; its plan is tried without them.
-    unused = (
-        [] if plan else rehearse(model, groups, train_loader, criterion, len(classes), min(2, len(splits.train)), job)
-    )
-    if unused:
-        journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
     start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
-    picture = (
-        torch.zeros(0)
-        if plan is None
-        else next(iter(train_loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
-    )
-    network = apply_mode(mode, model, world, How(bool(unused), plan, picture))
+    if plan:
+        # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
+        network = apply_mode(mode, model, world, How(plan=plan, picture=first_picture(train_loader)))
+        _tell_of_cutting(network, len(classes), journal)
+    else:
+        count = min(2, len(splits.train))
+        unused = rehearse(model, groups, train_loader, criterion, len(classes), count, job)
+        if unused:
+            journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
+        network = apply_mode(mode, model, world, How(bool(unused)))
     order, cut = order_and_cut(job, splits, world, mode, network)
     if job.train.compile:
         model.compile()
@@ -156,6 +154,23 @@ def build(
     if found:
         resume(parts, found)
     return parts
+
+
+def first_picture(loader: Loader) -> Tensor:
+    """One sample, as the network gets it."""
+    return next(iter(loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
+
+
+def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal) -> None:
+    """Says which parts stay whole; refuses outputs that don't fit the data."""
+    cutting = network.cutting
+    if cutting is None:
+        return
+    if cutting.outputs and cutting.outputs < classes:
+        mend = (f"--set model.num_classes={classes}",)
+        raise UserError(f"the network has {cutting.outputs} outputs for {classes} classes", "model.name", mend)
+    for note in cutting.plan.about.get("notes", []):
+        journal.event("note", note)
 
 
 def _release(

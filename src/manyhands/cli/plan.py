@@ -1,0 +1,177 @@
+"""manyhands plan."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Model, Settings
+from manyhands.cli.train import settings
+from manyhands.config.load import load_job
+from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
+
+if TYPE_CHECKING:
+    from manyhands.run.planning import Planned
+    from manyhands.run.plans import Shown
+
+Target = Annotated[str | None, Parameter(help="a job.toml, a data set or folder as in train, or a plan.json to show")]
+WorldSize = Annotated[
+    int | None, Parameter(name=["-n", "--processes", "--world-size"], help="processes; default: the job's, or 2")
+]
+
+
+def plan(  # noqa: PLR0913 - one argument for each flag
+    target: Target = None,
+    model: Model = None,
+    other_model: Annotated[str | None, Parameter(help="with a plan.json and data: the network")] = None,
+    /,
+    *,
+    processes: WorldSize = None,
+    mesh: Annotated[str | None, Parameter(help="the only mesh to look at: dp=2,tp=2; default: all")] = None,
+    pin: Annotated[list[str] | None, Parameter(negative="", help='what must be kept: "fc=n@dp o@tp"')] = None,
+    memory: Annotated[str | None, Parameter(help="the most that each process may take: 14GiB")] = None,
+    link: Annotated[str | None, Parameter(help="speed between any two processes: 1gbit; default: this machine")] = None,
+    fill: Annotated[
+        Literal["search", "data"], Parameter(help="what isn't pinned is searched, or shares out samples")
+    ] = "search",
+    no_measure: Annotated[bool, Parameter(negative="", help="estimate; run nothing")] = False,
+    out: Annotated[Path, Parameter(help="where the plan goes; its picture lies beside it")] = Path("plan.json"),
+    force: Annotated[bool, Parameter(negative="", help="write over an older plan")] = False,
+    verify: Annotated[
+        bool, Parameter(negative="", help="prove on real processes here that the plan computes what one process does")
+    ] = False,
+    measure: Annotated[bool, Parameter(negative="", help="time a plan.json against data parallel, in turns")] = False,
+    batch: Batch = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    set_: Settings = None,
+    as_json: AsJson = False,
+) -> int:
+    """Find how a network's work is best split over processes, and say why; or show, prove and time a plan.
+
+    manyhands plan cifar10 resnet50 -n 4         writes plan.json and plan.png
+    manyhands plan plan.json --verify --measure  shows, proves and times it
+    """
+    flags: dict[str, Any] = {
+        "train.batch": batch, "data.dir": data_dir, "cluster.device": device, **settings(set_ or [])
+    }  # fmt: skip
+    if target and target.endswith(".json"):
+        if model and model.endswith(".json"):
+            raise UserError("one plan at a time", "", ("manyhands plan plan.json",))
+        flags |= {"data.name": model, "model.name": other_model}
+        return _old(Path(target), flags, verify=verify, measure=measure, as_json=as_json)
+    if other_model:
+        raise UserError(f"there is an argument too many: {other_model}", "", ("manyhands plan DATA MODEL",))
+    if measure:
+        raise UserError("--measure is for a plan.json; a search measures anyway", "--measure", ("leave it out",))
+    job_file = Path(target) if target and target.endswith(".toml") else None
+    flags |= {"model.name": model, "data.name": None if job_file else target}
+    return _new(flags, job_file, (processes, mesh, pin, memory, link, fill, not no_measure), out, force=force,
+                verify=verify, as_json=as_json)  # fmt: skip
+
+
+def _new(
+    flags: dict[str, Any],
+    job_file: Path | None,
+    wishes: tuple[Any, ...],
+    out: Path,
+    *,
+    force: bool,
+    verify: bool,
+    as_json: bool,
+) -> int:
+    from manyhands.parallel.plan import parse_pins
+    from manyhands.run.planning import Wanted, as_object, check_free, plan_job, write_plan
+
+    check_free(out, force=force)
+    job = load_job(flags, file=job_file).job
+    processes, mesh, pin, memory, link, fill, measured = wishes
+    options = job.parallel
+    wanted = Wanted(
+        processes or job.cluster.processes or 2,
+        mesh or options.mesh,
+        parse_pins(tuple(pin) if pin else options.pin),
+        memory or options.memory,
+        link or options.link,
+        fill,
+        measured,
+    )
+    planned = plan_job(job, wanted)
+    files = write_plan(planned, out, force=force)
+    _print_search(planned, files, to=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(as_object(planned, files))
+    if not verify:
+        return EXIT_OK
+    from manyhands.run.plans import show_plan
+
+    return _prove(show_plan(out, {key: value for key, value in flags.items() if key != "train.batch"}))
+
+
+def _print_search(planned: "Planned", files: tuple[Path, Path], to: Any) -> None:
+    from rich.console import Console
+
+    from manyhands.planner.explain import candidates_table
+
+    found = planned.found
+    for note in planned.notes:
+        print(f"manyhands: {note}", file=sys.stderr)
+    Console(file=to, highlight=False).print(candidates_table(found.candidates, found.pick.name, found.pick.reason))
+    print(f"{files[0]} and {files[1]}", file=to)
+
+
+def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_json: bool) -> int:
+    from manyhands.run.plans import as_plain, show_plan, time_plan
+
+    shown = show_plan(path, flags)
+    if as_json:
+        print(json.dumps(as_plain(shown), ensure_ascii=False))
+    else:
+        _print_plan(shown)
+    code = _prove(shown) if verify else EXIT_OK
+    if measure:
+        from manyhands.planner.choose import pick_measured
+
+        seconds = time_plan(shown)
+        for name, values in seconds.items():
+            print(f"{name:<15} {statistics.median(values) * 1e3:8.1f} ms an update, the median of {len(values)} turns",
+                  file=sys.stderr if as_json else sys.stdout)  # fmt: skip
+        print(pick_measured(seconds).reason, file=sys.stderr if as_json else sys.stdout)
+    return code
+
+
+def _print_plan(shown: "Shown") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    plan = shown.plan
+    print(f"mesh {plan.mesh}, by default {plan.fallback}")
+    for key in ("mode", "reason"):
+        if key in plan.about:
+            print(f"{key}: {plan.about[key]}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("op", "kind", "strategy", "piece", "parameters MB", "collectives"):
+        table.add_column(name, justify="right" if name == "parameters MB" else "left")
+    for row in shown.rows:
+        size = f"{row.parameter_mb:.2f}" if row.parameter_mb else ""
+        # Text, not strings: a shape's brackets would be read as a style.
+        table.add_row(*map(Text, (row.name, row.kind, row.strategy, row.piece, size, row.collectives)))
+    Console(highlight=False).print(table)
+    for note in shown.notes:
+        print(f"manyhands: {note}", file=sys.stderr)
+
+
+def _prove(shown: "Shown") -> int:
+    from manyhands.run.plans import verify_plan
+
+    proof = verify_plan(shown)
+    what = f"the largest difference from one process is {proof['worst']:.1e} of the largest value, in {proof['where']}"
+    size = shown.plan.mesh.size
+    words = "computes the same" if proof["holds"] else "DOES NOT compute the same"
+    print(f"on {size} processes the plan {words}: {what} ({proof['compared']} tensors, float64)", file=sys.stderr)
+    return EXIT_OK if proof["holds"] else EXIT_FAILED

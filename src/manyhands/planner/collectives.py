@@ -1,0 +1,199 @@
+"""Lists every collective of one update of a split network, before it runs: what the executor will send, exactly."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.core.links import Links
+from manyhands.core.mesh import Mesh
+from manyhands.data.order import Cut, Share, shares_of_pass
+from manyhands.parallel.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
+from manyhands.parallel.graph import INPUT, LOSS, Graph, Op
+from manyhands.parallel.norm import GroupedNorm
+from manyhands.parallel.placement import Extent, Layout, messages, value_of
+from manyhands.parallel.reduce import bucket_names, summed_over
+
+FORWARD, BACKWARD, GRADIENTS, STATISTICS = "forward", "backward", "gradients", "statistics"
+# BatchNorm's sums are of 64 bits, so that a large mean costs no precision; labels are as well.
+_LONG_BYTES = 8
+_FLOAT_BYTES = 4
+
+ShareOf = Callable[[int, int], Share]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as it appears on the wire.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
+        axes: numbers of the mesh's axes of its group, those of more than one process alone.
+        values: that each process holds when it begins; for all_gather, of the padded piece.
+        item_bytes: of one value.
+        when: forward, backward, gradients or statistics.
+        op: that causes it; empty where several do.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    values: int
+    item_bytes: int
+    when: str
+    op: str = ""
+
+    def whole_bytes(self, mesh: Mesh) -> int:
+        """Of the tensor that is whole, as `core.links` counts."""
+        return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
+
+    def seconds(self, links: Links) -> float:
+        """Predicted."""
+        return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update whose collectives are wanted.
+
+    Attributes:
+        graph: of the network before it is cut, in training.
+        letters: of each op.
+        mesh: the processes.
+        batch: samples in the update, which is one pass.
+        share: what process number `index` of `parts` has of it.
+        rank: whose view is wanted; the last one's pieces are the largest.
+    """
+
+    graph: Graph
+    letters: Letters
+    mesh: Mesh
+    batch: int
+    share: ShareOf
+    rank: int = 0
+
+
+def shares(batch: int, norm_group: int) -> ShareOf:
+    """Equal shares of an update of one pass, whose normalisation groups have so many samples (0: there are none)."""
+    return lambda parts, index: shares_of_pass(batch, norm_group, (0, batch), parts)[index]
+
+
+def data_shares(batch: int, norm_group: int) -> ShareOf:
+    """The same under the mode `data`, which may share out whole groups."""
+    return lambda parts, index: Cut(parts, 0, norm_group).passes(batch)[0][index]
+
+
+def collectives(update: Update) -> list[Collective]:
+    """All collectives of one update: network, loss, gradients and BatchNorm's statistics."""
+    return [*_conversions(update), *_norms(update), *_loss(update), *_gradients(update), *_statistics(update)]
+
+
+def _sent(
+    update: Update, move: tuple[Layout, Layout], extent: Extent, item_bytes: int, place: tuple[str, str]
+) -> list[Collective]:
+    when, op = place
+    found: list[Collective] = []
+    for message in messages(*move, extent, update.mesh, update.batch, update.rank):
+        axes = real_axes(message.axes, update.mesh)
+        if axes:
+            found.append(Collective(message.kind, axes, message.values, item_bytes, when, op))
+    return found
+
+
+def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """Those along which there is more than one process."""
+    return tuple(axis for axis in axes if mesh.sizes[axis] > 1)
+
+
+def _conversions(update: Update) -> Iterator[Collective]:
+    """Between ops; what several readers want alike is converted once.
+
+    A reader that only asks for a size gives no gradient back.
+    """
+    readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
+    for giver, reader, place in update.graph.edges():
+        if giver.extents:
+            wanted = input_layouts(reader, update.letters[reader.name], place)
+            readers.setdefault((giver.name, *wanted), []).append(reader)
+    for (name, *wanted), reading in readers.items():
+        giver = update.graph.ops[name]
+        value, gradient = output_layouts(giver, update.letters[name])
+        trains = giver.trains and any(reader.extents or reader.name == LOSS for reader in reading)
+        for extent in giver.extents:
+            yield from _sent(update, (value, wanted[0]), extent, giver.item_bytes, (FORWARD, reading[0].name))
+            if trains:
+                yield from _sent(update, (wanted[1], gradient), extent, giver.item_bytes, (BACKWARD, reading[0].name))
+
+
+def norms_of(op: Op) -> list[GroupedNorm]:
+    """BatchNorm layers that take their statistics over groups, in one op."""
+    modules = op.module.modules() if op.module is not None else ()
+    return [module for module in modules if isinstance(module, GroupedNorm)]
+
+
+def _channels(op: Op, layer: GroupedNorm, update: Update) -> int:
+    """How many of a layer's channels this process has."""
+    if layer is not op.module:
+        return layer.num_features
+    cut = [axis for axis, letter in enumerate(update.letters[op.name]) if letter == "c"]
+    edges = Extent((layer.num_features,)).edges(0, update.mesh.parts(cut), update.batch)
+    place = update.mesh.place(cut, update.rank)
+    return edges[place + 1] - edges[place]
+
+
+def _norms(update: Update) -> Iterator[Collective]:
+    """Groups of samples that several processes hold share their sums, once in each direction."""
+    for op in update.graph.ops.values():
+        for layer in norms_of(op):
+            axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
+            shared = update.share(update.mesh.parts(axes), update.mesh.place(axes, update.rank)).shared_groups
+            if axes and shared:
+                values = len(shared) * 2 * _channels(op, layer, update)
+                for when in (FORWARD, BACKWARD):
+                    yield Collective("all_reduce", axes, values, _LONG_BYTES, when, op.name)
+
+
+def _loss(update: Update) -> Iterator[Collective]:
+    """Labels go where the loss wants them; with the classes cut, processes share two small sums."""
+    mesh, letters = update.mesh, update.letters[LOSS]
+    given = value_of([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
+    wanted = value_of([0 if letter == "n" else "R" for letter in letters])
+    yield from _sent(update, (given, wanted), Extent((update.batch,), 1), _LONG_BYTES, (FORWARD, LOSS))
+    axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
+    if axes:
+        batch = batch_axes(letters)
+        edges = Extent((update.batch,), 1).edges(0, mesh.parts(batch), update.batch)
+        place = mesh.place(batch, update.rank)
+        rows = edges[place + 1] - edges[place]
+        item_bytes = max(_FLOAT_BYTES, update.graph.ops[update.graph.ops[LOSS].sources[0]].item_bytes)
+        yield Collective("all_reduce", axes, rows, item_bytes, FORWARD, LOSS)
+        yield Collective("all_reduce", axes, 3 * rows, item_bytes, FORWARD, LOSS)
+
+
+def _gradients(update: Update) -> Iterator[Collective]:
+    layouts = parameter_layouts(update.graph, update.letters)
+    sizes: dict[str, int] = {}
+    pieces: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
+    for name, parameter in update.graph.parameters.items():
+        if parameter.requires_grad and name in layouts:
+            region = layouts[name].region(update.mesh, update.rank)
+            sizes[name] = math.prod(stop - start for start, stop in region)
+            axes = summed_over(layouts[name], update.mesh)
+            pieces.append((name, axes, parameter.dtype, sizes[name] * parameter.element_size()))
+    for axes, names in bucket_names(pieces):
+        item_bytes = update.graph.parameters[names[0]].element_size()
+        yield Collective("all_reduce", axes, sum(sizes[name] for name in names), item_bytes, GRADIENTS)
+
+
+def _statistics(update: Update) -> Iterator[Collective]:
+    """BatchNorm's running statistics: one message for all layers that share samples over the same axes."""
+    values: dict[tuple[int, ...], int] = {}
+    seen: set[int] = set()
+    for op in update.graph.ops.values():
+        axes = real_axes(batch_axes(update.letters[op.name]), update.mesh)
+        for layer in norms_of(op):
+            if axes and id(layer) not in seen and layer.running_mean is not None:
+                values[axes] = values.get(axes, 0) + 2 * _channels(op, layer, update) + 1
+            seen.add(id(layer))
+    for axes, count in values.items():
+        yield Collective("all_reduce", axes, count, _LONG_BYTES, STATISTICS)

@@ -1,0 +1,341 @@
+"""From a network to the planner's problem, and from letters to a prediction."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from manyhands.core.links import Links
+from manyhands.core.mesh import Mesh
+from manyhands.parallel.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
+from manyhands.parallel.graph import LOSS, Graph, Op
+from manyhands.parallel.placement import Layout, steps_between
+from manyhands.parallel.plan import refusal
+from manyhands.parallel.reduce import BUCKET_BYTES
+from manyhands.planner.collectives import (
+    FORWARD,
+    GRADIENTS,
+    Collective,
+    ShareOf,
+    Update,
+    collectives,
+    norms_of,
+    real_axes,
+)
+from manyhands.planner.problem import Choice, Edge, Matrix, Problem
+from manyhands.planner.work import Work, parameter_part, part
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What costs depend on besides the letters.
+
+    Attributes:
+        work: seconds of ops.
+        links: seconds of collectives, on a mesh.
+        share: who has what of the update.
+        slots: numbers that the optimizer keeps for each parameter.
+        overlap: the share of the backward pass that gradients' collectives hide behind.
+        repeat: whether ops with parameters may be computed alike on several processes; where kernels may add up in
+            another order from time to time, the copies would drift apart.
+        memory_limit_bytes: of a process.
+    """
+
+    work: Work
+    links: Links
+    share: ShareOf
+    slots: int = 1
+    overlap: float = 0.3
+    repeat: bool = True
+    memory_limit_bytes: float | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The processes."""
+        return self.links.mesh
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one update costs a process; see `explain.Candidate`.
+
+    Attributes:
+        compute_seconds: forward, backward and the optimizer.
+        communication_seconds: collectives that ops wait for.
+        gradient_seconds: gradients' collectives, as far as nothing hides them.
+        memory_bytes: the most that a process holds.
+        collectives: all of them.
+        sent_bytes: by a process.
+    """
+
+    compute_seconds: float
+    communication_seconds: float
+    gradient_seconds: float
+    memory_bytes: float
+    collectives: tuple[Collective, ...]
+    sent_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole update."""
+        return self.compute_seconds + self.communication_seconds + self.gradient_seconds
+
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON data, for plan.json."""
+        return {
+            "step_ms": round(self.seconds * 1e3, 3),
+            "memory_gib": round(self.memory_bytes / (1 << 30), 4),
+            "sent_mb": round(self.sent_bytes / 1e6, 3),
+            "collectives": len(self.collectives),
+        }
+
+
+@dataclass(frozen=True)
+class Own:
+    """What an op costs by itself on one process."""
+
+    forward: float
+    backward: float
+    update: float
+    norm: float
+    gradient: float
+    memory_bytes: float
+
+
+def own_costs(op: Op, letters: tuple[str, ...], setting: Setting) -> Own:
+    """Of one op, whatever its neighbours do."""
+    mesh, work = setting.mesh, setting.work
+    seconds = work.seconds(op, letters, mesh)
+    held, sent, gradient = _parameters(op, letters, setting)
+    saved = 0.0
+    if op.trains:
+        share = part([loop.output for loop in loops_of(op, letters)], mesh)
+        saved = share * op.item_bytes * sum(extent.values(work.batch) for extent in op.extents)
+    memory = held * (2 + setting.slots) + sent + saved
+    update = work.update_seconds(held * (3 + 2 * setting.slots))
+    return Own(seconds.forward, seconds.backward, update, _norm_seconds(op, letters, setting), gradient, memory)
+
+
+def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[float, float, float]:
+    """Bytes of its parameters and of the gradients that are sent, and the seconds of sending them."""
+    mesh, loops = setting.mesh, loops_of(op, letters)
+    held = sent = seconds = 0.0
+    for name, tensor in setting.work.parameters(op).items():
+        if tensor.requires_grad:
+            size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+            axes = real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh)
+            held += size
+            sent += size if axes else 0.0
+            seconds += size / BUCKET_BYTES * setting.links.seconds("all_reduce", axes, BUCKET_BYTES) if axes else 0.0
+    return held, sent, seconds
+
+
+def _norm_seconds(op: Op, letters: tuple[str, ...], setting: Setting) -> float:
+    layers = norms_of(op)
+    axes = real_axes(batch_axes(letters), setting.mesh)
+    shared = setting.share(setting.mesh.parts(axes), 0).shared_groups if axes and layers else ()
+    sizes = [16.0 * len(shared) * layer.num_features for layer in layers]
+    return sum(2 * setting.links.seconds("all_reduce", axes, size) for size in sizes) if shared else 0.0
+
+
+def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
+    """What one update under these letters costs the process that has the most."""
+    mesh, links = setting.mesh, setting.links
+    sent = collectives(Update(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
+    owns = [own_costs(op, letters[op.name], setting) for op in graph.ops.values()]
+    gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
+    hidden = setting.overlap * sum(own.backward for own in owns)
+    moved = [one for one in sent if one.when == FORWARD and one.kind != "all_reduce" and one.op != LOSS]
+    copies = sum(one.values * one.item_bytes for one in moved)
+    return Prediction(
+        compute_seconds=sum(own.forward + own.backward + own.update for own in owns),
+        communication_seconds=sum(one.seconds(links) for one in sent if one.when != GRADIENTS),
+        gradient_seconds=max(0.0, gradients - hidden),
+        memory_bytes=sum(own.memory_bytes for own in owns) + copies,
+        collectives=tuple(sent),
+        sent_bytes=sum(links.sent_bytes(one.kind, one.axes, one.whole_bytes(mesh)) for one in sent),
+    )
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A problem and what its choices mean.
+
+    Attributes:
+        problem: as plain numbers.
+        groups: the ops of each node, which take the same letters.
+        choices: the letters that each choice of a node stands for.
+    """
+
+    problem: Problem
+    groups: list[list[Op]]
+    choices: list[list[tuple[str, ...]]]
+
+    def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
+        """The letters of each op under an assignment."""
+        return {op.name: self.choices[node][choice] for node, choice in enumerate(chosen) for op in self.groups[node]}
+
+    def chosen(self, letters: Letters) -> list[int]:
+        """The assignment that stands for letters; each must be among the choices."""
+        return [choices.index(letters[ops[0].name]) for ops, choices in zip(self.groups, self.choices, strict=True)]
+
+
+Both = tuple[Layout, Layout]
+Fixed = Mapping[str, Mapping[int, str]]
+
+
+def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch:
+    """The problem of splitting a network over a mesh.
+
+    What several readers of one op want alike is sent once, but counted here for each of them, as costs are between
+    pairs; predictions count it once.
+
+    Args:
+        graph: the network.
+        setting: the mesh and all costs.
+        fixed: letters by op and axis that must be kept.
+    """
+    groups = list(graph.ties().values())
+    known: dict[Any, Any] = {}
+    choices = [_choices(ops, setting, fixed or {}, known) for ops in groups]
+    nodes = [
+        [_choice(ops, letters, setting, known) for letters in taken] for ops, taken in zip(groups, choices, strict=True)
+    ]
+    number = {op.name: node for node, ops in enumerate(groups) for op in ops}
+    prices = _Conversions(setting)
+    edges = [
+        Edge(number[giver.name], number[reader.name], *prices.between(giver, reader, place, taken))
+        for giver, reader, place in graph.edges()
+        if giver.extents
+        for taken in [(choices[number[giver.name]], choices[number[reader.name]])]
+    ]
+    names = [ops[0].name for ops in groups]
+    problem = Problem(nodes, edges, setting.memory_limit_bytes, setting.overlap, names)
+    return Sketch(problem, groups, choices)
+
+
+def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: dict[Any, Any]) -> list[tuple[str, ...]]:
+    mesh = setting.mesh
+    letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
+    pinned = {axis: letter for op in ops for axis, letter in fixed.get(op.name, {}).items()}
+    ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(mesh.axes))]
+    return [taken for taken in itertools.product(*ways) if all(_may(op, taken, setting, known) for op in ops)]
+
+
+def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: dict[Any, Any]) -> bool:
+    key = "may", setting.work.signature(op), letters
+    if key not in known:
+        mesh = setting.mesh
+        idle = mesh.parts(batch_axes(letters)) > setting.work.batch
+        repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
+        learns = any(tensor.requires_grad for tensor in setting.work.parameters(op).values())
+        must = not op.batchwise or op.allowed() == ["r"]
+        drifts = repeats and learns and not setting.repeat and not must
+        known[key] = not idle and not drifts and not refusal(op, letters, mesh)
+    return known[key]
+
+
+def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: dict[Any, Any]) -> Choice:
+    owns: list[Own] = []
+    for op in ops:
+        key = "own", setting.work.signature(op), letters
+        if key not in known:
+            known[key] = own_costs(op, letters, setting)
+        owns.append(known[key])
+    loss = sum(_loss_seconds(letters, setting) for op in ops if op.name == LOSS)
+    return Choice(
+        seconds=loss + sum(own.forward + own.backward + own.update + own.norm for own in owns),
+        gradient_seconds=sum(own.gradient for own in owns),
+        hideable_seconds=sum(own.backward for own in owns),
+        memory_bytes=sum(own.memory_bytes for own in owns),
+    )
+
+
+def _loss_seconds(letters: tuple[str, ...], setting: Setting) -> float:
+    """Of the two small sums where classes are cut."""
+    mesh = setting.mesh
+    axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
+    rows = setting.work.batch / mesh.parts(batch_axes(letters))
+    return sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3)) if axes else 0.0
+
+
+@dataclass
+class _Conversions:
+    """Seconds and bytes of conversions between all choices of two ops, each distinct matrix computed once."""
+
+    setting: Setting
+    _paths: dict[tuple[Layout, Layout], list[tuple[str, tuple[int, ...], float]]] = field(default_factory=dict)
+    _seconds: dict[tuple[str, tuple[int, ...], float], float] = field(default_factory=dict)
+    _made: dict[Any, tuple[Matrix, Matrix | None]] = field(default_factory=dict)
+
+    def between(
+        self, giver: Op, reader: Op, place: int, taken: tuple[list[tuple[str, ...]], list[tuple[str, ...]]]
+    ) -> tuple[Matrix, Matrix | None]:
+        """Seconds of both directions, and bytes of the copy that is kept, [choice of giver, choice of reader]."""
+        size = float(giver.item_bytes * sum(extent.values(self.setting.work.batch) for extent in giver.extents))
+        given = [output_layouts(giver, letters) for letters in taken[0]]
+        wanted = [input_layouts(reader, letters, place) for letters in taken[1]]
+        trains = giver.trains and bool(reader.extents or reader.name == LOSS)
+        key = size, trains, tuple(given), tuple(wanted)
+        if key not in self._made:
+            self._made[key] = self._matrices(given, wanted, size, trains=trains)
+        return self._made[key]
+
+    def _matrices(
+        self, given: list[Both], wanted: list[Both], size: float, *, trains: bool
+    ) -> tuple[Matrix, Matrix | None]:
+        def price(source: Layout, target: Layout) -> float:
+            return self._price(source, target, size)
+
+        def copied(source: Layout, target: Layout) -> float:
+            return self._copy(source, target, size)
+
+        values = [one[0] for one in given], [one[0] for one in wanted]
+        seconds = _spread(*values, price)
+        if not trains:
+            return seconds, None
+        seconds = seconds + _spread([one[1] for one in wanted], [one[1] for one in given], price).T
+        return seconds, _spread(*values, copied) if self.setting.memory_limit_bytes is not None else None
+
+    def _copy(self, source: Layout, target: Layout, size: float) -> float:
+        if source == target or all(kind == "slice" for kind, *_ in self._path(source, target)):
+            return 0.0
+        return size * part([side if isinstance(side, int) else "R" for side in target], self.setting.mesh)
+
+    def _price(self, source: Layout, target: Layout, size: float) -> float:
+        total = 0.0
+        for kind, axes, share in self._path(source, target):
+            key = kind, axes, share * size
+            if key not in self._seconds:
+                self._seconds[key] = self.setting.links.seconds(kind, axes, share * size) if kind != "slice" else 0.0
+            total += self._seconds[key]
+        return total
+
+    def _path(self, source: Layout, target: Layout) -> list[tuple[str, tuple[int, ...], float]]:
+        if (source, target) not in self._paths:
+            self._paths[source, target] = traffic(source, target, self.setting.mesh)
+        return self._paths[source, target]
+
+
+def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:
+    """(kind, axes, share of the whole tensor's bytes that it is about) of each step; "slice" sends nothing."""
+    share = 1.0 / mesh.parts([axis for axis, here in enumerate(source) if isinstance(here, int)])
+    found: list[tuple[str, tuple[int, ...], float]] = []
+    for step in steps_between(source, target):
+        group = mesh.parts(step.axes)
+        share *= group if step.kind in {"all_gather", "pad"} else 1
+        found.append((step.kind if step.communicates else "slice", step.axes, share))
+        share /= group if step.kind in {"slice", "reduce_scatter"} else 1
+    return found
+
+
+def _spread(rows: list[Layout], columns: list[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
+    """A matrix of prices, each distinct pair asked once."""
+    some_rows, some_columns = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
+    small = np.array([[price(row, column) for column in some_columns] for row in some_rows], dtype=float)
+    small = small.reshape(len(some_rows), len(some_columns))
+    row_numbers = {row: number for number, row in enumerate(some_rows)}
+    column_numbers = {column: number for number, column in enumerate(some_columns)}
+    return small[np.ix_([row_numbers[row] for row in rows], [column_numbers[column] for column in columns])]

@@ -1,0 +1,241 @@
+"""How long one op takes on a process's piece: counted operations and bytes, scaled by a measurement of the op itself.
+
+Each op is measured once, at the piece that data parallel gives it, and every other way of splitting it scales with
+the operations and bytes that are left to a process. So all choices of one op are judged by the same measure, and a
+network of 50 layers needs 50 measurements, whatever the mesh.
+"""
+
+import copy
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from manyhands.core.mesh import Mesh
+from manyhands.parallel.execute import loops_of
+from manyhands.parallel.graph import LOSS, Graph, Op
+from manyhands.parallel.placement import Extent, Side
+from manyhands.planner.op_times import OpTimes
+
+# A backward pass computes the gradient of what was read and that of the parameters.
+_BACKWARD = 2.0
+_LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one op on one process in one update."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Amount:
+    """What one process does in one direction."""
+
+    operations: float
+    moved_bytes: float
+
+
+def part(sides: Sequence[Side], mesh: Mesh) -> float:
+    """The share of a tensor's values that a process has."""
+    return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
+
+
+def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
+    """The share of a parameter's values that a process has."""
+    return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
+
+
+def operations(op: Op, sources: list[Op], batch: int) -> float:
+    """Additions and multiplications of the whole op, forward."""
+    if not op.extents:
+        return 0.0
+    values = sum(extent.values(batch) for extent in op.extents)
+    weights = [tensor for tensor in op.parameters().values() if tensor.ndim > 1]
+    if op.kind in {"conv", "linear"} and weights:
+        return 2.0 * values * math.prod(weights[0].shape[1:])
+    if op.kind == "attention" and sources:
+        tokens, width = sources[0].extent.dims[-2:]
+        return values * (8.0 * width + 4.0 * tokens)
+    # A part that nobody looks into is taken for a fully connected layer over all of its parameters.
+    return values + 2.0 * batch * sum(tensor.numel() for tensor in weights) if op.kind == Op.kind else float(values)
+
+
+class Work:
+    """Seconds of a network's ops under any letters.
+
+    Args:
+        graph: the network.
+        batch: samples in an update.
+        processes: that share it.
+        times: of ops on this device; with a budget of nothing they are estimated.
+    """
+
+    def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
+        self._graph, self._batch, self._times = graph, batch, times
+        self._piece = max(1, batch // processes)
+        self._factors: dict[str, float] = {}
+        self._signatures: dict[str, str] = {}
+        self._parameters: dict[str, dict[str, Tensor]] = {}
+        self._operations: dict[str, float] = {}
+        self._of_kind: dict[str, list[float]] = {}
+
+    def parameters(self, op: Op) -> dict[str, Tensor]:
+        """An op's parameters and buffers."""
+        if op.name not in self._parameters:
+            self._parameters[op.name] = op.parameters()
+        return self._parameters[op.name]
+
+    @property
+    def batch(self) -> int:
+        """Samples in an update."""
+        return self._batch
+
+    def sources(self, op: Op) -> list[Op]:
+        """The ops that an op reads."""
+        return [self._graph.ops[name] for name in op.sources]
+
+    def signature(self, op: Op) -> str:
+        """Equal for ops that cost the same under the same letters."""
+        if op.name not in self._signatures:
+            reads = [(one.extents, one.trains) for one in self.sources(op)]
+            learns = [tensor.requires_grad for tensor in op.parameters().values()]
+            said = repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
+            self._signatures[op.name] = said
+        return self._signatures[op.name]
+
+    def _kernel(self, op: Op) -> str:
+        """What is computed, for files that outlive this process: no addresses in it."""
+        target = getattr(op.node, "target", "")
+        name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
+        shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
+        reads = [tuple(extent.dims for extent in one.extents) for one in self.sources(op)]
+        return f"{op.kind} {name} {shapes} {reads} {op.item_bytes}"
+
+    def amount(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> Amount:
+        """What a process does of an op, forward."""
+        loops, size = loops_of(op, letters), op.item_bytes
+        cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
+        read = 0.0
+        for place, source in enumerate(self.sources(op)):
+            share = part([loop.inputs[place] for loop in loops], mesh)
+            read += share * sum(extent.values(self._batch) for extent in source.extents) * source.item_bytes
+        given = part([loop.output for loop in loops], mesh) * sum(extent.values(self._batch) for extent in op.extents)
+        held = sum(
+            parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+            for name, tensor in self.parameters(op).items()
+        )
+        if op.name not in self._operations:
+            self._operations[op.name] = operations(op, self.sources(op), self._batch)
+        return Amount(self._operations[op.name] / cut, read + given * size + held)
+
+    def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> Seconds:
+        """Of an op on one process."""
+        if not op.extents or not op.sources:
+            return Seconds(0.0, 0.0)
+        amount = self.amount(op, letters, mesh)
+        forward = self.factor(op) * self._times.estimate(amount.operations, amount.moved_bytes)
+        return Seconds(forward, forward * self._backward(op))
+
+    def update_seconds(self, moved_bytes: float) -> float:
+        """Of the optimizer, which reads and writes so many bytes."""
+        return self._times.estimate(0.0, moved_bytes)
+
+    def _backward(self, op: Op) -> float:
+        if not op.trains:
+            return 0.0
+        return _BACKWARD if any(one.trains for one in self.sources(op)) else _BACKWARD / 2
+
+    def factor(self, op: Op) -> float:
+        """How many times as long as estimated the op takes, measured where there is time for it."""
+        key = self.signature(op)
+        if key not in self._factors:
+            self._factors[key] = self._measured(op)
+        return self._factors[key]
+
+    def _measured(self, op: Op) -> float:
+        runs = _runner(op, self._graph, self._piece)
+        known = self._of_kind.setdefault(op.kind, [])
+        usual = statistics.median(known) if known else 1.0
+        if runs is None:
+            return usual
+        share = self._piece / self._batch
+        sources = self.sources(op)
+        work = operations(op, sources, self._piece)
+        held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
+        moved = held + share * sum(
+            extent.values(self._batch) * one.item_bytes for one in [op, *sources] for extent in one.extents
+        )
+        directions = 1 + self._backward(op)
+        before = self._times.measured
+        key = f"{self._piece} samples, {self._backward(op):.0f} backward: {self._kernel(op)}"
+        taken = self._times.seconds(key, runs, work * directions, moved * directions)
+        estimate = self._times.estimate(work, moved) * directions
+        if self._times.measured == before and taken == estimate:
+            return usual
+        factor = min(_MOST_FACTOR, max(_LEAST_FACTOR, taken / max(estimate, 1e-12)))
+        known.append(factor)
+        return factor
+
+
+def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
+    """What makes a function that runs the op and its backward pass once; None where it can't run by itself."""
+    node = op.node
+    if node is None or node.op not in {"call_module", "call_function", "call_method"} or op.name == LOSS:
+        return None
+    givers = {one.node: one for one in graph.ops.values() if one.node is not None}
+    reads = [givers.get(source, graph.ops[next(iter(graph.ops))]) for source in node.all_input_nodes]
+    if any(len(one.extents) != 1 for one in reads):
+        return None
+    device = next((tensor.device for tensor in graph.parameters.values()), torch.device("cpu"))
+
+    def make() -> Callable[[], object]:
+        module = copy.deepcopy(op.module)
+        tensors = {
+            source: _tensor(one.extent, batch, one, device)
+            for source, one in zip(node.all_input_nodes, reads, strict=True)
+        }
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: tensors[source])
+        return lambda: _once(module, node, args, kwargs, [*tensors.values()])
+
+    return make
+
+
+def _tensor(extent: Extent, batch: int, source: Op, device: torch.device) -> Tensor:
+    dims = (batch * extent.rows, *extent.dims[1:]) if extent.rows else extent.dims
+    kind = torch.float64 if source.item_bytes == 8 else torch.float32
+    return torch.randn(dims, dtype=kind, device=device, requires_grad=source.trains)
+
+
+def _once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        if module is not None:
+            result = module(*args, **kwargs)
+        elif node.op == "call_method":
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            function: Any = node.target
+            result = function(*args, **kwargs)
+    result = result[0] if isinstance(result, tuple) else result
+    wanted = [one for one in inputs if one.requires_grad]
+    wanted += [one for one in module.parameters() if one.requires_grad] if module is not None else []
+    if wanted and isinstance(result, Tensor) and result.requires_grad:
+        torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
+
+
+def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
+    """The shape of what the last process, whose pieces are the largest, has of what an op gives; [] if no tensor."""
+    if not op.extents:
+        return []
+    sides = [loop.output for loop in loops_of(op, letters)]
+    shape: list[int] = []
+    for dim in range(len(op.extent.dims)):
+        edges = op.extent.edges(dim, mesh.parts([axis for axis, side in enumerate(sides) if side == dim]), batch)
+        shape.append(edges[-1] - edges[-2])
+    return shape

@@ -1,0 +1,178 @@
+"""Plans that were written: shown op by op, proven, and timed. Imports torch only when it is used."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.config.job import Job
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.run.inspect import run_by_agent
+from manyhands.run.planning import NETWORK, network_of, seconds_of, with_processes
+
+if TYPE_CHECKING:
+    from manyhands.parallel.graph import Graph
+    from manyhands.parallel.plan import Plan
+    from manyhands.planner.collectives import Collective
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of a plan, as the table shows it.
+
+    Attributes:
+        name: its path.
+        kind: of op.
+        strategy: as plan.json says it.
+        piece: the shape of what the last process gives.
+        parameter_mb: of its parameters, on one process.
+        collectives: in a few words.
+    """
+
+    name: str
+    kind: str
+    strategy: str
+    piece: str
+    parameter_mb: float
+    collectives: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A plan that was read, with the network it is for.
+
+    Attributes:
+        plan: as read.
+        rows: of its ops.
+        job: that makes the network.
+        network: channels, size, classes and batch.
+        notes: sentences on parts that stay whole.
+    """
+
+    plan: "Plan"
+    rows: tuple[Row, ...]
+    job: Job
+    network: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
+    """Reads a plan and looks at its network.
+
+    Args:
+        path: of plan.json.
+        flags: a job's values by dotted key; where data or a network is named, that one is looked at.
+
+    Raises:
+        UserError: it is no plan, or doesn't fit the network.
+    """
+    from manyhands.parallel.describe import describe_network
+    from manyhands.parallel.norm import group_batch_norms
+    from manyhands.parallel.plan import read_plan, resolve
+    from manyhands.planner.find import digest
+    from manyhands.run.trials import make_network, picture
+
+    plan = read_plan(path)
+    job, network = _remade(plan, flags, str(path))
+    model = make_network(job, network, "cpu")
+    group_batch_norms(model)
+    graph = describe_network(model, picture(job, network, "cpu"))
+    letters = resolve(plan, graph, str(path))
+    notes = list(graph.notes)
+    known = plan.about.get("graph", {})
+    if isinstance(known, dict) and known.get("sha") not in {None, digest(graph)}:
+        notes.append("the network has changed since the plan was made; its strategies still fit")
+    return Shown(plan, _rows(plan, graph, letters, job, network), job, network, tuple(notes))
+
+
+def _remade(plan: "Plan", flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
+    """The job and the network's figures that a plan names, or those that flags name."""
+    given = {key: value for key, value in flags.items() if value is not None}
+    if given.get("data.name") or given.get("model.name"):
+        job = load_job(given).job
+        return job, network_of(job)
+    about, graph = plan.about.get(NETWORK), plan.about.get("graph")
+    try:
+        if not isinstance(about, dict) or not isinstance(graph, dict):
+            raise TypeError("not there")
+        network = {key: int(about[key]) for key in ("channels", "size", "classes")} | {"batch": int(graph["samples"])}
+        model = {f"model.{key}": value for key, value in dict(about["model"]).items()}
+    except (KeyError, TypeError, ValueError) as error:
+        mend = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or write it anew")
+        raise UserError('the plan doesn\'t say for which network it is (its field "network")', where, mend) from error
+    if min(network.values()) < 1:
+        raise UserError("the plan's network has sizes below 1", f"{where}, network", ("write it anew",))
+    return load_job({**model, "train.batch": network["batch"], **given}).job, network
+
+
+def _rows(
+    plan: "Plan", graph: "Graph", letters: Mapping[str, Any], job: Job, network: dict[str, Any]
+) -> tuple[Row, ...]:
+    from manyhands.parallel.strategy import parse_strategy, write_strategy
+    from manyhands.planner.collectives import Update, collectives, shares
+    from manyhands.planner.work import parameter_part, piece_shape
+    from manyhands.run.trials import norm_group
+
+    batch, mesh = network["batch"], plan.mesh
+    share = shares(batch, norm_group(job, batch))
+    sent: dict[str, list[Collective]] = {}
+    for one in collectives(Update(graph, letters, mesh, batch, share, mesh.size - 1)):
+        sent.setdefault(one.op or one.when, []).append(one)
+    usual = parse_strategy(plan.fallback, mesh, "default")
+    rows: list[Row] = []
+    for op in graph.ops.values():
+        held = sum(
+            parameter_part(op, name, letters[op.name], mesh) * tensor.numel() * tensor.element_size()
+            for name, tensor in op.parameters().items()
+        )
+        special = letters[op.name] != tuple(usual.get(axis, "n") for axis in range(len(mesh.axes)))
+        if held or special or op.name in sent:
+            shape = " ".join(str(piece_shape(op, letters[op.name], mesh, batch)).split())
+            words = _words(sent.get(op.name, []))
+            rows.append(Row(op.name, op.kind, write_strategy(letters[op.name], mesh), shape, held / 1e6, words))
+    rows += [Row(when, "", "", "", 0.0, _words(sent[when])) for when in ("gradients", "statistics") if when in sent]
+    return tuple(rows)
+
+
+def _words(sent: "list[Collective]") -> str:
+    """Collectives in a few words: "2 all_reduce 0.4 MB"."""
+    kinds = dict.fromkeys(one.kind for one in sent)
+    return ", ".join(
+        f"{len(alike)} {kind} {sum(one.values * one.item_bytes for one in alike) / 1e6:.3g} MB"
+        for kind in kinds
+        for alike in [[one for one in sent if one.kind == kind]]
+    )
+
+
+def verify_plan(shown: Shown) -> dict[str, Any]:
+    """Proves on real processes of this machine that a plan computes what one process does, in double precision.
+
+    Returns:
+        worst, where, compared and holds; see `planner.trial.Proof`.
+
+    Raises:
+        ManyhandsError: the processes failed.
+    """
+    job = with_processes(shown.job, shown.plan.mesh.size)
+    argument = {"task": "plan", "action": "verify", "network": shown.network, "plans": {"plan": _bare(shown.plan)}}
+    return run_by_agent(job, argument)["proofs"]["plan"]
+
+
+def time_plan(shown: Shown) -> dict[str, list[float]]:
+    """Seconds of updates under a plan and data parallel, in turns, on processes of this machine."""
+    from manyhands.planner.choose import DATA_PARALLEL
+
+    job = with_processes(shown.job, shown.plan.mesh.size)
+    return seconds_of(job, shown.network, {DATA_PARALLEL: None, "plan": _bare(shown.plan)})
+
+
+def _bare(plan: "Plan") -> dict[str, Any]:
+    """Only what says who computes what; layouts follow from it."""
+    content = plan.as_plain()
+    return {key: content[key] for key in ("format", "mesh", "default", "ops")}
+
+
+def as_plain(shown: Shown) -> dict[str, Any]:
+    """A plan and its ops as JSON data."""
+    return {**shown.plan.as_plain(), "rows": [asdict(row) for row in shown.rows], "notes": list(shown.notes)}

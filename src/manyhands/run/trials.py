@@ -1,0 +1,81 @@
+"""What each process does to try plans out: times updates, proves a plan, or measures the link between processes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.config.job import Job
+from manyhands.core.seeds import derive
+from manyhands.core.world import World
+from manyhands.models.build import build_model
+from manyhands.parallel.plan import plan_from_plain
+from manyhands.planner.measure import measure_collectives
+from manyhands.planner.trial import Case, measure, verify
+from manyhands.train.criterion import make_criterion
+from manyhands.train.optimize import make_optimizer
+
+LINKS, MEASURE, VERIFY = "links", "measure", "verify"
+_BUDGET_S = 5.0
+_RATE = 1e-6
+
+
+def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
+    """A job's network in training, the same wherever it is made.
+
+    Args:
+        job: names it.
+        network: channels, size and classes of the data.
+        device: where it goes.
+    """
+    torch.manual_seed(derive(job.train.seed, "model"))
+    options = job.model.model_copy(update={"pretrained": False, "weights": ""})
+    model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
+    if job.train.precision == "fp64":
+        model = model.double()
+    return model.to(device).train()
+
+
+def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
+    """One sample whose numbers don't matter."""
+    kind = torch.float64 if job.train.precision == "fp64" else torch.float32
+    return torch.zeros(network["channels"], network["size"], network["size"], dtype=kind, device=device)
+
+
+def norm_group(job: Job, batch: int) -> int:
+    """Samples that BatchNorm takes its statistics over; 0: whatever a process has."""
+    group = job.train.norm_group
+    return batch if group == "global" else group if isinstance(group, int) else 0
+
+
+def case_of(job: Job, network: dict[str, Any], device: str) -> Case:
+    """A job's updates, on random samples."""
+    options = job.train.model_copy(update={"lr": _RATE})
+    batch = network["batch"]
+    return Case(
+        make=lambda: make_network(job, network, device),
+        picture=picture(job, network, device),
+        classes=network["classes"],
+        batch=batch,
+        criterion=make_criterion(job.train),
+        smoothing=job.train.label_smoothing,
+        norm_group=norm_group(job, batch),
+        optimizer=lambda model: make_optimizer(model, options, sharded=False),
+    )
+
+
+def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
+    """Does what `argument["action"]` says; all processes call it alike and return the same plain data."""
+    if argument["action"] == LINKS:
+        axes = (0,)
+        found = measure_collectives({axes: None}, world.device, ("all_reduce",), budget_s=_BUDGET_S)
+        return {"points": [list(point) for point in found["all_reduce", axes]]}
+    case = case_of(job, argument["network"], world.device)
+    plans = {
+        name: plan_from_plain(content, f"plan of {name}") if content else None
+        for name, content in argument["plans"].items()
+    }
+    if argument["action"] == VERIFY:
+        proofs = {name: verify(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
+        return {"proofs": proofs}
+    return {"seconds": measure(case, plans, world, argument["rounds"])}

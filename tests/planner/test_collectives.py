@@ -1,0 +1,127 @@
+"""Judged point 4: what a split network sends in one update is what was predicted, in number, kind, group and size."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision.models as zoo
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.core.layouts import bounds
+from manyhands.core.mesh import Mesh
+from manyhands.parallel.describe import describe_network
+from manyhands.parallel.execute import SplitNetwork
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.loss import SplitLoss
+from manyhands.parallel.network import PassShape
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.plan import refusal
+from manyhands.parallel.reduce import Reducer
+from manyhands.planner.collectives import Update, collectives, shares
+from tests.processes.ranks import run_on_ranks
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+}
+
+
+def _block(inputs, outputs):
+    return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+
+
+def make_net(name):
+    torch.manual_seed(0)
+    if name == "vgg":
+        head = [nn.Flatten(), nn.Linear(640, 20), nn.ReLU(), nn.Linear(20, 7)]
+        return nn.Sequential(*_block(3, 6), *_block(6, 10), *head)
+    if name == "vit":
+        return zoo.VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=24, num_classes=7)
+    return getattr(zoo, name)(num_classes=7)
+
+
+def random_letters(graph, mesh, rng):
+    letters = {}
+    for ops in graph.ties().values():
+        known = sorted(set.intersection(*[set(op.allowed()) for op in ops]))
+        while any(refusal(op, chosen := tuple(rng.choice(known) for _ in mesh.axes), mesh) for op in ops):
+            pass
+        letters |= dict.fromkeys([op.name for op in ops], chosen)
+    return letters
+
+
+class Recorder(TorchDispatchMode):
+    """Notes each collective that goes out of this process: (kind, ranks of its group, values)."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            group = next(
+                dist.ProcessGroup.unbox(one)
+                for one in args
+                if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())
+            )
+            kind = KINDS[func._schema.name.removeprefix("c10d::")]
+            tensor = args[0][0] if kind == "all_reduce" else args[1]
+            self.sent.append((kind, tuple(dist.get_process_group_ranks(group)), tensor.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def _criterion(output, labels):
+    return F.cross_entropy(output, labels, reduction="sum"), output
+
+
+def _update(world, name, mesh, batch, norm_group, seed):
+    """(what was predicted, what was sent) of one update under random letters."""
+    model = make_net(name).train()
+    group_batch_norms(model)
+    picture = torch.zeros(3, 32, 32)
+    train = describe_network(model, picture)
+    model.eval()
+    evaluate = describe_network(model, picture)
+    model.train()
+    letters = random_letters(train, mesh, random.Random(seed))
+    for one in evaluate.ops:
+        letters.setdefault(one, tuple("r" for _ in mesh.axes))
+    share = shares(batch, norm_group)
+    predicted = collectives(Update(train, letters, mesh, batch, share, world.rank))
+    grid = Grid(mesh, world)
+    network = SplitNetwork(model, train, evaluate, letters, grid).train()
+    loss, reducer = SplitLoss(network, _criterion), Reducer(dict(model.named_parameters()), network.layouts, grid)
+    axes = network.samples_axes()
+    edges, place = bounds(batch, grid.parts(axes)), grid.place(axes)
+    rows = edges[place + 1] - edges[place]
+    recorder = Recorder()
+    with recorder:
+        network.begin_pass(PassShape(batch, batch, share))
+        total, _, _ = loss(network(torch.randn(rows, 3, 32, 32)), torch.zeros(rows, dtype=torch.int64))
+        (total / batch).backward()
+        reducer.finish()
+        network.finish_update()
+    expected = [(one.kind, tuple(mesh.peers(one.axes, world.rank)), one.values) for one in predicted]
+    grid.release()
+    return Counter(expected), Counter(recorder.sent)
+
+
+def _updates(world, name, sizes, batches, seeds):
+    mesh = Mesh(tuple(zip(("dp", "tp", "tp2"), sizes)))
+    return [_update(world, name, mesh, batches[seed % len(batches)], 3 + 5 * (seed % 2), seed) for seed in range(seeds)]
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize(("name", "seeds"), [("vgg", 6), ("vit", 2), ("resnet18", 1)])
+def test_what_is_sent_is_what_was_predicted(name, seeds, sizes):
+    processes = Mesh(tuple(zip("abc", sizes))).size
+    for rank, updates in enumerate(run_on_ranks(_updates, processes, name, sizes, (8, 7, 9), seeds)):
+        for seed, (predicted, sent) in enumerate(updates):
+            assert sent, "nothing was recorded"
+            assert predicted == sent, (rank, seed, predicted - sent, sent - predicted)
