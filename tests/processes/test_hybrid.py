@@ -18,9 +18,10 @@ from manyhands.core.world import World
 from manyhands.data.order import shares_of_pass
 from manyhands.parallel.hybrid import open_mesh
 from manyhands.parallel.marks import Parameter, layouts_of
-from manyhands.parallel.modes.hybrid import hybrid_network
-from manyhands.parallel.network import PassShape
+from manyhands.parallel.modes.hybrid import apply, hybrid_network
+from manyhands.parallel.network import How, PassShape
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.reduce import total_norm
 from tests.processes.ranks import run_on_ranks
 
 MESHES = [("tp=2", "tp"), ("tp=3", "tp"), ("dp=2,tp=2", "tp"), ("dp=2,tp=2", "dp"), ("a=2,b=2", "a,b"), ("tp=1", "tp")]
@@ -185,9 +186,10 @@ def _trained(world, make, mesh, samples, updates):
     grid = open_mesh(mesh, world)
     model = make(grid).double()
     group_batch_norms(model)
-    network = hybrid_network(model, grid, samples)
+    network = apply(model, world, How(grid=grid, samples=samples))
+    cutting = network.cutting
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    parts, place = grid.parts(network.samples), grid.place(network.samples)
+    parts, place = cutting.replicas, cutting.replica
     losses, norms = [], []
     for step in range(updates):
         draw = torch.Generator().manual_seed(step)
@@ -196,21 +198,21 @@ def _trained(world, make, mesh, samples, updates):
         # Two passes, so that gradients are held back in the first one.
         for first in (0, 6):
             shares = functools.partial(shares_of_pass, 12, 6, (first, first + 6))
-            network.begin_pass(PassShape(6, 12, lambda parts, place, shares=shares: shares(parts)[place], step))
+            cutting.begin_pass(PassShape(6, 12, lambda parts, place, shares=shares: shares(parts)[place], step))
             share = shares(parts)[place]
             part = slice(share.start, share.stop)
-            with network.reducer.hold_back() if first == 0 else contextlib.nullcontext():
-                loss = F.mse_loss(model(x[part]) / 100, y[part], reduction="sum") / 12
+            with network.hold_back() if first == 0 else contextlib.nullcontext():
+                loss = F.mse_loss(network.call(x[part]) / 100, y[part], reduction="sum") / 12
                 loss.backward()
             losses.append(float(loss.detach()) / (world.size / parts))
-        network.reducer.finish()
-        norms.append(float(network.total_norm()))
+        cutting.finish_backward()
+        norms.append(float(total_norm(dict(model.named_parameters()), cutting.layouts, grid)))
         optimizer.step()
-        network.finish_update()
+        cutting.finish_update()
     pieces = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    network.release()
-    return losses, norms, pieces, gradients, network.layouts
+    cutting.release()
+    return losses, norms, pieces, gradients, cutting.layouts
 
 
 def _put_together(mesh, results, place):

@@ -68,6 +68,7 @@ FAULTS = {
     "reduce twice": ("doubled", ("tp",), {"output"}),
     "reduce back too": ("doubled", ("tp",), BEFORE | CUT),
     "bias inside": ("doubled", (), {"output"}),
+    "mean": ("scaled", (), {"output"} | BEFORE | CUT),
     "piece": ("cut", ("tp",), {"output"}),
 }
 WRONG_AXIS = {

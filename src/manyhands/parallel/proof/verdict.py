@@ -156,7 +156,7 @@ def _judge_differences(
         mend = "is something whole, such as a bias, added before an all_reduce? It is then added once by each process"
         return Finding(name, "doubled", (), what, mend)
     found = judge_sum(name, explain(here, there, mesh, (), tolerance), mesh, BUT)
-    factor = factor_between(observed, expected, tolerance)
+    factor = factor_between(here, there, tolerance)
     if found is None and factor is not None:
         return Finding(name, "scaled", (), f"it is {factor:.6g} times what it should be", "is a mean taken for a sum?")
     what = f"it is wrong, by up to {error_between(observed, expected):.1e} of its largest value"
