@@ -6,22 +6,21 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 import torchvision.models as zoo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.core.layouts import bounds
-from manyhands.core.mesh import Mesh
 from manyhands.parallel.describe import describe_network
 from manyhands.parallel.execute import SplitNetwork
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.loss import SplitLoss
 from manyhands.parallel.network import PassShape
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import refusal
 from manyhands.parallel.reduce import Reducer
 from manyhands.planner.collectives import Update, collectives, shares
+from tests.planner.nets import mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 
 KINDS = {
@@ -44,16 +43,6 @@ def make_net(name):
     if name == "vit":
         return zoo.VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=24, num_classes=7)
     return getattr(zoo, name)(num_classes=7)
-
-
-def random_letters(graph, mesh, rng):
-    letters = {}
-    for ops in graph.ties().values():
-        known = sorted(set.intersection(*[set(op.allowed()) for op in ops]))
-        while any(refusal(op, chosen := tuple(rng.choice(known) for _ in mesh.axes), mesh) for op in ops):
-            pass
-        letters |= dict.fromkeys([op.name for op in ops], chosen)
-    return letters
 
 
 class Recorder(TorchDispatchMode):
@@ -113,14 +102,14 @@ def _update(world, name, mesh, batch, norm_group, seed):
 
 
 def _updates(world, name, sizes, batches, seeds):
-    mesh = Mesh(tuple(zip(("dp", "tp", "tp2"), sizes)))
+    mesh = mesh_of(sizes)
     return [_update(world, name, mesh, batches[seed % len(batches)], 3 + 5 * (seed % 2), seed) for seed in range(seeds)]
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
 @pytest.mark.parametrize(("name", "seeds"), [("vgg", 6), ("vit", 2), ("resnet18", 1)])
 def test_what_is_sent_is_what_was_predicted(name, seeds, sizes):
-    processes = Mesh(tuple(zip("abc", sizes))).size
+    processes = mesh_of(sizes).size
     for rank, updates in enumerate(run_on_ranks(_updates, processes, name, sizes, (8, 7, 9), seeds)):
         for seed, (predicted, sent) in enumerate(updates):
             assert sent, "nothing was recorded"

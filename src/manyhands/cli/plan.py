@@ -14,8 +14,12 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from manyhands.run.planning import Planned
     from manyhands.run.plans import Shown
+
+_WIDTH = 125
 
 Target = Annotated[str | None, Parameter(help="a job.toml, a data set or folder as in train, or a plan.json to show")]
 WorldSize = Annotated[
@@ -112,15 +116,21 @@ def _new(
 
 
 def _print_search(planned: "Planned", files: tuple[Path, Path], to: Any) -> None:
-    from rich.console import Console
-
     from manyhands.planner.explain import candidates_table
 
     found = planned.found
     for note in planned.notes:
         print(f"manyhands: {note}", file=sys.stderr)
-    Console(file=to, highlight=False).print(candidates_table(found.candidates, found.pick.name, found.pick.reason))
+    wide(to).print(candidates_table(found.candidates, found.pick.name, found.pick.reason))
     print(f"{files[0]} and {files[1]}", file=to)
+
+
+def wide(file: Any) -> "Console":
+    """A console for tables: a terminal that is too narrow wraps their lines, where rich would cut numbers off."""
+    from rich.console import Console
+
+    console = Console(file=file, highlight=False)
+    return Console(file=file, highlight=False, width=max(_WIDTH, console.width))
 
 
 def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_json: bool) -> int:
@@ -145,7 +155,6 @@ def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_j
 
 def _print_plan(shown: "Shown") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -161,7 +170,7 @@ def _print_plan(shown: "Shown") -> None:
         size = f"{row.parameter_mb:.2f}" if row.parameter_mb else ""
         # Text, not strings: a shape's brackets would be read as a style.
         table.add_row(*map(Text, (row.name, row.kind, row.strategy, row.piece, size, row.collectives)))
-    Console(highlight=False).print(table)
+    wide(sys.stdout).print(table)
     for note in shown.notes:
         print(f"manyhands: {note}", file=sys.stderr)
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from manyhands.core.errors import UserError
@@ -33,7 +34,7 @@ class Mesh:
         """The axes' names, major to minor."""
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The axes' sizes, major to minor."""
         return tuple(size for _, size in self.axes)

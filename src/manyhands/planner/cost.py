@@ -183,10 +183,11 @@ class Sketch:
 
 
 Both = tuple[Layout, Layout]
+Known = dict[Any, Any]
 Fixed = Mapping[str, Mapping[int, str]]
 
 
-def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch:
+def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Known | None = None) -> Sketch:
     """The problem of splitting a network over a mesh.
 
     What several readers of one op want alike is sent once, but counted here for each of them, as costs are between
@@ -196,9 +197,10 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch
         graph: the network.
         setting: the mesh and all costs.
         fixed: letters by op and axis that must be kept.
+        known: costs of ops, shared by the sketches of one search.
     """
     groups = list(graph.ties().values())
-    known: dict[Any, Any] = {}
+    known = {} if known is None else known
     choices = [_choices(ops, setting, fixed or {}, known) for ops in groups]
     nodes = [
         [_choice(ops, letters, setting, known) for letters in taken] for ops, taken in zip(groups, choices, strict=True)
@@ -216,7 +218,7 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch
     return Sketch(problem, groups, choices)
 
 
-def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: dict[Any, Any]) -> list[tuple[str, ...]]:
+def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: Known) -> list[tuple[str, ...]]:
     mesh = setting.mesh
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
     pinned = {axis: letter for op in ops for axis, letter in fixed.get(op.name, {}).items()}
@@ -224,8 +226,19 @@ def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: dict[Any, Any
     return [taken for taken in itertools.product(*ways) if all(_may(op, taken, setting, known) for op in ops)]
 
 
-def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: dict[Any, Any]) -> bool:
-    key = "may", setting.work.signature(op), letters
+def _alike(letters: tuple[str, ...], setting: Setting) -> Any:
+    """Equal for letters, on whatever mesh, under which an op costs the same: where all links are alike, parts count."""
+    links = setting.links
+    if links.measured or len(set(zip(links.axes, links.across, strict=True))) > 1:
+        return setting.mesh.sizes, letters
+    parts: dict[str, int] = {}
+    for letter, size in zip(letters, setting.mesh.sizes, strict=True):
+        parts[letter] = parts.get(letter, 1) * size
+    return tuple(sorted(parts.items()))
+
+
+def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> bool:
+    key = "may", setting.work.signature(op), _alike(letters, setting)
     if key not in known:
         mesh = setting.mesh
         idle = mesh.parts(batch_axes(letters)) > setting.work.batch
@@ -237,10 +250,10 @@ def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: dict[Any, An
     return known[key]
 
 
-def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: dict[Any, Any]) -> Choice:
+def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Known) -> Choice:
     owns: list[Own] = []
     for op in ops:
-        key = "own", setting.work.signature(op), letters
+        key = "own", setting.work.signature(op), _alike(letters, setting)
         if key not in known:
             known[key] = own_costs(op, letters, setting)
         owns.append(known[key])

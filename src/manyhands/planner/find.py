@@ -13,7 +13,7 @@ from manyhands.parallel.graph import LOSS, Graph
 from manyhands.parallel.plan import Plan, concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Prediction, Setting, predict, sketch
+from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch
 from manyhands.planner.explain import Candidate
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.problem import NoPlanError, SearchStoppedError
@@ -290,7 +290,8 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
 def _searched(graph: Graph, wish: Wish, base: Setting, links: LinksOf) -> list[Option]:
     """The best plan on each mesh."""
     settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(wish, graph)]
-    sketches = [sketch(graph, setting, fixed) for setting, fixed in settings]
+    known: Known = {}
+    sketches = [sketch(graph, setting, fixed, known) for setting, fixed in settings]
     answers = solve_all([one.problem for one in sketches], wish.limit_s, GAP)
     options: list[Option] = []
     for (setting, _), one, answer in zip(settings, sketches, answers, strict=True):

@@ -1,0 +1,127 @@
+"""manyhands plan: searched, written, shown, proven and timed; nothing of the user's is overwritten."""
+
+import json
+
+import pytest
+
+from manyhands.cli.main import main
+from tests.e2e.command import Ended, assert_one_screen, run
+
+JOB = ("synthetic:64x3x16x16x10", "cnn", "--batch", "32", "-n", "2")
+
+
+@pytest.fixture
+def plan(capsys):
+    """Runs `manyhands plan …` within this process, since each of its own would import torch anew."""
+
+    def typed(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *map(str, words)])
+        said = capsys.readouterr()
+        return Ended(ended.value.code, said.out, said.err)
+
+    return typed
+
+
+def test_offline_a_table_a_plan_and_a_picture(plan, here):
+    ended = plan(*JOB, "--no-measure")
+    assert ended.code == 0, ended.err
+    assert "data parallel" in ended.out
+    assert "is kept" in ended.out or "is chosen" in ended.out
+    content = json.loads((here / "plan.json").read_text())
+    assert content["format"] == "plan/1"
+    assert content["mesh"] == {"dp": 2}
+    assert content["reason"] in " ".join(ended.out.split())
+    assert (here / "plan.png").read_bytes().startswith(b"\x89PNG")
+    shown = plan("plan.json")
+    assert shown.code == 0, shown.err
+    assert content["reason"] in shown.out
+    assert "gradients" in shown.out
+
+
+def test_pins_and_meshes_are_kept_and_shown(plan, here):
+    ended = plan(*JOB[:-1], 4, "--mesh", "dp=2,tp=2", "--pin", "13=n@dp o@tp", "--no-measure", "--json")
+    assert ended.code == 0, ended.err
+    content = json.loads(ended.out)
+    assert content["ops"]["13"] == "n@dp o@tp"
+    assert content["pinned"] == ["13"]
+    rows = {row["name"]: row for row in json.loads(plan("plan.json", "--json").out)["rows"]}
+    assert rows["13"]["strategy"] == "n@dp o@tp"
+    assert rows["13"]["piece"] == "[16, 5]"
+
+
+def test_what_is_there_is_not_overwritten(plan, here):
+    (here / "plan.png").write_text("mine")
+    ended = plan(*JOB, "--no-measure")
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    (here / "plan.json").write_text('{"mine": 1}')
+    ended = plan(*JOB, "--no-measure", "--force")
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    assert (here / "plan.json").read_text() == '{"mine": 1}'
+    assert (here / "plan.png").read_text() == "mine"
+    other = plan(*JOB, "--no-measure", "--out", "other.json")
+    assert other.code == 0, other.err
+    again = plan(*JOB, "--no-measure", "--out", "other.json", "--force")
+    assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*JOB, "--mesh", "dp=3"),
+        (*JOB, "--mesh", "dp"),
+        (*JOB, "--pin", "nothing=n@dp"),
+        (*JOB, "--pin", "n@dp"),
+        (*JOB, "--memory", "much"),
+        (*JOB, "--memory", "1kB"),
+        (*JOB, "--link", "fast"),
+        (*JOB, "--out", "plan.txt"),
+        (*JOB, "--measure"),
+        (*JOB, "-n", "1"),
+        (*JOB[:2], "--batch", "2", "-n", "4"),
+        ("no-such-plan.json",),
+        ("digits", "mlp", "third"),
+    ],
+)
+def test_a_mistake_is_one_screen(plan, here, words):
+    ended = plan(*words, "--no-measure") if words[0].startswith("synth") else plan(*words)
+    assert ended.code == 2
+    assert_one_screen(ended.err, where=False)
+    assert not (here / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": "plan/1"}', '{"format": "plan/1", "mesh": {"dp": 2}}',
+                '{"format": "plan/1", "mesh": {"dp": 2}, "network": {"channels": "x"}, "graph": {"samples": 3}}',
+                '{"format": "plan/1", "mesh": {"dp": 2}, "network": 3, "graph": 4}'],
+)  # fmt: skip
+def test_what_is_no_plan_or_says_nothing_of_its_network_is_refused(plan, here, content):
+    (here / "mine.json").write_text(content)
+    ended = plan("mine.json")
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+
+
+# Each starts processes that import torch, up to three times.
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_measured_then_proven(here):
+    ended = run("plan", *JOB, "--verify")
+    assert ended.code == 0, ended.err
+    assert "measured" in ended.out
+    assert "computes the same" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_plan_by_hand_is_proven_and_timed(plan, here):
+    assert plan(*JOB, "--no-measure").code == 0
+    content = json.loads((here / "plan.json").read_text())
+    (here / "plan.json").write_text(json.dumps({**content, "ops": {"loss": "r@dp", "4": "o@dp"}}))
+    ended = run("plan", "plan.json", "--verify", "--measure")
+    assert ended.code == 0, ended.err
+    assert "computes the same" in ended.err
+    assert "data parallel" in ended.out
+    assert "ms an update" in ended.out

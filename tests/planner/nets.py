@@ -1,0 +1,45 @@
+"""Small networks and letters for the planner's tests."""
+
+import torch
+from torch import nn
+
+from manyhands.core.mesh import Mesh
+from manyhands.parallel.describe import describe_network
+from manyhands.parallel.plan import refusal
+
+
+def chain():
+    """No two ops read the same, and all lengths are powers of two; pictures have 4 channels."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(4), nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 16),
+    )  # fmt: skip
+
+
+def heavy():
+    """Nearly all of its weights are fully connected."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(512, 1024), nn.ReLU(),
+        nn.Linear(1024, 2048),
+    )  # fmt: skip
+
+
+def graph_of(model, size=32, channels=3):
+    return describe_network(model.train(), torch.zeros(channels, size, size))
+
+
+def mesh_of(sizes):
+    return Mesh(tuple(zip(("dp", "tp", "tp2"), sizes, strict=False)))
+
+
+def random_letters(graph, mesh, rng):
+    """Letters that each op and those that it is tied to can take."""
+    letters = {}
+    for ops in graph.ties().values():
+        known = sorted(set.intersection(*[set(op.allowed()) for op in ops]))
+        while any(refusal(op, chosen := tuple(rng.choice(known) for _ in mesh.axes), mesh) for op in ops):
+            pass
+        letters |= dict.fromkeys([op.name for op in ops], chosen)
+    return letters

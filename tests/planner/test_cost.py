@@ -1,0 +1,106 @@
+"""Costs: the problem that is solved and the prediction that is printed say the same of any letters."""
+
+import random
+
+import pytest
+import torchvision.models as zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.core.links import Link, links_of
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.planner.collectives import BACKWARD, FORWARD, shares
+from manyhands.planner.cost import Setting, predict, sketch
+from manyhands.planner.op_times import OpTimes
+from manyhands.planner.problem import evaluate
+from manyhands.planner.work import Work, piece_shape
+from tests.planner.nets import chain, graph_of, heavy, mesh_of, random_letters
+
+BATCH = 16
+CHAIN, HEAVY = graph_of(chain(), channels=4), graph_of(heavy())
+
+
+def _setting(graph, sizes, **others):
+    mesh = mesh_of(sizes)
+    links = links_of(mesh, per_machine=1, between=Link(1e8, 1e-4))
+    work = Work(graph, BATCH, mesh.size, OpTimes(budget_s=0.0))
+    return Setting(work, links, shares(BATCH, 0), **others)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from([(2,), (4,), (2, 2), (4, 2), (2, 2, 2)]), st.integers(0, 10**6))
+def test_a_chain_costs_the_same_in_the_problem_and_in_the_prediction(sizes, seed):
+    setting = _setting(CHAIN, sizes, memory_limit_bytes=1e12)
+    letters = random_letters(CHAIN, setting.mesh, random.Random(seed))
+    one = sketch(CHAIN, setting)
+    told = evaluate(one.problem, one.chosen(letters))
+    assert one.letters(told.choices) == letters
+    predicted = predict(CHAIN, letters, setting)
+    # Labels are 64 bits wide; the problem leaves them out, as they are the same few bytes everywhere.
+    sent = [c for c in predicted.collectives if c.when in {FORWARD, BACKWARD} and c.item_bytes == 4]
+    expected = predicted.compute_seconds + sum(c.seconds(setting.links) for c in sent)
+    assert told.node_seconds + told.edge_seconds == pytest.approx(expected, rel=1e-9)
+    assert predicted.compute_seconds > 0
+
+
+@given(st.sampled_from([2, 4, 8]))
+def test_cut_weights_take_a_part_of_the_memory_and_send_no_gradients(processes):
+    setting = _setting(HEAVY, (processes,))
+    whole = dict.fromkeys(HEAVY.ops, ("n",))
+    cut = {**whole, "4": ("o",), "5": ("c",), "6": ("i",)}
+    data, split = predict(HEAVY, whole, setting), predict(HEAVY, cut, setting)
+    assert split.memory_bytes < data.memory_bytes / processes * 1.5
+    assert split.sent_bytes < data.sent_bytes
+    assert data.gradient_seconds >= split.gradient_seconds
+
+
+def test_more_processes_compute_less_and_copies_as_much_as_one():
+    letters = dict.fromkeys(CHAIN.ops, ("n",))
+    seconds = [predict(CHAIN, letters, _setting(CHAIN, (count,))).compute_seconds for count in (2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    alike = dict.fromkeys(CHAIN.ops, ("r",))
+    same = [predict(CHAIN, alike, _setting(CHAIN, (count,))).compute_seconds for count in (2, 4, 8)]
+    assert same == pytest.approx([same[0]] * 3)
+
+
+def test_where_kernels_may_differ_nobody_computes_parameters_twice():
+    one = sketch(CHAIN, _setting(CHAIN, (2, 2), repeat=False))
+    for ops, choices in zip(one.groups, one.choices, strict=True):
+        learns = any(op.parameters() for op in ops)
+        assert any("r" in letters for letters in choices) != learns
+
+
+def test_groups_that_span_processes_cost_sums_in_both_directions():
+    model = zoo.resnet18(num_classes=8)
+    group_batch_norms(model)
+    graph = graph_of(model)
+    mesh = mesh_of((4,))
+    work = Work(graph, BATCH, 4, OpTimes(budget_s=0.0))
+    letters = dict.fromkeys(graph.ops, ("n",))
+    apart = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 4)))
+    spanning = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 8)))
+    assert len(spanning.collectives) - len(apart.collectives) == 2 * 20
+    assert spanning.communication_seconds > apart.communication_seconds
+
+
+def test_ops_are_measured_once_and_scaled(tmp_path):
+    times = OpTimes(budget_s=60.0, folder=tmp_path)
+    work = Work(CHAIN, BATCH, 2, times)
+    op, mesh = CHAIN.ops["3"], mesh_of((2,))
+    whole, half = (work.seconds(op, letters, mesh).forward for letters in (("r",), ("n",)))
+    assert times.measured == 1
+    assert 0 < half < whole
+    times.save()
+    again = OpTimes(budget_s=60.0, folder=tmp_path)
+    assert Work(CHAIN, BATCH, 2, again).seconds(op, ("n",), mesh).forward > 0
+    assert again.measured == 0
+
+
+@given(st.sampled_from([(2,), (4, 2), (2, 2, 2)]), st.integers(0, 10**6))
+def test_a_piece_is_a_part_of_what_is_whole(sizes, seed):
+    mesh = mesh_of(sizes)
+    letters = random_letters(CHAIN, mesh, random.Random(seed))
+    for op in CHAIN.ops.values():
+        if op.extents:
+            shape, dims = piece_shape(op, letters[op.name], mesh, BATCH), (BATCH, *op.extent.dims[1:])
+            assert all(0 < part <= length <= part * mesh.size for part, length in zip(shape, dims, strict=True))

@@ -1,0 +1,163 @@
+"""Finding plans: never above those by hand, within memory, with pins kept, and data parallel where that wins."""
+
+from dataclasses import replace
+
+import pytest
+import torchvision.models as zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import manyhands
+from manyhands.core.errors import UserError
+from manyhands.core.links import Link, links_of
+from manyhands.parallel.plan import Plan, plan_from_plain, resolve
+from manyhands.planner.choose import DATA_PARALLEL
+from manyhands.planner.collectives import shares
+from manyhands.planner.cost import Setting, sketch
+from manyhands.planner.find import GAP, Wish, digest, find, one_weird_trick
+from manyhands.planner.op_times import OpTimes
+from manyhands.planner.problem import NoPlanError, evaluate
+from manyhands.planner.solve import solve
+from manyhands.planner.work import Work
+from tests.planner.nets import chain, graph_of, heavy, mesh_of
+
+HEAVY, CHAIN = graph_of(heavy()), graph_of(chain(), channels=4)
+RESNET = graph_of(zoo.resnet18(), 64)
+
+
+def slow(mesh):
+    return links_of(mesh, per_machine=1, between=Link(12.5e6, 1e-4))
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (4, 2), (2, 2, 2)])
+@pytest.mark.parametrize("graph", [HEAVY, CHAIN, RESNET], ids=["heavy", "chain", "resnet18"])
+def test_the_search_is_never_above_what_is_written_by_hand(graph, sizes):
+    mesh = mesh_of(sizes)
+    setting = Setting(Work(graph, 64, mesh.size, OpTimes(budget_s=0.0)), slow(mesh), shares(64, 0))
+    one = sketch(graph, setting)
+    found = solve(one.problem, gap=GAP)
+    hands = [Plan(mesh), Plan(mesh, default=f"r@{','.join(mesh.names)}")]
+    written = [resolve(plan, graph) for plan in hands]
+    written += [trick for trick in [one_weird_trick(graph, mesh)] if trick]
+    assert len(written) >= 2
+    for letters in written:
+        assert found.seconds <= evaluate(one.problem, one.chosen(letters)).seconds * (1 + GAP)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_fully_connected_network_on_a_slow_link_is_not_data_parallel(world_size):
+    found = find(HEAVY, Wish(world_size, 64), links=slow)
+    assert found.pick.name != DATA_PARALLEL
+    assert "x as fast" in found.pick.reason
+    data = found.options[0]
+    assert data.name == DATA_PARALLEL
+    assert found.chosen.prediction.seconds < data.prediction.seconds
+    assert found.chosen.prediction.sent_bytes < data.prediction.sent_bytes / 2
+
+
+def test_resnet_stays_data_parallel_with_the_reason():
+    found = find(RESNET, Wish(4, 256))
+    assert found.pick.name == DATA_PARALLEL
+    assert found.pick.reason.startswith("data parallel is kept")
+    assert found.plan.about["mode"] == "data"
+    assert found.plan.ops == {}
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([2, 4, 8]), st.sampled_from([8, 64]), st.booleans())
+def test_a_plan_says_the_same_letters_when_it_is_read_again(world_size, batch, slowly):
+    found = find(HEAVY, Wish(world_size, batch), links=slow if slowly else links_of)
+    for option in found.options:
+        plan = found.plan_of(option)
+        assert resolve(plan_from_plain(plan.as_plain(), "plan"), HEAVY) == option.letters
+    assert len({option.name for option in found.options}) == len(found.options)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["4", "6", "[46]"]),
+    st.sampled_from(["n@dp o@tp", "i@tp", "o@dp,tp", "r@dp", "i@dp n@tp"]),
+    st.sampled_from(["search", "data"]),
+)
+def test_pins_are_kept(pattern, strategy, fill):
+    wish = Wish(4, 64, mesh_of((2, 2)), {pattern: strategy}, fill=fill)
+    found = find(HEAVY, wish, links=slow)
+    assert found.pick.name != DATA_PARALLEL
+    letters = resolve(found.plan, HEAVY)
+    for part in strategy.split():
+        letter, _, axes = part.partition("@")
+        for axis in axes.split(","):
+            for op in HEAVY.matching(pattern):
+                assert letters[op.name][("dp", "tp").index(axis)] == letter
+    if fill == "data":
+        assert all(set(letters[name]) == {"n"} for name in ("0", "1", "loss"))
+
+
+def test_meshes_without_a_pins_axis_are_left_out():
+    found = find(HEAVY, Wish(8, 64, pins={"6": "o@tp"}))
+    assert all("tp" in option.mesh.names for option in found.options if option.allowed)
+    assert not found.options[0].allowed
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Wish(4, 64, pins={"6": "h@dp"}), "6"),
+        (Wish(4, 64, pins={"nothing": "n@dp"}), "nothing"),
+        (Wish(4, 64, pins={"6": "o@elsewhere"}), "elsewhere"),
+        (Wish(4, 64, mesh_of((2,))), "dp=2"),
+        (Wish(4, 2), "2 samples"),
+        (Wish(1, 2), "two processes"),
+    ],
+)
+def test_what_cannot_be_is_said(wish, words):
+    with pytest.raises(UserError) as error:
+        find(HEAVY, wish)
+    assert words in str(error.value)
+    assert error.value.mend
+
+
+def test_memory_is_kept_to():
+    free = find(HEAVY, Wish(4, 64))
+    assert free.pick.name == DATA_PARALLEL or free.chosen.prediction.seconds < free.options[0].prediction.seconds
+    limit = int(free.options[0].prediction.memory_bytes * 0.6)
+    tight = find(HEAVY, Wish(4, 64, memory_limit_bytes=limit))
+    assert not tight.options[0].fits
+    assert tight.chosen.prediction.memory_bytes <= limit
+    assert "data parallel can't run" in tight.pick.reason
+    with pytest.raises(NoPlanError, match="GiB"):
+        find(HEAVY, Wish(4, 64, memory_limit_bytes=1000))
+
+
+def test_another_network_has_another_digest():
+    assert digest(HEAVY) == digest(graph_of(heavy()))
+    assert digest(HEAVY) != digest(CHAIN)
+
+
+def test_from_python():
+    model = heavy().eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    import torch
+
+    plan = manyhands.find_plan(
+        model, torch.zeros(64, 3, 32, 32), world_size=4, mesh="dp=2,tp=2", link="100mbit", pin={"6": "n@dp o@tp"}
+    )
+    assert str(plan.mesh) == "dp=2,tp=2"
+    assert plan.pinned == ("6",)
+    assert plan.about["graph"]["samples"] == 64
+    assert not model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    free = manyhands.find_plan(model, torch.zeros(3, 32, 32), world_size=2, link="100mbit", memory="1GiB")
+    assert free.about["graph"]["samples"] == 64
+    with pytest.raises(UserError, match="memory"):
+        manyhands.find_plan(model, torch.zeros(3, 32, 32), memory="much")
+
+
+def test_finalists_hold_data_parallel_and_the_best():
+    found = find(HEAVY, Wish(8, 64), links=slow)
+    names = [option.name for option in found.finalists(2)]
+    assert DATA_PARALLEL in names
+    assert found.chosen.name in names
+    assert len(names) == 3
+    pinned = find(HEAVY, replace(found.wish, pins={"6": "o@tp"}), links=slow)
+    assert DATA_PARALLEL not in [option.name for option in pinned.finalists()]
