@@ -24,8 +24,9 @@ from manyhands.parallel.split import split
 from tests.processes.ranks import run_on_ranks
 
 CLASSES = 7
-# Gradients far below the network's largest one (a bias before BatchNorm has none at all) are compared with this part.
-SMALLEST = 1e-4
+# A gradient below this part of the network's largest one is nothing but rounding (that of a bias before BatchNorm, say)
+# and is measured by the largest one.
+NOTHING = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 class NarrowResNet(ResNet):
@@ -81,13 +82,12 @@ NETWORKS = {
     "densenet": (_densenet, 64),
     "vit": (_vit, 32),
 }
-# Groups of BatchNorm and the batch are those of the whole batch, so that few values never stand alone.
 BATCH = 8
 
 
 @dataclass
 class Truth:
-    """What one process computes: losses of each update, gradients of the first and last, and the state after both."""
+    """What one process computes: loss, gradients and state of each update, and evaluation's output after the last."""
 
     model: nn.Module
     pictures: torch.Tensor
@@ -96,6 +96,7 @@ class Truth:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    output: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 @dataclass
@@ -103,12 +104,12 @@ class Found:
     """How far one plan's results are from the truth, relative to each tensor's largest value.
 
     Attributes:
-        seed: of the plan; -1 for data parallel.
+        label: the plan's seed (-1 for data parallel), or what it is of.
         first: after one update: (error, what it is of).
         last: after the last one.
     """
 
-    seed: int
+    label: object
     first: tuple[float, str]
     last: tuple[float, str]
 
@@ -118,28 +119,44 @@ def _criterion(output, labels):
 
 
 def _optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
 
 def truth(name, updates=1, dtype=torch.float64, group=BATCH, disturbance=0.0):
-    """One process's updates; with a relative disturbance of the pictures, to see what rounding alone may do."""
+    """One process's updates; with a relative disturbance of the pictures, to see what rounding alone may do.
+
+    BatchNorm's groups are the whole batch unless said otherwise: over few values its gradients are mostly rounding.
+    """
     build, size = NETWORKS[name]
     torch.manual_seed(0)
-    model = build().to(dtype).train()
+    model = build()
     pictures = torch.randn(BATCH, 3, size, size, dtype=torch.float64)
     noise = torch.randn(pictures.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    pictures = (pictures * (1 + disturbance * noise)).to(dtype)
-    found = Truth(copy.deepcopy(model), pictures, torch.randint(0, CLASSES, (BATCH,)), group)
+    return truth_of(model, (pictures * (1 + disturbance * noise)).to(dtype), updates, group, dtype)
+
+
+def truth_of(model, pictures, updates=1, group=BATCH, dtype=torch.float64):
+    """The same for any network and pictures [n, …] (or whole numbers)."""
+    count = len(pictures)
+    model = model.to(dtype).train()
+    labels = torch.randint(0, CLASSES, (count,), generator=torch.Generator().manual_seed(4))
+    found = Truth(copy.deepcopy(model), pictures, labels, group)
     groups, _ = group_batch_norms(model)
     optimizer = _optimizer(model)
     for _ in range(updates):
         optimizer.zero_grad()
-        (share,) = shares_of_pass(BATCH, group, (0, BATCH), 1)
-        groups.begin_pass(share.spans, share.shared_groups, BATCH, BATCH)
+        (share,) = shares_of_pass(count, group, (0, count), 1)
+        groups.begin_pass(share.spans, share.shared_groups, count, count)
         loss, _ = _criterion(model(pictures), found.labels)
-        (loss / BATCH).backward()
+        (loss / count).backward()
         _note(found, loss.item(), model, optimizer, lambda: groups.finish_update(1))
+    found.output = _evaluate(model, pictures)
     return found
+
+
+def _evaluate(model, pictures):
+    with torch.inference_mode():
+        return model.eval()(pictures).clone()
 
 
 def _note(found, loss, model, optimizer, finish):
@@ -173,15 +190,12 @@ def random_plan(model, picture, mesh, seed):
     return Plan(mesh, ops, default)
 
 
-def _errors(world, truth, axes, seeds):
-    mesh = Mesh(axes)
+def _errors(world, cases):
     found = []
-    for seed in seeds:
-        plan = random_plan(truth.model, truth.pictures[0], mesh, seed)
-        model = copy.deepcopy(truth.model)
-        network = split(model, world, How(plan=plan, picture=truth.pictures[0]))
-        mine = _follow(network, truth, world)
-        found.append(Found(seed, *_compare_ends(mine, truth, network.cutting)))
+    for label, truth, plan in cases:
+        network = split(copy.deepcopy(truth.model), world, How(plan=plan, picture=truth.pictures[0]))
+        mine = _follow(network, truth)
+        found.append(Found(label, *_compare_ends(mine, truth, network.cutting)))
         network.cutting.release()
     return found
 
@@ -190,52 +204,67 @@ def _compare_ends(mine, truth, cutting):
     def cut(name, tensor):
         return cut_tensor(tensor, cutting.layouts[name], cutting.grid)
 
-    return [_compare(mine, truth, number, cut) for number in (0, len(truth.losses) - 1)]
+    first, last = (_compare(mine, truth, number, cut) for number in (0, len(truth.losses) - 1))
+    off = (mine.output.double() - truth.output.double()).abs().max().item() / truth.output.abs().max().item()
+    return first, max(last, (off, "output in evaluation"))
 
 
-def _follow(network, truth, world):
-    cutting, optimizer = network.cutting, _optimizer(network.inner)
+def _follow(network, truth):
+    cutting, optimizer, count = network.cutting, _optimizer(network.inner), len(truth.pictures)
     judge = cutting.judge(_criterion, 0.0)
-    edges = bounds(BATCH, cutting.replicas)
+    edges = bounds(count, cutting.replicas)
     mine = slice(edges[cutting.replica], edges[cutting.replica + 1])
     found = Truth(network.inner, truth.pictures[mine], truth.labels[mine], truth.group)
     for _ in truth.losses:
         optimizer.zero_grad()
-        share = lambda parts, index: shares_of_pass(BATCH, truth.group, (0, BATCH), parts)[index]  # noqa: E731
-        cutting.begin_pass(PassShape(BATCH, BATCH, share))
+        cutting.begin_pass(PassShape(count, count, lambda parts, index: _share(truth, parts, index)))
         loss, _, _ = judge(network.call(found.pictures), found.labels)
-        (loss / BATCH).backward()
+        (loss / count).backward()
         cutting.finish_backward()
         total = loss.detach().clone() * (1.0 if cutting.counts else 0.0)
         torch.distributed.all_reduce(total)
         _note(found, total.item(), network.inner, optimizer, cutting.finish_update)
+    found.output = _evaluate(network.call, found.pictures)
     return found
+
+
+def _share(truth, parts, index):
+    count = len(truth.pictures)
+    return shares_of_pass(count, truth.group, (0, count), parts)[index]
 
 
 def _compare(mine, truth, number, cut):
     """The largest relative error of loss, gradients, buffers and parameters, and where it is."""
     worst = (abs(mine.losses[number] - truth.losses[number]) / abs(truth.losses[number]), "loss")
-    floor = SMALLEST * max(one.abs().max().item() for one in truth.gradients[number].values())
-    for kind, got, wanted, least in (
-        ("gradient of", mine.gradients[number], truth.gradients[number], floor),
-        ("value of", mine.states[number], truth.states[number], SMALLEST),
+    nothing = NOTHING[truth.pictures.dtype]
+    for kind, got, wanted in (
+        ("gradient of", mine.gradients[number], truth.gradients[number]),
+        ("value of", mine.states[number], truth.states[number]),
     ):
         assert set(got) == set(wanted)
+        largest = max(one.abs().max().item() for one in wanted.values())
         for name, tensor in wanted.items():
-            here = cut(name, tensor)
+            here, own = cut(name, tensor), tensor.abs().max().item()
             assert here.shape == got[name].shape, name
             difference = (here.double() - got[name].double()).abs()
-            error = difference.max().item() / max(tensor.abs().max().item(), least) if difference.numel() else 0.0
-            worst = max(worst, (error, f"{kind} {name}"))
+            if difference.numel():
+                error = difference.max().item() / (own if own > nothing * largest else largest)
+                worst = max(worst, (error, f"{kind} {name}"))
     return worst
 
 
 def errors(name, axes, seeds, updates=1, dtype=torch.float64, group=BATCH):
-    """The worst of all processes for each plan."""
+    """The worst of all processes for random plans of one of the networks."""
     wanted = truth(name, updates, dtype, group)
-    by_rank = run_on_ranks(_errors, Mesh(axes).size, wanted, axes, seeds)
+    mesh = Mesh(axes)
+    return errors_of([(seed, wanted, random_plan(wanted.model, wanted.pictures[0], mesh, seed)) for seed in seeds])
+
+
+def errors_of(cases):
+    """The worst of all processes for (label, truth, plan), all on one mesh."""
+    by_rank = run_on_ranks(_errors, cases[0][2].mesh.size, cases)
     return [
-        Found(ranks[0].seed, max(one.first for one in ranks), max(one.last for one in ranks))
+        Found(ranks[0].label, max(one.first for one in ranks), max(one.last for one in ranks))
         for ranks in zip(*by_rank, strict=True)
     ]
 
