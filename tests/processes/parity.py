@@ -236,7 +236,7 @@ def _share(truth, parts, index):
 def _compare(mine, truth, number, cut):
     """The largest relative error of loss, gradients, buffers and parameters, and where it is."""
     worst = (abs(mine.losses[number] - truth.losses[number]) / abs(truth.losses[number]), "loss")
-    nothing = NOTHING[truth.pictures.dtype]
+    nothing = NOTHING[truth.output.dtype]
     for kind, got, wanted in (
         ("gradient of", mine.gradients[number], truth.gradients[number]),
         ("value of", mine.states[number], truth.states[number]),

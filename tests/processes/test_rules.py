@@ -108,7 +108,6 @@ RULES = {
     "attention": [
         ("self", lambda: Attention(), (5, 12)),
         ("no bias", lambda: Attention(bias=False), (5, 12)),
-        ("with weights", lambda: Attention(need_weights=True), (5, 12)),
     ],
     "elementwise": [
         ("activations", lambda: nn.Sequential(nn.GELU(), nn.Hardswish(), nn.LeakyReLU(inplace=True)), PICTURE),
@@ -149,6 +148,7 @@ RULES = {
     ],
     "opaque": [
         ("cumulative sum", lambda: Called(lambda x: x.cumsum(2)), PICTURE),
+        ("attention with weights", lambda: Attention(need_weights=True), (5, 12)),
         ("softmax", lambda: nn.Softmax(1), PICTURE),
         ("own matrix", lambda: Called(torch.matmul, (6, 5)), PICTURE),
         ("transposed convolution", lambda: nn.ConvTranspose2d(4, 3, 2), PICTURE),
@@ -167,7 +167,7 @@ def _truth(make, shape, group=SAMPLES):
         features = op.double()(torch.rand(SAMPLES, *shape, dtype=torch.float64)).flatten(1).shape[1]
     model = Scaled(op, shape, features)
     generator = torch.Generator().manual_seed(2)
-    return truth_of(model, torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=generator), 2, group)
+    return truth_of(model, torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=generator), 1, group)
 
 
 def _graph(truth):
@@ -177,10 +177,10 @@ def _graph(truth):
 
 
 def _plans(graph, mesh, kind):
-    """A plan for each op of the kind and all pairs of letters, where the rest of the network shares out samples."""
+    """A plan for each op of the kind and each pair of letters, where the rest of the network shares out samples."""
     for op in graph.ops.values():
-        if op.kind == kind and op.extents and op.name != "input":
-            for letters in itertools.product(op.allowed(), repeat=len(mesh.axes)):
+        if op.kind == kind and op.name.startswith(("op", LOSS)):
+            for letters in itertools.combinations_with_replacement(op.allowed(), len(mesh.axes)):
                 if not refusal(op, letters, mesh):
                     yield Plan(mesh, {op.name: write_strategy(letters, mesh)})
 
@@ -208,11 +208,9 @@ def test_each_letter_gives_what_one_process_gives(kind, mesh):
     _check(_cases(kind, Mesh(MESHES[mesh]), RULES[kind]))
 
 
-@pytest.mark.parametrize("group", [0, 4])
+@pytest.mark.parametrize("group", [3, 4])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_batch_norm_over_parts_of_the_batch(mesh, group):
-    if group == 0:
-        pytest.skip("without groups each process's samples are one, as DDP has it: no law")
     _check(_cases("batch_norm", Mesh(MESHES[mesh]), RULES["batch_norm"][:2], group))
 
 
@@ -220,7 +218,7 @@ def test_batch_norm_over_parts_of_the_batch(mesh, group):
 def test_embedding(mesh):
     torch.manual_seed(1)
     numbers = torch.randint(0, 11, (SAMPLES, 5), generator=torch.Generator().manual_seed(3))
-    truth = truth_of(Words(), numbers, 2, SAMPLES)
+    truth = truth_of(Words(), numbers, 1, SAMPLES)
     plans = list(_plans(_graph(truth), Mesh(MESHES[mesh]), "embedding"))
     assert {letter for plan in plans for letter in "novr" if f"{letter}@" in plan.ops["op"]} == set("novr")
     _check([(dict(plan.ops), truth, plan) for plan in plans])
