@@ -101,7 +101,7 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
     """
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (len(sizes) if count is None else count):
         raise UserError("a mesh has one to three axes of different names", where, ("such as dp=2,tp=2",))
-    small = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
+    small = [name for name, size in sizes.items() if type(size) is not int or size < 1]
     if small:
         raise UserError(f"the mesh's axis {small[0]} has size {sizes[small[0]]}", where, ("a size is 1 or more",))
     return Mesh(tuple(sizes.items()))

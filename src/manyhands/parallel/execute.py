@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.layouts import TensorLayout, bounds, whole
 from manyhands.core.seeds import mix
 from manyhands.parallel.describe import rule_of
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
@@ -149,14 +149,17 @@ class State:
 
 def _draws(op: Op) -> bool:
     if op.module is not None:
-        return any(
-            (isinstance(module, _DropoutNd) and module.p > 0) or getattr(module, "dropout", 0.0) not in {0, None}
-            if not isinstance(getattr(module, "dropout", 0.0), nn.Module)
-            else False
-            for module in op.module.modules()
-        )
-    word = getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
-    return "dropout" in word or word == "stochastic_depth"
+        return any(_is_random(module) for module in op.module.modules())
+    return "dropout" in _word(op) or _drops_samples(op)
+
+
+def _drops_samples(op: Op) -> bool:
+    """True for torchvision's stochastic depth: all channels of a sample are dropped, or none."""
+    return _word(op) == "stochastic_depth"
+
+
+def _word(op: Op) -> str:
+    return getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
 
 
 def _is_random(module: nn.Module) -> bool:
@@ -209,7 +212,8 @@ class Builder:
         args = fx.map_arg(node.args, lambda source: self._given(source, op))
         kwargs = fx.map_arg(node.kwargs, lambda source: self._given(source, op))
         if training and _draws(op):
-            axes = tuple(axis for axis, letter in enumerate(letters) if letter != "r")
+            alike = {"r", "c"} if _drops_samples(op) else {"r"}
+            axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
             self._call(f"draws_{number}", Draws(number, self._grid.place(axes), self._state), ())
         local = self._local_module(op, letters) if node.op == "call_module" else None
         if local is not None:
@@ -273,7 +277,7 @@ class SplitNetwork(nn.Module):
             self.layouts.setdefault(name, whole(tuple(tensor.shape)))
         self.norms = _assign_norms(train, letters, grid)
         cut_network(model, self.layouts, grid)
-        _fit_norms(train)
+        _fit_norms(train, letters, grid)
         local: dict[int, nn.Module | None] = {}
         self.training_graph = Builder(train, letters, grid, self.state, local).build(training=True)
         self.evaluation_graph = Builder(evaluate, letters, grid, self.state, local).build(training=False)
@@ -324,8 +328,10 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
     return families
 
 
-def _fit_norms(graph: Graph) -> None:
+def _fit_norms(graph: Graph, letters: Letters, grid: Grid) -> None:
     """Tells BatchNorm layers how many channels they have now."""
     for op in graph.ops.values():
-        if isinstance(op.module, GroupedNorm) and op.module.running_mean is not None:
-            op.module.num_features = op.module.running_mean.shape[0]
+        if isinstance(op.module, GroupedNorm):
+            axes = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]
+            edges, place = bounds(op.extent.dims[1], grid.parts(axes)), grid.place(axes)
+            op.module.num_features = edges[place + 1] - edges[place]

@@ -197,7 +197,7 @@ def messages(source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: 
             before[step.dim] = _longest(extent, mesh, batch, rank, step)
         if step.kind == "reduce_scatter":
             before[step.dim] = _longest(extent, mesh, batch, rank, step) * group
-        if step.communicates:
+        if step.communicates and group > 1:
             found.append(Message(step.kind, step.axes, math.prod(before)))
     return found
 

@@ -63,7 +63,7 @@ def read_plan(path: Path) -> Plan:
         UserError: there is none, or it is not a plan; says which field.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once_each)
     except OSError as error:
         raise UserError(f"the plan can't be read: {error.strerror}", str(path), ("manyhands plan job.toml",)) from error
     except ValueError as error:
@@ -71,6 +71,15 @@ def read_plan(path: Path) -> Plan:
             f"the plan is not JSON: {error}", str(path), ("write it anew: manyhands plan job.toml",)
         ) from error
     return plan_from_plain(content, str(path))
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of a name that is there twice, JSON would keep the last one without a word."""
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f'"{twice}" is there twice in one object')
+    return dict(pairs)
 
 
 def plan_from_plain(content: Any, where: str) -> Plan:
@@ -89,7 +98,10 @@ def plan_from_plain(content: Any, where: str) -> Plan:
     pinned, layouts = content.get("pinned", []), content.get("layouts", {})
     if not texts or not isinstance(pinned, list) or not isinstance(layouts, dict):
         raise UserError('"ops" should be strategies by name, such as {"fc": "n@dp o@tp"}', where, ("mend it by hand",))
-    known = {"format", "mesh", "ops", "default", "pinned", "layouts"}
+    known = ("format", "mesh", "ops", "default", "pinned", "layouts")
+    misspelt = next((key for key in content if key not in known and did_you_mean(key, list(known))), None)
+    if misspelt is not None:
+        raise UserError(f'a plan has no field "{misspelt}"', where, (did_you_mean(misspelt, list(known)),))
     return Plan(
         mesh,
         ops,
@@ -181,12 +193,17 @@ def _default(ops: list[Op], letter: str) -> str:
 def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
     reason = refusal(op, letters, mesh)
     if reason:
-        fitting = [letter for letter in op.allowed() if not refusal(op, (letter,) * len(letters), mesh)]
+        fitting = [letter for letter in op.allowed() if _fits_somewhere(op, letter, mesh)]
         raise UserError(
             f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}",
             f"{where}, {op.name}",
             (f"it can be split by {', '.join(fitting or ['r'])}",),
         )
+
+
+def _fits_somewhere(op: Op, letter: str, mesh: Mesh) -> bool:
+    """True where an op can take a letter along one of the axes at least."""
+    return any(not refusal(op, (letter,), Mesh((axis,))) for axis in mesh.axes)
 
 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:

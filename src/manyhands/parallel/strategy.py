@@ -8,6 +8,7 @@ A letter names the loop that is cut, and stands before the mesh axes that cut it
 """
 
 import ast
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -77,11 +78,11 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
         plain = f"({plain[1:-1]},)"
     try:
         content: Any = ast.literal_eval(plain)
-        found = tuple(tuple(int(number) for number in one) for one in content)
+        found = tuple(tuple(operator.index(number) for number in one) for one in content)
     except (ValueError, SyntaxError, TypeError) as error:
         mend = ("in MindSpore's form: ((1, 1), (1, 2))", f"or {EXAMPLE}")
         raise UserError(f'"{text}" is no strategy', where, mend) from error
-    if not found or any(number < 1 for one in found for number in one):
+    if not found or not all(found) or any(number < 1 for one in found for number in one):
         raise UserError(f'"{text}" is no strategy: pieces are counted from 1', where, (f"or {EXAMPLE}",))
     return found
 
@@ -111,24 +112,35 @@ def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, w
 
 
 def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[str, int]:
-    first, last = tuples[0], tuples[-1]
-    if kind in {"linear", "matmul", "dense"} and len(tuples) >= 2 and len(first) == len(tuples[1]) == 2:
-        inner = (first[1], tuples[1][0])
-        found = {"n": first[0], "i": first[1], "o": tuples[1][1]}
-    elif kind in {"conv", "conv2d"} and len(tuples) >= 2 and len(first) == len(tuples[1]) == 4:
-        inner = (first[1], tuples[1][1])
-        found = {"n": first[0], "i": first[1], "o": tuples[1][0]}
-        if {*first[2:], *tuples[1][2:]} != {1}:
-            raise UserError("pixels are not cut here", where, ("1 for height and width",))
-    else:
-        inner = (1, 1)
-        found = {"n": first[0], "c": first[1] if len(first) > 1 else last[0]}
+    if kind not in _WEIGHTED:
+        first, last = tuples[0], tuples[-1]
         if set(first[2:]) - {1}:
             raise UserError("only samples and channels are cut here", where, ("1 for all other dimensions",))
-    if inner[0] != inner[1]:
-        what = f"the input's features are cut into {inner[0]} and the weight's into {inner[1]}"
+        return {"n": first[0], "c": first[1] if len(first) > 1 else last[0]}
+    inner, outer, pixels_too = _WEIGHTED[kind]
+    dims = len(tuples[0]) if pixels_too else 2
+    if len(tuples) < 2 or len(tuples[0]) < 2 or len(tuples[1]) != dims:
+        form = ", ".join("1" * dims)
+        what = f"{tuples} should have a tuple for the input and one of {dims} numbers for the weight"
+        raise UserError(what, where, (f"such as (({form}), ({form}))",))
+    (samples, *pixels), weight = tuples[0], tuples[1]
+    features = pixels.pop(0 if pixels_too else -1)
+    if {*pixels, *weight[2:]} - {1}:
+        raise UserError("pixels are not cut here", where, ("1 for height and width",))
+    if features != weight[inner]:
+        what = f"the input's features are cut into {features} and the weight's into {weight[inner]}"
         raise UserError(what, where, ("both must be cut alike",))
-    return found
+    if any(one != (weight[outer],) for one in tuples[2:]):
+        what = f"the weight's outputs are cut into {weight[outer]} and the bias as {tuples[2:]}"
+        raise UserError(what, where, ("both must be cut alike",))
+    return {"n": samples, "i": features, "o": weight[outer]}
+
+
+# Of ops whose weight has a tuple of its own: where it has inputs and outputs, and whether pixels follow them.
+_WEIGHTED = {
+    **dict.fromkeys(("linear", "matmul", "dense"), (0, 1, False)),
+    **dict.fromkeys(("conv", "conv1d", "conv2d", "conv3d"), (1, 0, True)),
+}
 
 
 def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> list[int]:

@@ -19,5 +19,7 @@ def describe(op: Op, inputs: list[Op]) -> None:
     # Across its groups it keeps samples apart; within them the executor has the processes share statistics.
     op.batchwise = True
     op.letters = whole_or_batch(op, inputs)
+    if op.module is not None and op.module.running_mean is None:
+        op.letters["n"] = "it has no running statistics, so in evaluation it mixes samples"
     channels = op.extent.dims[1]
     op.letters["c"] = Loop((1,), 1, dict.fromkeys(PER_CHANNEL, 0), length=channels)

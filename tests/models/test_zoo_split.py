@@ -1,0 +1,133 @@
+"""torchvision's classification networks as graphs of ops: whatever can be cut says how, and what can't is named."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from manyhands.core.mesh import Mesh
+from manyhands.core.world import World
+from manyhands.parallel.describe import describe_network
+from manyhands.parallel.network import How, PassShape
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.split import split
+
+SAMPLES = 2
+SIZES = {"inception_v3": 80, "maxvit_t": 64, "vit_h_14": 28}
+HEAVY = ("vit_h_14", "vit_l_", "vit_b_", "regnet_y_128gf", "convnext_large", "efficientnet_v2_l", "regnet_y_32gf")
+FEW = ["squeezenet1_1", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet", "regnet_x_400mf", "mnasnet0_5"]
+WINDOWS = ["swin_t", "swin_v2_t", "maxvit_t", "inception_v3"]
+
+
+def _build(name):
+    """A network of the zoo, with fewer layers where it would take gigabytes."""
+    size = SIZES.get(name, 64)
+    how = {"num_classes": 5}
+    if name.startswith("vit"):
+        size = 28 if name.endswith("14") else 32
+        how |= {"image_size": size}
+    if name in {"googlenet", "inception_v3"}:
+        how |= {"init_weights": False}
+    if name == "maxvit_t":
+        how |= {"input_size": (size, size), "partition_size": 2}
+    torch.manual_seed(0)
+    return models.get_model(name, weights=None, **how), size
+
+
+def _without_draws(model):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if type(module).__name__ in {"StochasticDepth", "MultiheadAttention", "ShiftedWindowAttention"}:
+            for name in ("p", "dropout", "attention_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+    return model
+
+
+def _flat(output):
+    return [output] if isinstance(output, torch.Tensor) else [one for one in output if one is not None]
+
+
+def check(name):
+    """Its ops have letters, and under a plan for one process it gives what it gives by itself."""
+    model, size = _build(name)
+    model = _without_draws(model).double().train()
+    picture = torch.zeros(3, size, size, dtype=torch.float64)
+    pictures = torch.rand(SAMPLES, 3, size, size, dtype=torch.float64)
+    alone = copy.deepcopy(model)
+    groups, _ = group_batch_norms(alone)
+    groups.begin_pass((), (), SAMPLES, SAMPLES)
+    with torch.no_grad():
+        wanted = [_flat(alone.train(mode)(pictures)) for mode in (True, False)]
+    graph = describe_network(copy.deepcopy(model), picture)
+    assert [op.name for op in graph.ops.values() if op.letters and not {"n", "r"} & set(op.allowed())] == []
+    assert [op.name for op in graph.ops.values() if op.extents and "n" not in op.allowed()] == []
+    network = split(model, World(), How(plan=Plan(Mesh((("dp", 1),))), picture=picture))
+    share = lambda parts, index: _OneShare()  # noqa: E731, ARG005
+    network.cutting.begin_pass(PassShape(SAMPLES, SAMPLES, share))
+    with torch.no_grad():
+        for mode, outputs in zip((True, False), wanted, strict=True):
+            got = _flat(network.call.train(mode)(pictures))
+            assert len(got) == len(outputs)
+            for one, other in zip(got, outputs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    return graph
+
+
+class _OneShare:
+    """All samples, as one group of BatchNorm."""
+
+    spans = ()
+    shared_groups = ()
+    count = SAMPLES
+
+
+@pytest.mark.parametrize("name", [*FEW, *WINDOWS])
+def test_a_few_networks(name):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(set(models.list_models(module=models)) - {*FEW, *WINDOWS}))
+def test_the_whole_zoo(name):
+    if name.startswith(HEAVY):
+        pytest.skip("the same modules as its smaller relatives, in gigabytes of double precision")
+    check(name)
+
+
+class Odd(nn.Module):
+    """Looks at its numbers, so it can't be looked into; and a layer that mixes samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.odd = Branching()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.odd(self.first(x)) - self.first(x).mean(0))
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x * 3
+
+
+def test_notes_say_what_stays_whole():
+    graph = describe_network(Odd(), torch.zeros(4))
+    text = "\n".join(graph.notes)
+    assert "odd stays whole" in text
+    assert "mean" in text
+    assert graph.ops["odd"].kind == "opaque"
+
+
+def test_notes_name_ops_without_a_rule():
+    model, _ = _build("shufflenet_v2_x0_5")
+    text = "\n".join(describe_network(model, torch.zeros(3, 64, 64)).notes)
+    assert "chunk" in text
+    assert "samples alone" in text

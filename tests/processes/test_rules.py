@@ -1,0 +1,238 @@
+"""Every rule alone: each letter that it allows, on processes that divide its lengths and on some that don't.
+
+In front of the op stands a product with a parameter of the pictures' shape, whose gradient is the op's input gradient.
+"""
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import nn
+
+from manyhands.core.mesh import Mesh
+from manyhands.parallel.describe import describe_network, rules
+from manyhands.parallel.graph import LOSS
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.plan import Plan, refusal
+from manyhands.parallel.strategy import write_strategy
+from tests.processes.parity import CLASSES, errors_of, truth_of
+
+SAMPLES = 7
+MESHES = {"2": (("dp", 2),), "3": (("dp", 3),), "2x2": (("dp", 2), ("tp", 2))}
+
+
+class Scaled(nn.Module):
+    """A parameter times the pictures, the op, and a layer that makes classes of whatever the op gives."""
+
+    def __init__(self, op, shape, features):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(shape) + 0.5)
+        self.op = op
+        self.last = nn.Linear(features, CLASSES)
+
+    def forward(self, x):
+        return self.last(torch.flatten(self.op(x * self.scale), 1))
+
+
+class Called(nn.Module):
+    """A function with a few parameters of its own, as a module that is looked into."""
+
+    def __init__(self, function, *shapes):
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList(nn.Parameter(torch.rand(shape) + 0.5) for shape in shapes)
+
+    def forward(self, x):
+        return self.function(x, *self.weights)
+
+
+class Attention(nn.Module):
+    def __init__(self, need_weights=False, **how):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 4, batch_first=True, **how)
+        self.need_weights = need_weights
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+class Words(nn.Module):
+    """Whole numbers in, as a text's."""
+
+    def __init__(self):
+        super().__init__()
+        self.op = nn.Embedding(11, 8)
+        self.last = nn.Linear(8 * 5, CLASSES)
+
+    def forward(self, x):
+        return self.last(torch.flatten(self.op(x), 1))
+
+
+def _two(x, a, b):
+    return torch.cat([x * a, x + b, x], 1)
+
+
+PICTURE, WIDE, LINE = (4, 6, 6), (12, 4, 4), (4, 9)
+RULES = {
+    "conv": [
+        ("plain", lambda: nn.Conv2d(4, 6, 3), PICTURE),
+        ("strided, padded", lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1), PICTURE),
+        ("reflecting, dilated", lambda: nn.Conv2d(4, 5, 3, padding=2, dilation=2, padding_mode="reflect"), PICTURE),
+        ("no bias", lambda: nn.Conv2d(4, 6, 3, bias=False), PICTURE),
+        ("same, one point", lambda: nn.Conv2d(4, 6, 1, padding="same"), PICTURE),
+        ("grouped", lambda: nn.Conv2d(12, 24, 3, groups=6, padding=1), WIDE),
+        ("depth-wise", lambda: nn.Conv2d(12, 12, 3, groups=12, padding=1), WIDE),
+        ("1d", lambda: nn.Conv1d(4, 6, 3), LINE),
+        ("3d", lambda: nn.Conv3d(3, 4, 2), (3, 3, 4, 4)),
+    ],
+    "linear": [
+        ("2-D", lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 10)), PICTURE),
+        ("3-D", lambda: nn.Linear(12, 10), (5, 12)),
+        ("no bias", lambda: nn.Linear(12, 10, bias=False), (5, 12)),
+    ],
+    "batch_norm": [
+        ("2d", lambda: nn.BatchNorm2d(4), PICTURE),
+        ("1d", lambda: nn.BatchNorm1d(4), LINE),
+        ("features", lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36)), LINE),
+        ("bare", lambda: nn.BatchNorm2d(4, affine=False), PICTURE),
+        ("no statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), PICTURE),
+    ],
+    "norm": [
+        ("layer", lambda: nn.LayerNorm(12), (5, 12)),
+        ("layer of all", lambda: nn.LayerNorm(LINE), LINE),
+        ("group", lambda: nn.GroupNorm(6, 12), WIDE),
+    ],
+    "attention": [
+        ("self", lambda: Attention(), (5, 12)),
+        ("no bias", lambda: Attention(bias=False), (5, 12)),
+    ],
+    "elementwise": [
+        ("activations", lambda: nn.Sequential(nn.GELU(), nn.Hardswish(), nn.LeakyReLU(inplace=True)), PICTURE),
+        ("a number", lambda: Called(lambda x: 2 - x / 3), PICTURE),
+        ("per channel", lambda: Called(torch.mul, (4, 1, 1)), PICTURE),
+        ("per channel, whole shape", lambda: Called(torch.mul, (1, 4, 1, 1)), PICTURE),
+        ("per pixel", lambda: Called(torch.add, (6, 6)), PICTURE),
+        ("one value", lambda: Called(torch.mul, ()), PICTURE),
+        ("parameter first", lambda: Called(lambda x, w: w - x, (1, 4, 6, 6)), PICTURE),
+        ("attention by channel", lambda: Called(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()), PICTURE),
+        ("attention by pixel", lambda: Called(lambda x: x * x.mean(1, keepdim=True)), PICTURE),
+        ("itself", lambda: Called(lambda x: x + x), PICTURE),
+    ],
+    "pool": [
+        ("largest", lambda: nn.MaxPool2d(3, 2, 1), PICTURE),
+        ("mean", lambda: nn.AvgPool2d(2), PICTURE),
+        ("adaptive", lambda: nn.AdaptiveAvgPool2d(2), PICTURE),
+        ("of lines", lambda: nn.AvgPool1d(3), LINE),
+        ("flat", lambda: nn.Flatten(), WIDE),
+        ("flat pixels", lambda: nn.Flatten(2), PICTURE),
+        ("method", lambda: Called(lambda x: x.flatten(1)), WIDE),
+        ("over pixels", lambda: Called(lambda x: x.mean([2, 3])), PICTURE),
+        ("over pixels by name", lambda: Called(lambda x: torch.mean(x, dim=(-1, -2), keepdim=True)), PICTURE),
+        ("over channels", lambda: Called(lambda x: x.mean(1)), PICTURE),
+        ("larger", lambda: nn.Upsample(scale_factor=2), PICTURE),
+        ("larger, function", lambda: Called(functools.partial(F.interpolate, size=(9, 9))), PICTURE),
+    ],
+    "reorder": [
+        ("channels last", lambda: Called(lambda x: x.permute(0, 2, 3, 1)), PICTURE),
+        ("by tuple", lambda: Called(lambda x: torch.permute(x, (0, 3, 1, 2))), PICTURE),
+        ("transposed", lambda: Called(lambda x: x.transpose(1, 2)), PICTURE),
+        ("from the end", lambda: Called(lambda x: torch.transpose(x, -1, 1)), PICTURE),
+    ],
+    "concat": [
+        ("channels", lambda: Called(_two, (4, 1, 1), (6, 6)), PICTURE),
+        ("pixels", lambda: Called(lambda x: torch.cat((x, x), 3)), PICTURE),
+        ("stacked", lambda: Called(lambda x: torch.stack((x, 2 * x), 2)), PICTURE),
+    ],
+    "opaque": [
+        ("cumulative sum", lambda: Called(lambda x: x.cumsum(2)), PICTURE),
+        ("attention with weights", lambda: Attention(need_weights=True), (5, 12)),
+        ("softmax", lambda: nn.Softmax(1), PICTURE),
+        ("own matrix", lambda: Called(torch.matmul, (6, 5)), PICTURE),
+        ("transposed convolution", lambda: nn.ConvTranspose2d(4, 3, 2), PICTURE),
+        ("samples mixed", lambda: Called(lambda x: x - x.mean(0)), PICTURE),
+        ("halves", lambda: Called(lambda x: torch.add(*x.chunk(2, 1))), PICTURE),
+        ("recurrent", lambda: Called(lambda x: x.roll(1, -1)), PICTURE),
+        ("from the middle", lambda: Called(lambda x: x[:, 1:3] * x[:, :2]), PICTURE),
+    ],
+}
+
+
+def _truth(make, shape, group=SAMPLES):
+    torch.manual_seed(1)
+    op = make()
+    with torch.no_grad():
+        features = op.double()(torch.rand(SAMPLES, *shape, dtype=torch.float64)).flatten(1).shape[1]
+    model = Scaled(op, shape, features)
+    generator = torch.Generator().manual_seed(2)
+    return truth_of(model, torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=generator), 1, group)
+
+
+def _graph(truth):
+    model = copy.deepcopy(truth.model)
+    group_batch_norms(model)
+    return describe_network(model, truth.pictures[0])
+
+
+def _plans(graph, mesh, kind):
+    """A plan for each op of the kind and each pair of letters, where the rest of the network shares out samples."""
+    for op in graph.ops.values():
+        if op.kind == kind and op.name.startswith(("op", LOSS)):
+            for letters in itertools.combinations_with_replacement(op.allowed(), len(mesh.axes)):
+                if not refusal(op, letters, mesh):
+                    yield Plan(mesh, {op.name: write_strategy(letters, mesh)})
+
+
+def _cases(kind, mesh, rules, group=SAMPLES):
+    cases = []
+    for word, make, shape in rules:
+        truth = _truth(make, shape, group)
+        graph = _graph(truth)
+        found = list(_plans(graph, mesh, kind))
+        assert found, word
+        cases += [((word, dict(plan.ops)), truth, plan) for plan in found]
+    return cases
+
+
+def _check(cases):
+    for one in errors_of(cases):
+        for error, what in (one.first, one.last):
+            assert error <= 1e-9, f"{one.label}: {what} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", RULES)
+def test_each_letter_gives_what_one_process_gives(kind, mesh):
+    _check(_cases(kind, Mesh(MESHES[mesh]), RULES[kind]))
+
+
+@pytest.mark.parametrize("group", [3, 4])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_batch_norm_over_parts_of_the_batch(mesh, group):
+    _check(_cases("batch_norm", Mesh(MESHES[mesh]), RULES["batch_norm"][:2], group))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_embedding(mesh):
+    torch.manual_seed(1)
+    numbers = torch.randint(0, 11, (SAMPLES, 5), generator=torch.Generator().manual_seed(3))
+    truth = truth_of(Words(), numbers, 1, SAMPLES)
+    plans = list(_plans(_graph(truth), Mesh(MESHES[mesh]), "embedding"))
+    assert {letter for plan in plans for letter in "novr" if f"{letter}@" in plan.ops["op"]} == set("novr")
+    _check([(dict(plan.ops), truth, plan) for plan in plans])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_loss_with_samples_and_classes_cut(mesh):
+    truth = _truth(lambda: nn.Conv2d(4, 6, 3), PICTURE)
+    grid = Mesh(MESHES[mesh])
+    plans = list(_plans(_graph(truth), grid, LOSS))
+    letters = {plan.ops[LOSS] for plan in plans}
+    assert any("o@" in one for one in letters)
+    _check([(one.ops[LOSS], truth, one) for one in plans])
+
+
+def test_every_rule_is_tried():
+    assert {rule.KIND for rule in rules()} == {*RULES, "embedding"}

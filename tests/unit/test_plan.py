@@ -1,0 +1,189 @@
+"""Plans: written, read again, edited by hand, and refused with the op and the reason."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import Mesh
+from manyhands.core.world import World
+from manyhands.parallel.describe import describe_network
+from manyhands.parallel.network import How
+from manyhands.parallel.options import ParallelOptions
+from manyhands.parallel.plan import Plan, concise, parse_pins, plan_from_plain, plan_of, read_plan, refusal, resolve
+from manyhands.parallel.split import split
+
+SQUARE = Mesh((("dp", 2), ("tp", 2)))
+MESHES = st.sampled_from([SQUARE, Mesh((("dp", 2),)), Mesh((("dp", 3),)), Mesh((("a", 2), ("b", 2), ("c", 2)))])
+
+
+class Net(nn.Module):
+    """A little of everything, and a layer that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.twice = nn.Linear(8, 8)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = torch.relu(self.deep(x) + x).mean((2, 3))
+        return self.fc(self.twice(torch.relu(self.twice(x))))
+
+
+GRAPH = describe_network(Net(), torch.zeros(3, 8, 8))
+
+
+def _fails(call):
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+@settings(deadline=None)
+@given(MESHES, st.data())
+def test_a_concise_plan_says_all(mesh, data):
+    letters = {}
+    for ops in GRAPH.ties().values():
+        common = sorted(set.intersection(*[set(op.allowed()) for op in ops if op.letters]))
+        fitting = st.tuples(*[st.sampled_from(common) for _ in mesh.axes]).filter(
+            lambda one, ops=ops: not any(refusal(op, one, mesh) for op in ops)
+        )
+        letters |= dict.fromkeys([op.name for op in ops], data.draw(fitting))
+    default, ops = concise(letters, GRAPH, mesh)
+    plan = Plan(mesh, ops, default)
+    assert resolve(plan, GRAPH) == {name: letters[name] for name in GRAPH.ops}
+    again = plan_from_plain(json.loads(json.dumps(plan.as_plain())), "plan.json")
+    assert resolve(again, GRAPH) == resolve(plan, GRAPH)
+
+
+NAMES = st.text(alphabet="abc.*01", min_size=1, max_size=8)
+
+
+@given(
+    MESHES,
+    st.dictionaries(NAMES, st.sampled_from(["n@dp", "o@dp", "((1, 1), (1, 2))"])),
+    st.lists(NAMES, max_size=3),
+    st.dictionaries(st.sampled_from(["predicted", "measured", "reason"]), st.integers()),
+)
+def test_a_plan_comes_back_as_it_was_written(tmp_path_factory, mesh, ops, pinned, about):
+    layout = TensorLayout((8, 4), (8, 4), ((0, (0,)),), (len(mesh.axes) - 1,))
+    plan = Plan(mesh, ops, f"n@{','.join(mesh.names)}", tuple(pinned), {"fc.weight": layout}, about)
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(json.dumps(plan.as_plain()))
+    assert read_plan(path) == plan
+
+
+def test_a_plan_without_a_strategy_is_data_parallel():
+    assert set(resolve(Plan(SQUARE), GRAPH).values()) == {("n", "n")}
+
+
+def test_the_last_pattern_wins_and_globs_bind_those_who_know_the_letter():
+    letters = resolve(Plan(SQUARE, {"*": "n@dp o@tp", "stem": "n@dp r@tp", "stem.0": "n@dp i@tp"}), GRAPH)
+    assert letters["fc"] == ("n", "o")
+    assert letters["stem.0"] == ("n", "i")
+    assert letters["stem.1"] == ("n", "r")
+    assert letters["deep"] == ("n", "c")
+    assert letters["input"] == ("n", "n")
+
+
+def test_an_op_is_named_by_mindspores_tuples():
+    assert resolve(Plan(SQUARE, {"fc": "((2, 1), (1, 2))"}), GRAPH)["fc"] == ("n", "o")
+    assert resolve(Plan(SQUARE, {"stem.0": "((1, 1, 1, 1), (2, 1, 1, 1))"}), GRAPH)["stem.0"] == ("o", "r")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ops", "names"),
+    [
+        ("dp=2,tp=2", {"fc": "n@dp h@tp"}, ["fc (linear)", "h means nothing to it", "n, r, o, i"]),
+        ("dp=2,tp=4", {"fc": "i@dp,tp"}, []),
+        ("dp=3,tp=2", {"fc": "o@dp,tp"}, ["fc (linear)", "5 can't be cut into 6 pieces"]),
+        ("dp=3", {"deep": "c@dp"}, ["deep (conv)", "8 can't be cut into 3 equal pieces"]),
+        ("dp=2", {"loss": "c@dp"}, ["loss", "c means nothing to it", "n, r, o"]),
+        ("dp=2", {"fcc": "n@dp"}, ["no op fcc", "fc"]),
+        ("dp=2", {"layer9.*": "n@dp"}, ["no op layer9.*", "stem.0"]),
+        ("dp=2", {"fc": "n@tp"}, ["the axis tp", "dp=2", "fc"]),
+        ("dp=2", {"twice": "o@dp", "twice#2": "i@dp"}, ["twice and twice#2 share a parameter", "o and i", "o@dp"]),
+        ("dp=2", {"fc": "((2, 1), (2, 1))"}, ["input's features are cut into 1 and the weight's into 2", "fc"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_op_and_reason(mesh, ops, names):
+    axes = tuple((word.split("=")[0], int(word.split("=")[1])) for word in mesh.split(","))
+    plan = Plan(Mesh(axes), ops)
+    if not names:
+        assert resolve(plan, GRAPH)["fc"] == ("i", "i")
+        return
+    said = _fails(lambda: resolve(plan, GRAPH, "plan.json"))
+    assert "plan.json" in said
+    assert [name for name in names if name not in said] == []
+
+
+def test_a_shared_layer_may_be_said_once_or_twice_alike():
+    for ops in ({"twice": "o@dp"}, {"twice#2": "o@dp"}, {"twice": "o@dp", "twice#2": "o@dp"}):
+        letters = resolve(Plan(Mesh((("dp", 2),)), ops), GRAPH)
+        assert letters["twice"] == letters["twice#2"] == ("o",)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{", "not JSON"),
+        ("[]", '"format"'),
+        ('{"format": "plan/2", "mesh": {"dp": 2}}', "plan/1"),
+        ('{"format": "plan/1"}', '"mesh"'),
+        ('{"format": "plan/1", "mesh": {}}', "one to three axes"),
+        ('{"format": "plan/1", "mesh": {"dp": 0}}', "dp has size 0"),
+        ('{"format": "plan/1", "mesh": {"dp": "2"}}', "dp has size"),
+        ('{"format": "plan/1", "mesh": {"dp": true}}', "dp has size"),
+        ('{"format": "plan/1", "mesh": {"dp": 2}, "ops": {"fc": 3}}', '"ops"'),
+        ('{"format": "plan/1", "mesh": {"dp": 2}, "ops": ["fc"]}', '"ops"'),
+        ('{"format": "plan/1", "mesh": {"dp": 2}, "layouts": {"w": {"shape": [2]}}}', "layouts, w"),
+        ('{"format": "plan/1", "mesh": {"dp": 2}, "op": {"fc": "o@dp"}}', '"op"'),
+        ('{"format": "plan/1", "mesh": {"dp": 2}, "ops": {"fc": "o@dp", "fc": "i@dp"}}', "fc"),
+    ],
+)
+def test_a_plan_edited_wrongly_is_named(tmp_path, text, names):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    said = _fails(lambda: read_plan(path))
+    assert names in said
+    assert str(path) in said
+
+
+def test_a_missing_plan_is_named(tmp_path):
+    assert str(tmp_path / "no.json") in _fails(lambda: read_plan(tmp_path / "no.json"))
+
+
+def test_a_jobs_options(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(Plan(SQUARE, {"fc": "o@dp", "deep": "n@dp,tp"}, pinned=("deep",)).as_plain()))
+    plan = plan_of(ParallelOptions(plan=str(path), pin=("fc=n@dp o@tp",)), 4)
+    assert plan.ops["fc"] == "n@dp o@tp"
+    assert plan.pinned == ("deep", "fc")
+    assert "4 places for 3 process(es)" in _fails(lambda: plan_of(ParallelOptions(plan=str(path)), 3))
+    assert "no pin" in _fails(lambda: plan_of(ParallelOptions(pin=("fc",)), 2))
+    assert parse_pins(("a.*=n@dp  ", " b=((1, 1), (1, 2))")) == {"a.*": "n@dp", "b": "((1, 1), (1, 2))"}
+    full = plan_of(ParallelOptions(full_batch=True, mesh="dp=2,tp=2"), 4)
+    assert resolve(full, GRAPH)["input"] == ("r", "r")
+
+
+def test_two_networks_under_different_plans_live_in_one_process():
+    torch.manual_seed(0)
+    sample, batch = torch.zeros(3, 8, 8), torch.rand(4, 3, 8, 8)
+    one, other = Net(), Net()
+    wanted = [net.eval()(batch) for net in (one, other)]
+    mesh = Mesh((("dp", 1),))
+    first = split(one.train(), World(), How(plan=Plan(mesh, {"fc": "o@dp"}), picture=sample))
+    second = split(other.train(), World(), How(plan=Plan(mesh, {"fc": "i@dp", "deep": "c@dp"}), picture=sample))
+    assert first.cutting.layouts["fc.weight"].cuts == ((0, (0,)),)
+    assert second.cutting.layouts["fc.weight"].cuts == ((1, (0,)),)
+    first.cutting.release()
+    for network, output in zip((first, second), wanted, strict=True):
+        torch.testing.assert_close(network.call.eval()(batch), output)

@@ -1,0 +1,129 @@
+"""How strategies are written, ours and MindSpore's."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh, factorisations
+from manyhands.parallel.strategy import (
+    MEANINGS,
+    from_mindspore,
+    is_tuples,
+    parse_strategy,
+    parse_tuples,
+    write_strategy,
+)
+
+SQUARE = Mesh((("dp", 2), ("tp", 2)))
+CUBE = Mesh((("a", 2), ("b", 3), ("c", 4)))
+LETTERS = st.sampled_from(sorted(MEANINGS))
+
+
+@given(st.integers(1, 3), st.data())
+def test_what_is_written_is_read(axes, data):
+    mesh = Mesh(tuple((name, 2) for name in ("dp", "tp", "tp2")[:axes]))
+    letters = tuple(data.draw(LETTERS) for _ in range(axes))
+    text = write_strategy(letters, mesh)
+    assert parse_strategy(text, mesh, "pin") == dict(enumerate(letters))
+    words = data.draw(st.permutations(text.split()))
+    assert parse_strategy("  ".join(words), mesh, "pin") == dict(enumerate(letters))
+    assert not is_tuples(text)
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_tuples_are_read_in_each_of_their_forms(numbers):
+    tuples = tuple(tuple(one) for one in numbers)
+    inner = ", ".join(str(one) for one in tuples)
+    for text in (str(tuples), f"{{{inner}}}", f"[{inner}]" if len(tuples) > 1 else str(list(tuples))):
+        assert is_tuples(text)
+        assert parse_tuples(text, "pin") == tuples
+
+
+@given(st.text(alphabet="nocihvrxyz@,dptp 2()=", max_size=14))
+def test_anything_is_read_or_refused(text):
+    for read in (parse_strategy, lambda text, _, where: parse_tuples(text, where)):
+        refused = None
+        try:
+            assert read(text, SQUARE, "pin")
+        except UserError as error:
+            refused = error
+        assert refused is None or (refused.where == "pin" and refused.mend)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", "empty"),
+        ("n", '"n" is no part'),
+        ("x@dp", '"x@dp" is no part'),
+        ("n@dp o@zz", "the axis zz"),
+        ("n@dp o@dp", "the axis dp twice"),
+        ("n@dp,dp", "the axis dp twice"),
+    ],
+)
+def test_a_wrong_strategy_is_named(text, names):
+    with pytest.raises(UserError) as caught:
+        parse_strategy(text, SQUARE, "plan.json, fc")
+    assert names in str(caught.value)
+    assert "plan.json, fc" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("MatMul", "((1, 1), (1, 2))", "o@dp r@tp"),
+        ("MatMul", "{(1, 1), (1, 2)}", "o@dp r@tp"),
+        ("linear", "((2, 1), (1, 2))", "n@dp o@tp"),
+        ("linear", "((1, 2), (2, 1))", "i@dp r@tp"),
+        ("linear", "((2, 2), (2, 1))", "n@dp i@tp"),
+        ("linear", "((4, 1), (1, 1))", "n@dp,tp"),
+        ("linear", "((2, 1, 1), (1, 2), (2,))", "n@dp o@tp"),
+        ("Dense", "((1, 1), (1, 1))", "r@dp,tp"),
+        ("conv", "((2, 1, 1, 1), (2, 1, 1, 1))", "n@dp o@tp"),
+        ("conv2d", "((1, 2, 1, 1), (2, 2, 1, 1))", "i@dp o@tp"),
+        ("conv", "((1, 2, 1), (2, 2, 1))", "i@dp o@tp"),
+        ("batch_norm", "((2, 2, 1, 1), (2,), (2,))", "n@dp c@tp"),
+        ("elementwise", "((4, 1, 1, 1),)", "n@dp,tp"),
+    ],
+)
+def test_mindspores_tuples(kind, text, wanted):
+    assert from_mindspore(kind, parse_tuples(text, "pin"), SQUARE) == parse_strategy(wanted, SQUARE, "pin")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "names"),
+    [
+        ("linear", "((1, 2), (1, 1))", "cut into 2 and the weight's into 1"),
+        ("linear", "((3, 1), (1, 1))", "3 pieces"),
+        ("conv", "((1, 1, 2, 1), (1, 1, 1, 1))", "pixels"),
+        ("conv", "((1, 2, 1, 1), (1, 1, 1, 1))", "cut into 2 and the weight's into 1"),
+        ("pool", "((1, 1, 2, 1),)", "only samples and channels"),
+        ("linear", "((2, 1), (1, 2), (3,))", "the bias as ((3,),)"),
+        ("linear", "((2, 1),)", "one of 2 numbers for the weight"),
+        ("conv", "((2, 1, 1, 1), (1, 2))", "one of 4 numbers for the weight"),
+    ],
+)
+def test_tuples_that_do_not_fit_are_named(kind, text, names):
+    with pytest.raises(UserError) as caught:
+        from_mindspore(kind, parse_tuples(text, "pin"), SQUARE)
+    assert names in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["((0, 1), (1, 2))", "((1, 1), (1, 2)", "(1, 2)", "{}", "()", "((1.5, 1),)", "((a,),)", "((),)"]
+)
+def test_what_is_no_tuples_is_named(text):
+    with pytest.raises(UserError, match="is no strategy"):
+        parse_tuples(text, "pin")
+
+
+@given(st.integers(2, 24), st.data())
+def test_as_many_pieces_come_out_as_were_asked_for(world_size, data):
+    mesh = data.draw(st.sampled_from(factorisations(world_size, 3)))
+    letters = tuple(data.draw(st.sampled_from("nior")) for _ in mesh.axes)
+    counts = {letter: mesh.parts([a for a, one in enumerate(letters) if one == letter]) for letter in "nio"}
+    tuples = ((counts["n"], counts["i"]), (counts["i"], counts["o"]))
+    found = from_mindspore("linear", tuples, mesh)
+    for letter, count in counts.items():
+        assert mesh.parts([axis for axis, one in found.items() if one == letter]) == count
