@@ -67,7 +67,7 @@ def check(name):
     assert [op.name for op in graph.ops.values() if op.letters and not {"n", "r"} & set(op.allowed())] == []
     assert [op.name for op in graph.ops.values() if op.extents and "n" not in op.allowed()] == []
     network = split(model, World(), How(plan=Plan(Mesh((("dp", 1),))), picture=picture))
-    share = lambda parts, index: _OneShare()  # noqa: E731, ARG005
+    share = lambda parts, index: _OneShare()  # noqa: E731
     network.cutting.begin_pass(PassShape(SAMPLES, SAMPLES, share))
     with torch.no_grad():
         for mode, outputs in zip((True, False), wanted, strict=True):
