@@ -178,3 +178,33 @@ def test_a_users_network_has_no_published_weights(user_file: Path):
     for name in (f"{user_file}:Net", "mlp"):
         with pytest.raises(UserError, match="no published weights"):
             build(name, pretrained=True)
+
+
+MESHED = """
+from torch import nn
+
+class Needs(nn.Linear):
+    def __init__(self, num_classes, mesh):
+        super().__init__(2, num_classes)
+        self.mesh = mesh
+
+class MayHave(nn.Linear):
+    def __init__(self, mesh="none"):
+        super().__init__(2, 2)
+        self.mesh = mesh
+"""
+
+
+def test_a_users_network_gets_the_mesh(tmp_path: Path):
+    (tmp_path / "meshed.py").write_text(MESHED)
+
+    def mesh_of(name: str, mesh: object, own: dict | None = None) -> object:
+        options = ModelOptions(name=f"{tmp_path}/meshed.py:{name}", arguments=own or {})
+        return build_model(options, channels=1, size=1, num_classes=3, mesh=mesh).mesh
+
+    mesh = object()
+    assert mesh_of("Needs", mesh) is mesh_of("MayHave", mesh) is mesh
+    assert mesh_of("MayHave", None) == "none"
+    assert mesh_of("Needs", None, {"mesh": "own"}) == mesh_of("Needs", mesh, {"mesh": "own"}) == "own"
+    with pytest.raises(UserError, match="Needs is made with a mesh, and this parallel mode has none"):
+        mesh_of("Needs", None)

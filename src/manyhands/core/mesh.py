@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from manyhands.core.errors import UserError
 
@@ -92,7 +93,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
     return make_mesh({match[1]: int(match[2]) for match in matches if match}, where, count=len(matches))
 
 
-def make_mesh(sizes: Mapping[str, int], where: str = "mesh", count: int | None = None) -> Mesh:
+def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
     """A mesh of named sizes.
 
     Raises:

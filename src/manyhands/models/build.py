@@ -1,6 +1,7 @@
 """From a word to a network: the user's own object, or a choice file of architectures."""
 
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -30,7 +31,7 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
     return choice.needs(name, size, options.arguments, options.pretrained)
 
 
-def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int) -> nn.Module:
+def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int, mesh: Any = None) -> nn.Module:
     """Makes the network on torch's default device; its random weights follow torch's global seed.
 
     Args:
@@ -38,6 +39,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
         channels: of the pictures, as `describe` asked.
         size: of the pictures, as `describe` asked.
         num_classes: classes of the data; options.num_classes wins where it is given.
+        mesh: the processes, for a user's network that has a parameter of that name; None: the mode has none.
 
     Returns:
         A network from [N, channels, size, size] to [N, num_classes]; in training some return auxiliary outputs as well,
@@ -50,7 +52,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     if is_object_reference(options.name):
         if options.pretrained:
             raise _nothing_published(options.name)
-        return build_user_model(options.name, options.arguments, classes)
+        return build_user_model(options.name, options.arguments, classes, mesh)
     name, choice = _find(options, size)
     _refuse_unsuitable(name, choice.needs(name, size, options.arguments, options.pretrained), channels, size)
     if not options.pretrained:

@@ -18,7 +18,7 @@ from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.grid import Grid, convert, convert_both
 from manyhands.parallel.network import PassShape
 from manyhands.parallel.norm import GroupedNorm, NormGroups
-from manyhands.parallel.placement import Extent, Layout, gradient_of, steps_between, value_of
+from manyhands.parallel.placement import Extent, Layout, Side, gradient_of, steps_between, value_of
 
 Letters = Mapping[str, tuple[str, ...]]
 
@@ -30,13 +30,13 @@ def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout, Layout]:
     """How an op wants one of its sources, and how it gives back that source's gradient."""
-    sides = [loop.inputs[place] for loop in loops_of(op, letters)]
+    sides: list[Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
     return value_of(sides), gradient_of(sides)
 
 
 def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[Layout, Layout]:
     """How what an op gives lies, and how it wants that one's gradient."""
-    sides = [loop.output for loop in loops_of(op, letters)]
+    sides: list[Side] = [loop.output for loop in loops_of(op, letters)]
     return value_of(sides), gradient_of(sides)
 
 
@@ -236,7 +236,8 @@ class Builder:
             return self._copied[source]
         value, gradient = output_layouts(giver, self._letters[giver.name])
         if whole_output:
-            wanted: tuple[Layout, Layout] = (("R",) * len(value), ("R",) * len(value))
+            everywhere: Layout = tuple("R" for _ in value)
+            wanted = everywhere, everywhere
         else:
             wanted = input_layouts(reader, self._letters[reader.name], reader.sources.index(giver.name))
         moves = steps_between(value, wanted[0])

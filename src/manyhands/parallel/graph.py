@@ -197,7 +197,7 @@ def out_of_place(traced: fx.GraphModule) -> None:
         if node.op == "call_module":
             for module in traced.get_submodule(str(node.target)).modules():
                 if getattr(module, "inplace", False):
-                    module.inplace = False
+                    setattr(module, "inplace", False)  # noqa: B010 - not every module has it
         if node.kwargs.get("inplace"):
             node.kwargs = {**node.kwargs, "inplace": False}
         node.target = _IN_PLACE.get(node.target, node.target)

@@ -1,16 +1,20 @@
 """The processes of a mesh at work: groups along its axes, and the steps of the placement algebra on real tensors."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between
+
+if TYPE_CHECKING:
+    from manyhands.parallel.hybrid import Axis
 
 
 class Grid:
@@ -21,7 +25,10 @@ class Grid:
         world: who takes part; as many as the mesh has places.
         coordinates: this process's place on each axis.
         batch: samples of the pass at hand, over all processes; the executor sets it.
+        watch: is told of each collective of an axis: its name, what went in and what came out; None: nobody is.
     """
+
+    watch: Callable[[str, Tensor, Tensor], None] | None = None
 
     def __init__(self, mesh: Mesh, world: World) -> None:
         self.mesh, self.world = mesh, world
@@ -52,6 +59,20 @@ class Grid:
     def first(self, axes: Sequence[int]) -> bool:
         """True on the first process along some axes."""
         return all(self.coordinates[axis] == 0 for axis in axes)
+
+    def axis(self, *names: str) -> "Axis":
+        """A handle on one axis, or on several as if they were one: `mesh.axis("tp")`.
+
+        Raises:
+            UserError: the mesh has no such axis, or one is named twice.
+        """
+        from manyhands.parallel.hybrid import Axis
+
+        return Axis(self, names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
+        """Itself: a network may be copied, the processes that run it can't."""
+        return self
 
     def release(self) -> None:
         """Gives the groups back."""
@@ -201,3 +222,14 @@ def convert_both(
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
+
+
+def gather_whole(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
+    """The whole of a parameter or buffer [layout.shape] of which this process has a piece; a collective."""
+    if not layout.cuts:
+        return tensor
+    cut = {axis: dim for dim, axes in layout.cuts for axis in axes}
+    here: Layout = tuple(cut.get(axis, "R") for axis in range(len(grid.mesh.axes)))
+    sizes = [stop - start for start, stop in layout.region(grid.mesh, grid.world.rank)]
+    everywhere: Layout = tuple("R" for _ in here)
+    return convert(tensor.reshape(sizes), here, everywhere, Extent(layout.view), grid).reshape(layout.shape)

@@ -75,6 +75,8 @@ class Cutting:
         judge: makes the criterion one for this network's outputs.
         release: gives process groups and hooks back.
         plan: what it was cut by.
+        outputs: how many classes the network tells apart; 0 if unknown.
+        whole_outputs: in evaluation each process gets the outputs of all samples; False: of its own.
     """
 
     grid: Grid
@@ -87,6 +89,8 @@ class Cutting:
     judge: Callable[[Criterion, float], Judge]
     release: Callable[[], None]
     plan: Plan
+    outputs: int = 0
+    whole_outputs: bool = True
 
     @property
     def mesh(self) -> Mesh:
@@ -155,8 +159,12 @@ class How:
         unused: True when some parameters may get no gradient.
         plan: which part of each op's work each process does, for modes that follow one.
         picture: one sample, whose numbers don't matter, for modes that look into the network.
+        grid: what the network was constructed with, for networks that their author has split.
+        samples: names of the mesh's axes over which samples are shared; None: all that cut no parameter.
     """
 
     unused: bool = False
     plan: Plan | None = None
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))
+    grid: Grid | None = None
+    samples: tuple[str, ...] | None = None

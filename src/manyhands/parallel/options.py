@@ -20,6 +20,9 @@ class ParallelOptions(Options):
         default=(), description='for semi and auto: how an op is split, "fc=n@dp o@tp", by module path or glob'
     )
     plan: str = Field(default="", description="for semi and auto: a plan.json to follow")
+    samples: str = Field(
+        default="", description="for hybrid: the axes that share out samples, such as dp; empty: all that cut nothing"
+    )
     fill: Literal["data", "search"] = Field(
         default="data", description="for semi: ops without a strategy share out samples, or a search decides"
     )

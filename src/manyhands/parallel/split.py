@@ -57,6 +57,7 @@ def split(model: nn.Module, world: World, how: How) -> ParallelNetwork:
         plan=Plan(
             plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, {**plan.about, "notes": graph.notes}
         ),
+        outputs=network.classes,
     )
     return ParallelNetwork(
         call=network,

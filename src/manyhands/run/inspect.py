@@ -1,5 +1,6 @@
 """Uses what a run has learnt: evaluates a checkpoint, or says what is on pictures."""
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,12 +113,23 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
         )
     for folder in (reference, *reference.parents[:2]):
         if RunFolder(folder).exists():
-            return load_job(dict(flags), file=RunFolder(folder).job).job
+            return _following(load_job(dict(flags), file=RunFolder(folder).job).job, RunFolder(folder))
     if not flags.get("data.name"):
         raise UserError(
             f"{reference} is in no run folder, so the data must be named", "", ("manyhands eval FILE DATA MODEL",)
         )
     return load_job(dict(flags)).job
+
+
+def _following(job: Job, folder: RunFolder) -> Job:
+    """The job of a run whose processes searched for a plan, following the one that they found."""
+    searched = job.parallel.mode == "auto" or job.parallel.fill == "search"
+    if not searched or not folder.plan.is_file():
+        return job
+    content = json.loads(folder.plan.read_text(encoding="utf-8"))
+    found = {"mode": "data"} if content.get("mode") == "data" else {"mode": "semi", "plan": str(folder.plan)}
+    options = {"mesh": "", "pin": (), "fill": "data", **found}
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update=options)})
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:

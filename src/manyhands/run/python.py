@@ -182,3 +182,44 @@ def session(**settings: Any) -> Iterator[Any]:
         yield Session(group.world, job)
     finally:
         group.leave()
+
+
+def parallelize(model: Any, plan: Any, *, sample: Any, session: Any, loss: Callable[..., Any] | None = None) -> Any:
+    """Cuts a network by a plan, for a training loop of the user's own.
+
+        with manyhands.session() as here:
+            model = manyhands.parallelize(network, plan, sample=pictures[0], session=here)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss = model.backward(pictures, labels)  # the whole batch, on every process
+            optimizer.step()
+
+    Args:
+        model: a network; its parameters become this process's pieces.
+        plan: from `find_plan` or `read_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
+        sample: one input, without the batch's dimension; its numbers don't matter.
+        session: the processes, as many as the plan's mesh has places.
+        loss: function (output, labels) of the mean loss or one per sample; cross-entropy if None.
+
+    Returns:
+        A CutModel: backward, whole_state_dict, release; in evaluation it gives all outputs.
+
+    Raises:
+        UserError: the plan doesn't fit the network or the processes.
+    """
+    from manyhands.train.cut_model import CutModel
+
+    return CutModel(model.to(session.device), as_plan(plan), sample.to(session.device), session.world, loss)
+
+
+def as_plan(plan: Any) -> Any:
+    """A plan from what users write: a Plan, the path of a plan.json, or strategies by op with the mesh among them."""
+    from manyhands.core.mesh import parse_mesh
+    from manyhands.parallel.plan import Plan, read_plan
+
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return read_plan(Path(plan))
+    if not isinstance(plan, dict) or not isinstance(plan.get("mesh"), str):
+        raise UserError("a plan is a plan.json or a dict", "plan", ('such as {"mesh": "dp=2", "fc": "o@dp"}',))
+    return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})

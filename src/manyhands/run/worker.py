@@ -182,7 +182,6 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import follows_plan, resolve_mode
-    from manyhands.parallel.plan import plan_of
     from manyhands.sync.choose import resolve_method
     from manyhands.train.job import build
 
@@ -192,13 +191,30 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         Journal(folder, world.rank).event(
             "started", processes=world.size, device=world.device, backend=world.backend, mode=mode
         )
-    followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
-    parts = build(job, folder, world, mode, load_objects(argument), followed)
+    objects = load_objects(argument)
+    followed, about = None, dict[str, Any]()
+    if follows_plan(mode):
+        mode, followed, about = _follow(job, folder, world, mode, objects)
+    parts = build(job, folder, world, mode, objects, followed)
+    if about.get("reason"):
+        parts.journal.event("note", about["reason"])
     if world.speaks:
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
         write_json(folder.environment, environment(world))
-        write_json(folder.plan, plan(parts))
+        write_json(folder.plan, {**plan(parts), **about})
     return parts
+
+
+def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
+    """The mode and plan that the processes follow, and what plan.json says of the choice."""
+    from manyhands.parallel.plan import plan_of
+    from manyhands.run.automatic import decide, searches
+    from manyhands.train.job import Objects
+
+    if world.alone or not searches(job):
+        return mode, plan_of(job.parallel, world.size), {}
+    decision = decide(job, world, folder, objects or Objects())
+    return (mode if decision.plan else "data"), decision.plan, decision.about
 
 
 def load_objects(argument: dict[str, Any]) -> Any:

@@ -34,7 +34,8 @@ class Evaluation:
         loss: mean cross-entropy (or mean negative log-likelihood).
         top1: share of samples whose first guess is right.
         top5: share of samples whose label is among the first five guesses.
-        confusion: int64 [classes, classes], rows are true classes.
+        cells: int64 [cells, 3]: true class, guessed class, samples; of the confusion matrix where it isn't zero.
+        classes: outputs that count.
         seconds: how long it took.
     """
 
@@ -42,8 +43,16 @@ class Evaluation:
     loss: float
     top1: float
     top5: float
-    confusion: Tensor
+    cells: Tensor
+    classes: int
     seconds: float
+
+    @property
+    def confusion(self) -> Tensor:
+        """The confusion matrix, int64 [classes, classes], rows are true classes."""
+        matrix = torch.zeros(self.classes, self.classes, dtype=torch.int64)
+        matrix[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
+        return matrix
 
 
 class Evaluator:
@@ -95,23 +104,24 @@ class Evaluator:
         return self._sum_up(*counts, started)
 
     def _count(self, model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """This process's confusion matrix, top-5 hits and losses by block."""
+        """Of this process's samples: true and guessed class in one number; top-5 hits and samples; block losses."""
         device = self.world.device
-        confusion = torch.zeros(self.classes * self.classes, dtype=torch.int64, device=device)
-        hits = torch.zeros(1, dtype=torch.int64, device=device)
+        pairs = torch.zeros(self.length, dtype=torch.int64, device=device)
+        tallies = torch.zeros(2, dtype=torch.int64, device=device)
         losses = torch.zeros(len(self.blocks), dtype=self._precise, device=device)
         for number, counted, batch in self._batches():
             images, labels = self._whole(batch, number) if self._cutting else (batch.images, batch.labels)
             logits = main_and_auxiliary(model(images))[0].float()
+            if self._cutting and not self._cutting.whole_outputs:
+                logits = self._cutting.gather_rows(logits, len(self.blocks[number]))
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
-            confusion += torch.bincount(
-                labels * self.classes + guesses[:, 0].clamp_max(self.classes - 1), minlength=self.classes**2
-            )
-            hits += (guesses == labels[:, None]).any(1).sum()
+            block = self.blocks[number]
+            pairs[block.start : block.stop] = labels * self.classes + guesses[:, 0].clamp_max(self.classes - 1)
+            tallies += torch.stack([(guesses == labels[:, None]).any(1).sum(), labels.new_tensor(len(labels))])
             losses[number] = self._loss(logits, labels)
-        return confusion, hits, losses
+        return pairs, tallies, losses
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         function = F.nll_loss if self._log_probabilities else F.cross_entropy
@@ -150,23 +160,25 @@ class Evaluator:
         own = cuts[cutting.replica + 1] - cuts[cutting.replica]
         return batch.images[:own], cutting.gather_rows(batch.labels[:own], count)
 
-    def _sum_up(self, confusion: Tensor, hits: Tensor, losses: Tensor, started: float) -> Evaluation:
+    def _sum_up(self, pairs: Tensor, tallies: Tensor, losses: Tensor, started: float) -> Evaluation:
         if not self.world.alone:
-            for tensor in (confusion, hits, losses):
+            for tensor in (pairs, tallies, losses):
                 dist.all_reduce(tensor)
-        confusion = confusion.view(self.classes, self.classes).cpu()
-        count = int(confusion.sum())
+        hits, count = tallies.tolist()
         if count != self.length:
             raise RunError(
                 f"the evaluation counted {count} samples, and the split has {self.length}",
                 "evaluation",
                 ("do all processes see the same data? compare the folders on each machine",),
             )
+        codes, counts = pairs.cpu().unique(return_counts=True)
+        cells = torch.stack([codes // self.classes, codes % self.classes, counts], 1)
         return Evaluation(
             count=count,
             loss=float(losses.cpu().sum()) / count,
-            top1=int(confusion.diagonal().sum()) / count,
-            top5=int(hits) / count,
-            confusion=confusion,
+            top1=int(cells[cells[:, 0] == cells[:, 1], 2].sum()) / count,
+            top5=hits / count,
+            cells=cells,
+            classes=self.classes,
             seconds=time.perf_counter() - started,
         )

@@ -16,6 +16,7 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
+from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
@@ -26,6 +27,8 @@ from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
 from manyhands.models.build import build_model, describe
 from manyhands.parallel.apply import apply_mode, compare_replicas, make_equal, normalises_in_groups
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
 from manyhands.parallel.plan import Plan
@@ -79,14 +82,9 @@ def build(
     """
     objects = objects or Objects()
     journal = Journal(folder, world.rank)
-    if job.train.deterministic:
-        # Without it torch refuses matrix products on CUDA. Source: the documentation of the function below.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(job.train.deterministic)
+    _set_determinism(job)
     splits = open_splits(job, world, objects)
-    if splits.skipped:
-        left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {', '.join(splits.skipped[:3])}"
-        journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
+    _tell_of_skipped(splits, journal)
     pixels = pixels_for(job, splits, objects)
     criterion = make_criterion(job.train, objects.loss)
     found = find_state(job, folder, world, in_pieces=plan is not None)
@@ -94,21 +92,24 @@ def build(
     check_labels(splits, len(classes))
     train_loader = make_loader(job, splits.train, pixels, world, train=True)
     test_loader = make_loader(job, splits.test, pixels, world, train=False)
-    model = make_model(job, pixels, len(classes), world, objects, journal)
+    grid = grid_of(job, world, mode)
+    model = make_model(job, pixels, len(classes), world, objects, journal, grid)
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
-    # A network that is to be cut may be too large for one process's gradients; its plan is tried without them.
-    unused = (
-        [] if plan else rehearse(model, groups, train_loader, criterion, len(classes), min(2, len(splits.train)), job)
-    )
-    if unused:
-        journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
-    start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
-    picture = (
-        torch.zeros(0)
-        if plan is None
-        else next(iter(train_loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
-    )
-    network = apply_mode(mode, model, world, How(bool(unused), plan, picture))
+    if plan:
+        start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
+        # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
+        network = apply_mode(mode, model, world, How(plan=plan, picture=first_picture(train_loader)))
+        _tell_of_cutting(network, len(classes), journal)
+    else:
+        count = min(2, len(splits.train))
+        unused = rehearse(model, groups, train_loader, criterion, len(classes), count, job)
+        if unused:
+            journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
+        samples = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
+        how = How(bool(unused), grid=grid, samples=samples)
+        # A network that its author has split holds pieces already, which differ; what is whole must not.
+        start_equal(model, world, journal, always=job.parallel.parameter_broadcast, grid=grid)
+        network = apply_mode(mode, model, world, how)
     order, cut = order_and_cut(job, splits, world, mode, network)
     if job.train.compile:
         model.compile()
@@ -156,6 +157,36 @@ def build(
     if found:
         resume(parts, found)
     return parts
+
+
+def _set_determinism(job: Job) -> None:
+    if job.train.deterministic:
+        # Without it torch refuses matrix products on CUDA. Source: the documentation of the function below.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(job.train.deterministic)
+
+
+def _tell_of_skipped(splits: Splits, journal: Journal) -> None:
+    if splits.skipped:
+        left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {', '.join(splits.skipped[:3])}"
+        journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
+
+
+def first_picture(loader: Loader) -> Tensor:
+    """One sample, as the network gets it."""
+    return next(iter(loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
+
+
+def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal) -> None:
+    """Says which parts stay whole; refuses outputs that don't fit the data."""
+    cutting = network.cutting
+    if cutting is None:
+        return
+    if cutting.outputs and cutting.outputs < classes:
+        mend = (f"--set model.num_classes={classes}",)
+        raise UserError(f"the network has {cutting.outputs} outputs for {classes} classes", "model.name", mend)
+    for note in cutting.plan.about.get("notes", []):
+        journal.event("note", note)
 
 
 def _release(
@@ -286,15 +317,32 @@ def loader_workers(job: Job, source: Any, world: World) -> int:
     return worker_count(job.data.workers, world.local_size)
 
 
-def make_model(job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal) -> nn.Module:
-    """The network on its device, equal on all processes because its seed is."""
+def grid_of(job: Job, world: World, mode: str) -> Grid | None:
+    """The processes as the network's author sees them, for the mode hybrid; one axis dp unless the job says more.
+
+    Raises:
+        UserError: the mesh doesn't have as many places as there are processes.
+    """
+    if mode != "hybrid":
+        return None
+    mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
+    if mesh.size != world.size:
+        mend = (f"-n {mesh.size}", f"or a mesh of {world.size}")
+        raise UserError(f"the mesh {mesh} has {mesh.size} places for {world.size} processes", "parallel.mesh", mend)
+    return Grid(mesh, world)
+
+
+def make_model(
+    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: Grid | None = None
+) -> nn.Module:
+    """The network on its device, equal on all processes because its seed is, or split over `grid` by its author."""
     torch.manual_seed(derive(job.train.seed, "model"))
     if objects.model is not None:
         model = objects.model
     else:
         for note in describe(job.model, pixels.size).notes:
             journal.event("note", note)
-        model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes)
+        model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes, mesh=grid)
     if job.model.weights:
         snapshot = read_foreign(Path(job.model.weights).expanduser())
         check_fits(snapshot.model, model, "model.weights")
@@ -307,9 +355,16 @@ def make_model(job: Job, pixels: Pixels, classes: int, world: World, objects: Ob
     return model.train()
 
 
-def start_equal(model: nn.Module, world: World, journal: Journal, *, always: bool = False) -> None:
-    """Proves that all processes start from the same network, or (always, if asked to) gives them rank 0's."""
-    if make_equal(dict(model.state_dict()), world, always=always) and not always:
+def start_equal(
+    model: nn.Module, world: World, journal: Journal, *, always: bool = False, grid: Grid | None = None
+) -> None:
+    """Proves that all processes start from the same network, or (always, if asked to) gives them rank 0's.
+
+    Of a network that its author has split over a grid, what is cut is left out.
+    """
+    cut = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
+    named = {name: tensor for name, tensor in model.state_dict().items() if name not in cut}
+    if make_equal(named, world, always=always) and not always:
         journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
 
 

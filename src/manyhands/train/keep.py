@@ -51,8 +51,6 @@ def evaluate(parts: Parts) -> bool:
 
 def describe(found: Evaluation, parts: Parts) -> EvaluationDetail:
     """An evaluation as it is kept in the run folder."""
-    rows, columns = found.confusion.nonzero(as_tuple=True)
-    counts = found.confusion[rows, columns]
     return EvaluationDetail(
         time=time.time(),
         epoch=parts.progress.epoch,
@@ -62,7 +60,7 @@ def describe(found: Evaluation, parts: Parts) -> EvaluationDetail:
         top5=found.top5,
         loss=found.loss,
         classes=list(parts.classes),
-        confusion=list(zip(rows.tolist(), columns.tolist(), counts.tolist(), strict=True)),
+        confusion=[(row, column, count) for row, column, count in found.cells.tolist()],
     )
 
 

@@ -63,7 +63,7 @@ class SomeHeads(nn.Module):
         """[N, L, E] to a term of [N, L, E], and no weights."""
         layer = self._layer[0]
         mixed = F.linear(tokens, layer.in_proj_weight, layer.in_proj_bias)
-        batch, length, _ = tokens.shape
+        batch, length = tokens.shape[:2]
         query, key, value = mixed.view(batch, length, 3, -1, layer.head_dim).permute(2, 0, 3, 1, 4)
         dropout = layer.dropout if layer.training else 0.0
         seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)

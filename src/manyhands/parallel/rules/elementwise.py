@@ -50,7 +50,7 @@ def describe(op: Op, inputs: list[Op]) -> None:
     if not known or known[0] == 0 or any(feature != known[0] for feature in known):
         return
     op.feature = known[0]
-    sides = [_side(one, op, op.feature) for one in inputs]
+    sides: list[Side] = [_side(one, op, op.feature) for one in inputs]
     op.letters["c"] = Loop(tuple(sides), op.feature, length=op.extent.dims[op.feature])
 
 

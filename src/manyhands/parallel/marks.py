@@ -1,0 +1,154 @@
+"""Parameters that are pieces of larger ones: how a network's author says so, and the layouts that follow from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.mesh import Mesh
+
+# Where a module keeps the marks of its buffers, which lose attributes of their own when they are moved.
+BUFFERS = "cut_buffers"
+_FORMS = (
+    'layerwise_parallel=True, "tp" or ("tp", 1), and shape=(…) for the whole tensor',
+    "or tp.shard(whole_tensor, dim), which cuts and marks at once",
+)
+Marked = TypeVar("Marked", bound="Parameter")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is known of the whole tensor that a piece belongs to.
+
+    Attributes:
+        cuts: (dimension, names of the mesh's axes) of each cut; no names: the axes that are not for samples.
+        shape: of the whole tensor; None: as many times the piece's length as there are processes.
+    """
+
+    cuts: tuple[tuple[int, tuple[str, ...]], ...]
+    shape: tuple[int, ...] | None = None
+
+
+class Parameter(nn.Parameter):
+    """A parameter of which each process may hold a piece.
+
+    A plain `nn.Module` registers it like any other. Its gradient is not summed over the axes that cut it.
+
+    Args:
+        data: this process's piece (all of it where layerwise_parallel is False).
+        requires_grad: as in torch.
+        layerwise_parallel: the mesh axis that cuts it and the dimension that is cut: ("tp", 1); "tp" alone cuts
+            dimension 0. True cuts over all axes but the mesh's first one, which is for samples (over the only one, if
+            there is one).
+        shape: of the whole tensor; needed where pieces differ in length. With layerwise_parallel=True the dimension is
+            the one in which it differs from the piece. Otherwise the whole is as many pieces, one after the other.
+    """
+
+    mark: Mark | None
+
+    def __new__(
+        cls,
+        data: Any = None,
+        requires_grad: bool = True,
+        *,
+        layerwise_parallel: bool | str | tuple[str, int] = False,
+        shape: Sequence[int] | None = None,
+    ) -> "Parameter":
+        """Makes it; the mark is checked against the mesh when the mode is applied."""
+        tensor = torch.empty(0) if data is None else torch.as_tensor(data).detach()
+        made = super().__new__(cls, tensor, requires_grad)
+        made.mark = _read(layerwise_parallel, tuple(tensor.shape), None if shape is None else tuple(shape))
+        return made
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Everything is done by then."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parameter":
+        """A copy that is marked alike."""
+        if id(self) not in memo:
+            copied = type(self)(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+            copied.mark = self.mark
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+def _read(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tuple[int, ...] | None) -> Mark | None:
+    if given is False:
+        if shape is not None and shape != piece:
+            raise UserError(f"the whole shape {shape} is not the piece's {piece}", "Parameter", _FORMS)
+        return None
+    names = () if given is True else (given,) if isinstance(given, str) else tuple(given[:1])
+    dim = given[1] if isinstance(given, tuple) and len(given) == 2 else 0
+    if not all(isinstance(name, str) for name in names) or not isinstance(dim, int):
+        raise UserError(f"layerwise_parallel is {given!r}", "Parameter", _FORMS)
+    if not -len(piece) <= dim < len(piece) or (shape is not None and len(shape) != len(piece)):
+        raise UserError(f"a piece of shape {piece} can't be cut in dimension {dim} of {shape}", "Parameter", _FORMS)
+    if shape is not None and not isinstance(given, tuple):
+        differing = [place for place, length in enumerate(shape) if length != piece[place]]
+        dim = differing[0] if differing else dim
+    return Mark(((dim % len(piece), names),), shape)
+
+
+def mark_buffer(module: nn.Module, name: str, mark: Mark) -> None:
+    """Marks a buffer of a module as a piece."""
+    module.__dict__.setdefault(BUFFERS, {})[name] = mark
+
+
+def mark_of(module: nn.Module, name: str) -> Mark | None:
+    """The mark of one of a module's own parameters or buffers."""
+    return getattr(module, BUFFERS, {}).get(name) or getattr(getattr(module, name), "mark", None)
+
+
+def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
+    """How each tensor of the state dict lies, by the marks in the network; gradients are not summed yet.
+
+    Raises:
+        UserError: a mark names an axis that the mesh hasn't, or the piece is not what the mark says.
+    """
+    found: dict[str, TensorLayout] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            path, _, word = name.rpartition(".")
+            mark = mark_of(model.get_submodule(path), word)
+            found[name] = layout_of(mark, tuple(tensor.shape), mesh, rank, name)
+    return found
+
+
+def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
+    """The layout that a mark means on a mesh."""
+    if mark is None:
+        return whole(piece)
+    cuts = tuple(sorted((dim, _numbers(names, mesh, name)) for dim, names in mark.cuts))
+    parts = {dim: mesh.parts(axes) for dim, axes in cuts}
+    shape = mark.shape or tuple(length * parts.get(dim, 1) for dim, length in enumerate(piece))
+    layout = TensorLayout(shape, shape, cuts)
+    if layout.local_shape(mesh, rank) != piece:
+        what = f"the piece of {name} on rank {rank} has shape {piece}, where {layout.local_shape(mesh, rank)} is due"
+        raise UserError(what, f"whole shape {shape}, mesh {mesh}", _FORMS)
+    return layout
+
+
+def _numbers(names: tuple[str, ...], mesh: Mesh, where: str) -> tuple[int, ...]:
+    """The axes of a mark; without names those that are not for samples by default."""
+    if not names:
+        return tuple(range(1, len(mesh.axes))) or (0,)
+    return axis_numbers(names, mesh, where)
+
+
+def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
+    """Numbers of named axes, ascending.
+
+    Raises:
+        UserError: the mesh has no such axis, or one is named twice.
+    """
+    unknown = [name for name in names if name not in mesh.names]
+    if unknown:
+        mend = (f"its axes are {', '.join(mesh.names)}", "or another --mesh")
+        raise UserError(f'the mesh {mesh} has no axis "{unknown[0]}"', where, mend)
+    if len(set(names)) != len(names):
+        raise UserError(f"an axis is named twice: {', '.join(names)}", where)
+    return tuple(sorted(mesh.names.index(name) for name in names))

@@ -1,0 +1,158 @@
+"""The mode auto, inside the processes that are about to train: they search, time the best plans in turns, and agree."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from manyhands.config.job import Job
+from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.links import fitted_link, links_of
+from manyhands.core.quantities import parse_memory
+from manyhands.core.world import World
+from manyhands.parallel.describe import describe_network
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan
+from manyhands.planner.choose import DATA_PARALLEL, pick_measured
+from manyhands.planner.find import Found, find
+from manyhands.planner.op_times import OpTimes
+from manyhands.planner.trial import Case, measure
+from manyhands.run.planning import ROUNDS, TIMES_BUDGET_S, Wanted
+from manyhands.run.trials import LINKS, case_of, try_out
+from manyhands.train.job import Objects, class_names, open_splits, pixels_for
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a run's processes decided.
+
+    Attributes:
+        plan: how ops are split; None for data parallel.
+        about: for plan.json: the reason, and each candidate's predicted and measured times.
+    """
+
+    plan: Plan | None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def searches(job: Job) -> bool:
+    """True where the processes are to search for a plan."""
+    return job.parallel.mode == "auto" or (job.parallel.mode == "semi" and job.parallel.fill == "search")
+
+
+def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decision:
+    """The plan that the processes will follow, the same on all of them; a collective.
+
+    A run that goes on with as many processes keeps the plan that it had: its choice was measured, and a second
+    measurement may choose otherwise.
+
+    Raises:
+        UserError: a wish can't be fulfilled; on all processes alike.
+    """
+    kept = broadcast_plain(_kept(folder, world.size) if world.speaks else None, world)
+    if kept is not None:
+        return _decision(kept)
+    if job.parallel.plan:
+        return Decision(plan_of(job.parallel, world.size))
+    case = _case(job, world, objects)
+    links = try_out(job, world, {"action": LINKS})["points"] if job.parallel.measure else []
+    answer = broadcast_plain(_search(job, world, case, links) if world.speaks else None, world)
+    if "error" in answer:
+        raise (UserError if answer["usage"] else RunError)(answer["error"], answer["where"], tuple(answer["mend"]))
+    plans = {
+        name: plan_from_plain(content, "plan") if content else None for name, content in answer["finalists"].items()
+    }
+    if len(plans) > 1 and job.parallel.measure and answer["measurable"]:
+        seconds = measure(case, plans, world, ROUNDS)
+        pick = pick_measured(seconds)
+        answer |= {"chosen": pick.name, "reason": pick.reason}
+        for row in answer["candidates"]:
+            if row["name"] in pick.measured_seconds:
+                row["measured_ms"] = round(pick.measured_seconds[row["name"]] * 1e3, 3)
+    about = {"reason": answer["reason"], "candidates": answer["candidates"]}
+    plan = plans[answer["chosen"]] if answer["chosen"] != DATA_PARALLEL else None
+    return Decision(replace(plan, about={**plan.about, **about}) if plan else None, about)
+
+
+def _kept(folder: RunFolder, world_size: int) -> dict[str, Any] | None:
+    """The plan that this run folder has for as many processes."""
+    if not folder.plan.is_file() or not folder.has_checkpoints():
+        return None
+    plan = read_plan(folder.plan)
+    return plan.as_plain() if plan.mesh.size == world_size and "candidates" in plan.about else None
+
+
+def _decision(content: dict[str, Any]) -> Decision:
+    plan = plan_from_plain(content, "plan.json")
+    about = {key: plan.about[key] for key in ("reason", "candidates") if key in plan.about}
+    if plan.about.get("mode") == "data":
+        return Decision(None, about)
+    return Decision(replace(plan, layouts={}, about=about), about)
+
+
+def _case(job: Job, world: World, objects: Objects) -> Case:
+    splits = open_splits(job, world, objects)
+    pixels = pixels_for(job, splits, objects)
+    network = {
+        "channels": pixels.channels,
+        "size": pixels.size,
+        "classes": len(class_names(job, splits)),
+        "batch": min(job.train.batch, len(splits.train)),
+    }
+    case = case_of(job, network, world.device)
+    if objects.model is None:
+        return case
+    return replace(case, make=_copying(objects.model, world.device))
+
+
+def _copying(model: nn.Module, device: str) -> Callable[[], nn.Module]:
+    return lambda: copy.deepcopy(model).to(device).train()
+
+
+def _search(job: Job, world: World, case: Case, points: list[list[float]]) -> dict[str, Any]:
+    """What rank 0 finds, as plain data; a mistake of the user's too, so that all processes learn of it."""
+    try:
+        found = _found(job, world, case, points)
+    except ManyhandsError as error:
+        usage = isinstance(error, UserError)
+        return {"error": error.what, "where": error.where, "mend": list(error.mend), "usage": usage}
+    finalists = found.finalists()
+    limit = parse_memory(job.parallel.memory) if job.parallel.memory else None
+    together = sum(option.prediction.memory_bytes for option in finalists)
+    return {
+        "finalists": {
+            option.name: None if option.name == DATA_PARALLEL else found.plan_of(option).as_plain()
+            for option in finalists
+        },
+        "chosen": found.pick.name,
+        "reason": found.pick.reason,
+        "candidates": [_row(option) for option in found.options],
+        # All finalists are in memory at once while they are timed.
+        "measurable": limit is None or together <= limit,
+    }
+
+
+def _found(job: Job, world: World, case: Case, points: list[list[float]]) -> Found:
+    options, slots = job.parallel, 2 if job.train.optimizer == "adamw" else 1 if job.train.momentum else 0
+    kept = plan_of(options, world.size) if options.pin else None
+    wanted = Wanted(world.size, options.mesh, kept.ops if kept else {}, options.memory, options.link, "search")
+    wish = wanted.as_wish(case.batch, case.norm_group, slots, accelerator=not world.device.startswith("cpu"))
+    links = wanted.links()
+    if points and not options.link:
+        within = fitted_link("all_reduce", world.size, tuple((size, taken) for size, taken in points))
+        links = lambda mesh: links_of(mesh, within=within)  # noqa: E731 - as `Wanted.links` gives
+    model = case.make()
+    group_batch_norms(model)
+    times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
+    try:
+        return find(describe_network(model, case.picture), wish, times, links)
+    finally:
+        times.save()
+
+
+def _row(option: Any) -> dict[str, Any]:
+    return {"name": option.name, "mesh": str(option.mesh), "fits": option.fits, **option.prediction.as_plain()}

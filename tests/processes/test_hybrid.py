@@ -1,0 +1,343 @@
+"""Networks that their authors split by hand: collectives with right gradients, and N processes as one."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import bounds
+from manyhands.core.mesh import parse_mesh
+from manyhands.core.world import World
+from manyhands.data.order import shares_of_pass
+from manyhands.parallel.hybrid import open_mesh
+from manyhands.parallel.marks import Parameter, layouts_of
+from manyhands.parallel.modes.hybrid import apply, hybrid_network
+from manyhands.parallel.network import How, PassShape
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.reduce import total_norm
+from tests.processes.ranks import run_on_ranks
+
+MESHES = [("tp=2", "tp"), ("tp=3", "tp"), ("dp=2,tp=2", "tp"), ("dp=2,tp=2", "dp"), ("a=2,b=2", "a,b"), ("tp=1", "tp")]
+# Whether what a method takes, and the gradient of what it gives, are equal on all processes along the axis. A number
+# that all of them hold counts once in an inner product; pieces and terms of a sum count each.
+EQUAL = {
+    "enter": (True, False),
+    "all_reduce": (False, True),
+    "gather": (False, True),
+    "scatter": (True, False),
+    "reduce_scatter": (False, False),
+}
+
+
+def _random(shape, equal, grid, axes, seed):
+    """The same on all processes along the axes where `equal`, else each its own."""
+    rank = grid.mesh.peers(axes, grid.world.rank)[0] if equal else grid.world.rank
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank), dtype=torch.float64)
+
+
+def _pairings(world, mesh, names, cases):
+    """For each case <f(x), y> and <x, transposed f(y)> over all processes."""
+    grid = open_mesh(mesh, world)
+    axis = grid.axis(*names.split(","))
+    numbers = [grid.mesh.names.index(name) for name in axis.names]
+    found = []
+    for method, shape, dim, seed in cases:
+        takes, gives = EQUAL[method]
+        local = list(shape)
+        if method == "gather":
+            local[dim] = bounds(shape[dim], axis.size)[axis.rank + 1] - bounds(shape[dim], axis.size)[axis.rank]
+        x = _random(local, takes, grid, numbers, seed).requires_grad_()
+        y = getattr(axis, method)(x, *([] if method in {"enter", "all_reduce"} else [dim]))
+        back = _random(y.shape, gives, grid, numbers, seed + 500)
+        y.backward(back)
+        once = 1 / axis.size
+        inner = float((y.detach() * back).sum()), float((x.detach() * x.grad).sum())
+        found.append([inner[0] * (once if gives else 1), inner[1] * (once if takes else 1)])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+CASES = st.lists(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).flatmap(
+        lambda shape: st.tuples(
+            st.sampled_from(sorted(EQUAL)), st.just(shape), st.integers(0, len(shape) - 1), st.integers(0, 400)
+        )
+    ),
+    min_size=8,
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize(("mesh", "names"), MESHES)
+# Shrinking would start processes hundreds of times.
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+@given(cases=CASES)
+def test_each_collectives_backward_is_its_adjoint(mesh, names, cases):
+    sums = sum(run_on_ranks(_pairings, parse_mesh(mesh).size, mesh, names, cases))
+    torch.testing.assert_close(sums[:, 0], sums[:, 1], rtol=1e-12, atol=1e-12)
+
+
+def _forwards(world):
+    grid = open_mesh(f"tp={world.size}", world)
+    tp = grid.axis("tp")
+    whole = torch.arange(35.0).reshape(5, 7)
+    term = whole * (tp.rank + 1)
+    count = sum(range(1, tp.size + 1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        small = tp.all_reduce(tp.enter(torch.ones(2, 3)) @ torch.ones(3, 2))
+    equal = [
+        torch.equal(tp.enter(whole), whole),
+        torch.equal(tp.all_reduce(term), count * whole),
+        torch.equal(tp.gather(tp.scatter(whole, -1), -1), whole),
+        torch.equal(tp.gather(tp.scatter(whole, 0), 0, length=5), whole),
+        torch.equal(tp.gather(tp.reduce_scatter(term, 1), 1), count * whole),
+        torch.equal(tp.reduce_scatter(term, 1), tp.scatter(tp.all_reduce(term), 1)),
+        torch.equal(tp.gather(tp.shard(whole, 1).detach(), 1), whole),
+        small.dtype == torch.bfloat16 and float(small.detach()[0, 0]) == 3 * tp.size,
+    ]
+    grid.release()
+    return equal
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_they_give(size):
+    for equal in run_on_ranks(_forwards, size):
+        assert all(equal), equal
+
+
+class Of003(nn.Module):
+    """Document 003's network: a weight that is cut in its second dimension, and the sum put together by hand."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.tp = mesh.axis("tp")
+        self.weight = self.tp.shard(torch.rand(512, 128), dim=1)
+
+    def forward(self, x):
+        x = self.tp.enter(x) @ self.weight
+        return self.tp.all_reduce(x.sum(-1))
+
+
+class Marked003(nn.Module):
+    """The same as MindSpore's users write it: each process makes its own slice."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.tp = mesh.axis("tp")
+        edges = bounds(128, self.tp.size)
+        mine = torch.rand(512, 128)[:, edges[self.tp.rank] : edges[self.tp.rank + 1]]
+        self.weight = Parameter(mine, layerwise_parallel=True, shape=(512, 128))
+
+    def forward(self, x):
+        return self.tp.all_reduce((x @ self.weight).sum(-1))
+
+
+class Pair(nn.Module):
+    """Two whole layers around a pair of which the first is cut by outputs and the second by inputs; 7 and 5 features
+    are cut unevenly.
+    """
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.tp = mesh.axis("tp")
+        self.first = nn.Linear(512, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.up = self.tp.shard_module(nn.Linear(5, 7), weight=0, bias=0)
+        self.inner = self.tp.shard_module(nn.BatchNorm1d(7), weight=0, bias=0, running_mean=0, running_var=0)
+        self.down = self.tp.shard_module(nn.Linear(7, 6, bias=False), weight=1)
+        self.bias = nn.Parameter(torch.rand(6))
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.tanh(self.inner(self.up(self.tp.enter(x))))
+        x = self.tp.all_reduce(self.down(x)) + self.bias
+        return self.last(torch.relu(x))[:, 0]
+
+
+class Pieces(nn.Module):
+    """Uneven pieces that are gathered, scattered and reduce-scattered, also by samples over the other axis."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.tp = mesh.axis("tp")
+        self.up = self.tp.shard_module(nn.Linear(512, 7), weight=0, bias=0)
+        self.down = self.tp.shard_module(nn.Linear(7, 5, bias=False), weight=1)
+        self.whole = nn.Linear(7, 5)
+        self.end = self.tp.shard(torch.rand(5))
+
+    def forward(self, x):
+        x = torch.tanh(self.up(self.tp.enter(x)))
+        both = self.tp.gather(x, -1)
+        parts = self.tp.reduce_scatter(self.down(x), 1)
+        parts = torch.tanh(parts) + self.tp.scatter(self.whole(both), 1)
+        return self.tp.gather(parts * self.end, 1).sum(1)
+
+
+def _trained(world, make, mesh, samples, updates):
+    """Losses and the whole network, from each process's pieces, after some updates in double precision."""
+    torch.manual_seed(1)
+    grid = open_mesh(mesh, world)
+    model = make(grid).double()
+    group_batch_norms(model)
+    network = apply(model, world, How(grid=grid, samples=samples))
+    cutting = network.cutting
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    parts, place = cutting.replicas, cutting.replica
+    losses, norms = [], []
+    for step in range(updates):
+        draw = torch.Generator().manual_seed(step)
+        x, y = torch.rand(12, 512, generator=draw).double(), torch.rand(12, generator=draw).double()
+        optimizer.zero_grad()
+        # Two passes, so that gradients are held back in the first one.
+        for first in (0, 6):
+            shares = functools.partial(shares_of_pass, 12, 6, (first, first + 6))
+            cutting.begin_pass(PassShape(6, 12, lambda parts, place, shares=shares: shares(parts)[place], step))
+            share = shares(parts)[place]
+            part = slice(share.start, share.stop)
+            with network.hold_back() if first == 0 else contextlib.nullcontext():
+                loss = F.mse_loss(network.call(x[part]) / 100, y[part], reduction="sum") / 12
+                loss.backward()
+            losses.append(float(loss.detach()) / (world.size / parts))
+        cutting.finish_backward()
+        norms.append(float(total_norm(dict(model.named_parameters()), cutting.layouts, grid)))
+        optimizer.step()
+        cutting.finish_update()
+    pieces = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    cutting.release()
+    return losses, norms, pieces, gradients, cutting.layouts
+
+
+def _put_together(mesh, results, place):
+    """Whole tensors from all processes' pieces; every holder of a piece must have the same one."""
+    found = {}
+    for name in results[0][place]:
+        layout = results[0][4][name]
+        found[name] = (
+            torch.full(layout.shape, float("nan"), dtype=results[0][place][name].dtype)
+            if layout.cuts
+            else results[0][place][name]
+        )
+        for rank, result in enumerate(results):
+            where = tuple(slice(*edges) for edges in layout.region(mesh, rank))
+            if layout.first_holder(mesh, rank) == rank:
+                found[name][where] = result[place][name]
+        for rank, result in enumerate(results):
+            where = tuple(slice(*edges) for edges in layout.region(mesh, rank))
+            torch.testing.assert_close(result[place][name], found[name][where], rtol=1e-12, atol=1e-14)
+    return found
+
+
+MAKES = [Of003, Marked003, Pair, Pieces]
+RUNS = [(make, *run) for make in MAKES for run in (("tp=2", None), ("tp=3", None), ("dp=2,tp=2", None))]
+
+
+# Where `True` stands for an axis, it is not the first one of two.
+@pytest.mark.parametrize(("make", "mesh", "samples"), [*RUNS, (Pair, "tp=2,dp=2", ["dp"])])
+def test_as_many_processes_as_you_like_train_as_one(make, mesh, samples):
+    alone = run_on_ranks(_trained, 1, make, ",".join(f"{name}=1" for name in parse_mesh(mesh).names), None, 4)[0]
+    size = parse_mesh(mesh).size
+    several = run_on_ranks(_trained, size, make, mesh, samples, 4)
+    losses = [sum(one) for one in zip(*(result[0] for result in several), strict=True)]
+    assert losses == pytest.approx(alone[0], rel=1e-12)
+    for result in several:
+        assert result[1] == pytest.approx(alone[1], rel=1e-12)
+    for place in (2, 3):
+        for name, whole in _put_together(parse_mesh(mesh), several, place).items():
+            scale = max(float(alone[place][name].abs().max()), 1e-3)
+            assert float((whole - alone[place][name]).abs().max()) <= 1e-12 * scale, name
+
+
+def _grid(mesh, rank=0):
+    """A mesh of which this process is one place, without groups: for what is said before anything is sent."""
+    sizes = parse_mesh(mesh)
+    grid = open_mesh(dict.fromkeys(sizes.names, 1))
+    grid.mesh, grid.world = sizes, World(rank, sizes.size)
+    return grid
+
+
+@given(shape=st.tuples(st.integers(3, 9), st.integers(2, 9)), rank=st.integers(0, 5), both=st.booleans())
+def test_pieces_lie_where_their_layout_says(shape, rank, both):
+    grid = _grid("dp=2,tp=3", rank)
+    whole = torch.arange(float(shape[0] * shape[1])).reshape(shape)
+    tp, dp = grid.axis("tp"), grid.axis("dp")
+    module = nn.Module()
+    module.weight = dp.shard(tp.shard(whole, 0), -1) if both else tp.shard(whole, 0)
+    module = copy.deepcopy(module).double()
+    layout = layouts_of(module, grid.mesh, rank)["weight"]
+    assert layout.shape == shape
+    assert layout.cut_axes == ({0, 1} if both else {1})
+    assert torch.equal(module.weight, whole[tuple(slice(*edges) for edges in layout.region(grid.mesh, rank))].double())
+
+
+def test_what_the_marks_mean():
+    def layout(mesh, rank=0, **mark):
+        module = nn.Module()
+        module.weight = Parameter(torch.zeros(4, 6), **mark)
+        return layouts_of(module, parse_mesh(mesh), rank)["weight"]
+
+    assert layout("dp=2,tp=2") == layout("dp=2", shape=(4, 6)) == layout("tp=1", layerwise_parallel=False)
+    assert layout("dp=2,tp=2", layerwise_parallel=True).shape == (8, 6)
+    assert layout("dp=2,tp=2", layerwise_parallel=True).cuts == ((0, (1,)),)
+    assert layout("dp=2", layerwise_parallel=True).cuts == ((0, (0,)),)
+    assert layout("dp=2,tp=2", layerwise_parallel="dp").cuts == ((0, (0,)),)
+    assert layout("dp=2,tp=2", layerwise_parallel=("tp", -1)).cuts == ((1, (1,)),)
+    assert layout("dp=2,tp=2", layerwise_parallel=True, shape=(4, 12)).cuts == ((1, (1,)),)
+    assert layout("tp=2", 1, layerwise_parallel=True, shape=(4, 11)).shape == (4, 11)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda grid: grid.axis("pp"), 'no axis "pp"'),
+        (lambda grid: grid.axis("tp", "tp"), "twice"),
+        (lambda grid: grid.axis(), "no axis is named"),
+        (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 2), "no dimension 2"),
+        (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 1), "too short for 3"),
+        (lambda grid: grid.axis("tp").shard(grid.axis("tp").shard(torch.zeros(9, 9)), 1), "cut already"),
+        (lambda grid: grid.axis("tp").shard_module(nn.Linear(3, 3), wait=0), "has no wait"),
+        (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "not a cut of 9"),
+        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "can't be cut in dimension 1"),
+        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=(1, "tp")), "layerwise_parallel is"),
+        (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "is not the piece's"),
+        (lambda grid: open_mesh("dp=2,tp=3"), "6 places, and there are 1"),
+        (lambda grid: open_mesh("dp"), "is not a mesh"),
+    ],
+)
+def test_mistakes_are_named(mistake, words):
+    with pytest.raises(UserError, match=words):
+        mistake(_grid("dp=2,tp=3"))
+
+
+def test_a_piece_of_another_length_is_refused():
+    module = nn.Module()
+    module.weight = Parameter(torch.zeros(5), layerwise_parallel="tp", shape=(7,))
+    with pytest.raises(UserError, match=r"weight on rank 0 has shape \(5,\), where \(3,\) is due"):
+        layouts_of(module, parse_mesh("tp=2"), 0)
+
+
+def _gathers_wrong_pieces(world):
+    tp = open_mesh("tp=2", world).axis("tp")
+    with pytest.raises(UserError, match=r"pieces of lengths \[1, 4\]"):
+        tp.gather(torch.zeros(4 if world.rank else 1), 0)
+
+
+def test_all_processes_refuse_pieces_that_are_no_cut():
+    run_on_ranks(_gathers_wrong_pieces, 2)
+
+
+def _without_marks(world):
+    grid = open_mesh("dp=2,tp=2", world)
+    network = hybrid_network(nn.Linear(3, 2), grid)
+    return network.samples, network.grid.parts(network.samples), {one.gradient_axes for one in network.layouts.values()}
+
+
+def test_a_network_without_marks_is_data_parallel_over_all():
+    assert run_on_ranks(_without_marks, 4) == [((0, 1), 4, {(0, 1)})] * 4

@@ -1,0 +1,224 @@
+"""verify_gradients names what is missing, doubled or over the wrong axis, and has nothing to say of what is right."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.parallel.hybrid import open_mesh
+from manyhands.parallel.proof.sums import Explanation, explain
+from manyhands.parallel.verify import verify_gradients
+from tests.processes.ranks import run_on_ranks
+
+
+class Net(nn.Module):
+    """A whole layer, a pair that is cut, and a whole layer; each fault takes, doubles or moves one collective."""
+
+    def __init__(self, mesh, fault=""):
+        super().__init__()
+        self.tp, self.fault = mesh.axis("tp"), fault
+        self.dp = mesh.axis("dp") if "dp" in mesh.mesh.names else self.tp
+        self.first = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.up = self.tp.shard_module(nn.Linear(5, 7), weight=0, bias=0)
+        self.down = self.tp.shard_module(nn.Linear(7, 4, bias=False), weight=1)
+        self.drop = nn.Dropout(0.5)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        x = self._enter(torch.relu(self.norm(self.first(x))))
+        x = self.down(torch.tanh(self.up(x)))
+        if self.fault == "bias inside":
+            return self.drop(self.tp.all_reduce(x + self.bias))
+        x = self._reduce(x)
+        if self.fault == "piece":
+            return self.tp.scatter(x, 1)
+        return self.drop(x) + self.bias
+
+    def _enter(self, x):
+        entered = {
+            "no enter": [],
+            "enter twice": [self.tp, self.tp],
+            "enter over dp": [self.dp],
+            "enter over both": [self.tp, self.dp],
+        }
+        for axis in entered.get(self.fault, [self.tp]):
+            x = axis.enter(x)
+        return x
+
+    def _reduce(self, x):
+        reduced = {"no reduce": [], "reduce twice": [self.tp, self.tp], "reduce over dp": [self.dp]}
+        for axis in reduced.get(self.fault, [self.tp]):
+            x = axis.all_reduce(x)
+        if self.fault == "reduce back too":
+            x = self.tp.enter(x)
+        return x / self.tp.size if self.fault == "mean" else x
+
+
+BEFORE = {"first.weight", "first.bias", "norm.weight", "norm.bias"}
+CUT = {"up.weight", "up.bias", "down.weight"}
+# What each fault is called, over which axis, and in which of a network's values it is seen.
+FAULTS = {
+    "no enter": ("missing", ("tp",), BEFORE),
+    "enter twice": ("doubled", ("tp",), BEFORE),
+    "no reduce": ("missing", ("tp",), {"output"}),
+    "reduce twice": ("doubled", ("tp",), {"output"}),
+    "reduce back too": ("doubled", ("tp",), BEFORE | CUT),
+    "bias inside": ("doubled", (), {"output"}),
+    "mean": ("scaled", (), {"output"} | BEFORE | CUT),
+    "piece": ("cut", ("tp",), {"output"}),
+}
+WRONG_AXIS = {
+    "enter over dp": ("wrong axis", ("tp", "dp"), BEFORE),
+    "enter over both": ("doubled", ("dp",), BEFORE),
+    "reduce over dp": ("wrong axis", ("tp", "dp"), {"output"}),
+}
+
+
+def _check(world, mesh, fault, as_function, labels):
+    grid = open_mesh(mesh, world)
+    torch.manual_seed(5)
+    net = (lambda place: Net(place, fault)) if as_function else Net(grid, fault)
+    sample = torch.randn(9, 6)
+    classes = torch.randint(0, 4, (9,)) if labels else None
+    result = verify_gradients(net, sample, classes, mesh=grid if as_function else None)
+    return [(one.name, one.cause, one.axes) for one in result.findings], str(result), result.worst, result.compared
+
+
+def _everywhere(mesh, fault, *, as_function=False, labels=False):
+    results = run_on_ranks(_check, parse_mesh(mesh).size, mesh, fault, as_function, labels)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "tp=3", "dp=2", "dp=2,tp=2", "tp=2,dp=2"])
+def test_what_is_right_is_found_right(mesh, as_function, labels):
+    mesh = mesh if "tp" in mesh else f"{mesh},tp=1"
+    findings, _, worst, compared = _everywhere(mesh, "", as_function=as_function, labels=labels)
+    assert findings == []
+    assert worst < 1e-8
+    assert compared == 8
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fault"),
+    [(mesh, fault) for mesh in ("tp=2", "dp=2,tp=2") for fault in FAULTS]
+    + [("dp=2,tp=2", fault) for fault in WRONG_AXIS],
+)
+def test_a_fault_is_named(mesh, fault):
+    cause, axes, names = {**FAULTS, **WRONG_AXIS}[fault]
+    findings, text, *_ = _everywhere(mesh, fault)
+    named = {name for name, found, over in findings if (found, over) == (cause, axes)}
+    # The gradient of a bias before BatchNorm is zero, so nothing can be wrong with it.
+    assert named | {"first.bias"} == names | {"first.bias"}, text
+    assert {name for name, *_ in findings} == named, text
+
+
+class Of003(nn.Module):
+    """Document 003's network; its sum is put together as often as told."""
+
+    def __init__(self, mesh, times=1, mark=True):
+        super().__init__()
+        self.tp, self.times = mesh.axis("tp"), times
+        whole = torch.rand(512, 128)
+        self.weight = self.tp.shard(whole, 1) if mark else nn.Parameter(self.tp.shard(whole, 1).detach())
+
+    def forward(self, x):
+        x = (x @ self.weight).sum(-1)
+        for _ in range(self.times):
+            x = self.tp.all_reduce(x)
+        return x
+
+
+class Curved(nn.Module):
+    """Two whole layers with work between them that is split, and a sum that is left out before what is not linear."""
+
+    def __init__(self, mesh, right):
+        super().__init__()
+        self.tp, self.right = mesh.axis("tp"), right
+        self.first = nn.Linear(6, 4)
+        self.middle = self.tp.shard_module(nn.Linear(4, 4, bias=False), weight=1)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.middle(self.tp.scatter(self.first(x), 1))
+        x = torch.relu(self.tp.all_reduce(x) if self.right else x)
+        return self.last(x)
+
+
+def _others(world):
+    grid = open_mesh(f"tp={world.size}", world)
+    torch.manual_seed(2)
+    found = {}
+    for word, make, width in [
+        ("003", lambda mesh: Of003(mesh), 512),
+        ("003 without a sum", lambda mesh: Of003(mesh, 0), 512),
+        ("003 with two sums", lambda mesh: Of003(mesh, 2), 512),
+        ("003 without a mark", lambda mesh: Of003(mesh, 1, mark=False), 512),
+        ("curved", lambda mesh: Curved(mesh, right=True), 6),
+        ("curved without a sum", lambda mesh: Curved(mesh, right=False), 6),
+    ]:
+        result = verify_gradients(make, torch.rand(6, width), mesh=grid)
+        found[word] = [(one.name, one.cause) for one in result.findings]
+    # A network that exists is tried as it is, and left as it was.
+    net = Of003(grid, 2)
+    before = net.weight.detach().clone()
+    with pytest.raises(RunError, match="summed twice over tp"):
+        verify_gradients(net, torch.rand(4, 512), check=True)
+    found["left"] = torch.equal(before, net.weight) and net.weight.grad is None and grid.watch is None
+    # Each process its own random numbers.
+    torch.manual_seed(world.rank)
+    apart = nn.Linear(6, 2)
+    found["apart"] = [
+        (one.name, one.cause) for one in verify_gradients(apart, torch.rand(4, 6), mesh=grid, samples=()).findings
+    ]
+    return found
+
+
+def test_003_and_others():
+    for found in run_on_ranks(_others, 2):
+        assert found["003"] == found["curved"] == []
+        assert found["003 without a sum"] == [("output", "missing")]
+        assert found["003 with two sums"] == [("output", "doubled")]
+        assert found["003 without a mark"] == [("weight", "mark")]
+        assert found["curved without a sum"][0] == ("output", "wrong")
+        assert found["apart"] == [("weight", "replicas"), ("bias", "replicas")]
+        assert found["left"]
+
+
+@pytest.mark.parametrize(("sample", "words"), [(1, "too few"), (0, "too few")])
+def test_too_few_samples_are_refused(sample, words):
+    def run(world):
+        with pytest.raises(UserError, match=words):
+            verify_gradients(nn.Linear(3, 2), torch.rand(sample, 3), mesh=open_mesh("dp=2", world))
+
+    run_on_ranks(run, 2)
+
+
+def test_a_network_without_a_mesh_is_refused():
+    with pytest.raises(UserError, match="no axis"):
+        verify_gradients(nn.Linear(3, 2), torch.rand(4, 3))
+
+
+AXES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(
+    lambda sizes: Mesh(tuple((f"a{number}", size) for number, size in enumerate(sizes)))
+)
+
+
+@given(mesh=AXES, seed=st.integers(0, 1000), data=st.data())
+def test_sums_that_were_made_or_left_out_are_found_again(mesh, seed, data):
+    """For any mesh and any sets of axes whose sum is missing, and which are summed too much."""
+    axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    missing = tuple(axis for axis in axes if data.draw(st.booleans()))
+    extra = tuple(axis for axis in axes if axis not in missing and data.draw(st.booleans()))
+    generator = torch.Generator().manual_seed(seed)
+    terms = torch.randn(mesh.size, 4, generator=generator, dtype=torch.float64)
+    expected = [terms[mesh.peers(missing, rank)].sum(0) for rank in range(mesh.size)]
+    observed = [terms[mesh.peers(extra, rank)].sum(0) for rank in range(mesh.size)]
+    found = explain(observed, expected, mesh, (), 1e-9)
+    assert found == ([Explanation(missing, extra)] if missing or extra else [])
