@@ -26,7 +26,8 @@ class SplitLoss:
     def __init__(self, network: SplitNetwork, criterion: Criterion, smoothing: float = 0.0) -> None:
         self._network, self._criterion, self._smoothing = network, criterion, smoothing
         letters = network.letters[LOSS]
-        self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o")
+        sizes = network.grid.mesh.sizes
+        self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o" and sizes[axis] > 1)
         self._wanted = value_of([0 if letter == "n" else "R" for letter in letters])
         self._given = value_of([0 if letter == "n" else "R" for letter in network.letters[INPUT]])
 
