@@ -132,6 +132,7 @@ RULES = {
         ("over pixels", lambda: Called(lambda x: x.mean([2, 3])), PICTURE),
         ("over pixels by name", lambda: Called(lambda x: torch.mean(x, dim=(-1, -2), keepdim=True)), PICTURE),
         ("over channels", lambda: Called(lambda x: x.mean(1)), PICTURE),
+        ("samples mixed", lambda: Called(lambda x: x - x.mean(0)), PICTURE),
         ("larger", lambda: nn.Upsample(scale_factor=2), PICTURE),
         ("larger, function", lambda: Called(functools.partial(F.interpolate, size=(9, 9))), PICTURE),
     ],
@@ -152,7 +153,6 @@ RULES = {
         ("softmax", lambda: nn.Softmax(1), PICTURE),
         ("own matrix", lambda: Called(torch.matmul, (6, 5)), PICTURE),
         ("transposed convolution", lambda: nn.ConvTranspose2d(4, 3, 2), PICTURE),
-        ("samples mixed", lambda: Called(lambda x: x - x.mean(0)), PICTURE),
         ("halves", lambda: Called(lambda x: torch.add(*x.chunk(2, 1))), PICTURE),
         ("recurrent", lambda: Called(lambda x: x.roll(1, -1)), PICTURE),
         ("from the middle", lambda: Called(lambda x: x[:, 1:3] * x[:, :2]), PICTURE),
@@ -202,10 +202,22 @@ def _check(cases):
             assert error <= 1e-9, f"{one.label}: {what} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["2", "3"])
 @pytest.mark.parametrize("kind", RULES)
 def test_each_letter_gives_what_one_process_gives(kind, mesh):
     _check(_cases(kind, Mesh(MESHES[mesh]), RULES[kind]))
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear", "batch_norm", "elementwise", "attention"])
+def test_two_letters_for_one_op(kind):
+    _check(_cases(kind, Mesh(MESHES["2x2"]), RULES[kind][:1]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", RULES)
+def test_two_letters_for_each_variant(kind):
+    _check(_cases(kind, Mesh(MESHES["2x2"]), RULES[kind]))
 
 
 @pytest.mark.parametrize("group", [3, 4])

@@ -257,4 +257,14 @@ def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
         more = f" and {len(mixing) - 3} more" if len(mixing) > 3 else ""
         shown = ", ".join(mixing[:3])
         notes.append(f"{shown}{more}: every process computes all samples, since samples are mixed (or not in front)")
+    plain = [op for op in graph.ops.values() if op.kind == Op.kind and op.name != INPUT and op.batched and op.extents]
+    words = sorted({_word(op) for op in plain if op.batchwise})
+    if words:
+        notes.append(f"samples alone are shared out in ops without a rule of their own: {', '.join(words)}")
     return notes
+
+
+def _word(op: Op) -> str:
+    """What an op is: the class of its module, or the name of its function."""
+    target: Any = op.node.target if op.node is not None else op.name
+    return type(op.module).__name__ if op.module is not None else getattr(target, "__name__", str(target))
