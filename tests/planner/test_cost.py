@@ -19,11 +19,14 @@ from tests.planner.nets import chain, graph_of, heavy, mesh_of, random_letters
 BATCH = 16
 CHAIN, HEAVY = graph_of(chain(), channels=4), graph_of(heavy())
 
+# One for all, since the rates that it measures differ from time to time.
+TIMES = OpTimes(budget_s=0.0)
+
 
 def _setting(graph, sizes, **others):
     mesh = mesh_of(sizes)
     links = links_of(mesh, per_machine=1, between=Link(1e8, 1e-4))
-    work = Work(graph, BATCH, mesh.size, OpTimes(budget_s=0.0))
+    work = Work(graph, BATCH, mesh.size, TIMES)
     return Setting(work, links, shares(BATCH, 0), **others)
 
 
@@ -75,7 +78,7 @@ def test_groups_that_span_processes_cost_sums_in_both_directions():
     group_batch_norms(model)
     graph = graph_of(model)
     mesh = mesh_of((4,))
-    work = Work(graph, BATCH, 4, OpTimes(budget_s=0.0))
+    work = Work(graph, BATCH, 4, TIMES)
     letters = dict.fromkeys(graph.ops, ("n",))
     apart = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 4)))
     spanning = predict(graph, letters, Setting(work, links_of(mesh), shares(BATCH, 8)))

@@ -61,13 +61,13 @@ def check(problem):
     assert problem.memory_limit_bytes is None or solution.memory_bytes <= problem.memory_limit_bytes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems())
 def test_equals_brute_force(problem):
     check(problem)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(most_nodes=5))
 def test_equals_brute_force_where_the_graph_is_too_wide_for_elimination(problem):
     with pytest.MonkeyPatch.context() as patch:

@@ -44,7 +44,9 @@ def _verify(world, name, plans):
     return [verify(_case(name), plan, world) for plan in plans]
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("chain", (2,)), ("chain", (2, 2)), ("resnet18", (2,))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("chain", (2,)), ("chain", (2, 2)), pytest.param("resnet18", (2,), marks=pytest.mark.slow)]
+)
 def test_any_plan_computes_what_one_process_does(name, sizes):
     mesh = mesh_of(sizes)
     plans = [Plan(mesh), *(_random_plan(name, sizes, seed) for seed in range(3))]

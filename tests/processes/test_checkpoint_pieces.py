@@ -86,6 +86,7 @@ def _load_all(world, paths):
     return len(paths)
 
 
+@pytest.mark.slow
 def test_from_every_cut_and_number_to_every_other(tmp_path):
     paths = [path for size in SIZES for path in run_on_ranks(_save_all, size, str(tmp_path / str(size)))[0]]
     assert len(paths) == 28
@@ -201,6 +202,7 @@ def _open(world, path):
     return None
 
 
+@pytest.mark.slow
 def test_a_torn_piece_is_named_on_every_process(tmp_path):
     """Whichever process it falls to, and whatever is wrong with it."""
     path = Path(run_on_ranks(_save_all, 3, str(tmp_path))[0][0])

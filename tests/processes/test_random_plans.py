@@ -10,8 +10,8 @@ from tests.processes.parity import NETWORKS, errors
 
 TWO, FOUR = (("dp", 2),), (("dp", 4),)
 SQUARE, CUBE = (("dp", 2), ("tp", 2)), (("dp", 2), ("tp", 2), ("tp2", 2))
-FAST = [(name, TWO, 2) for name in NETWORKS] + [("vgg", SQUARE, 3), ("vgg", CUBE, 2), ("vit", FOUR, 2)]
-FAST += [("vit", SQUARE, 2), ("resnet18", SQUARE, 1)]
+FAST = [(name, TWO, 1) for name in NETWORKS] + [("vgg", SQUARE, 3), ("vgg", CUBE, 1), ("vit", FOUR, 1)]
+FAST += [("vit", SQUARE, 1), ("resnet18", SQUARE, 1)]
 SLOW = [(name, mesh, 3) for name in NETWORKS for mesh in (TWO, FOUR, SQUARE)]
 
 
