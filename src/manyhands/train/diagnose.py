@@ -73,6 +73,14 @@ def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
     return RunError(what, f"rank {rank}, step {step}", MEND)
 
 
+def explain_piece(model: nn.Module, world: World, step: int) -> RunError:
+    """The error for a gradient of a cut network that is not finite: other processes may hold none of that parameter,
+    so this one says it alone.
+    """
+    bad = next((n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)), "")
+    return RunError(f"the gradient of {bad} is not finite", f"rank {world.rank}, step {step}", MEND)
+
+
 def explain_lost(model: nn.Module, world: World, first_bad: Tensor | float) -> RunError:
     """The error for accelerators, where losses are looked at every so often: called by all processes at once.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.utils as nn_utils
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from manyhands.config.job import TrainOptions
 from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
-from manyhands.parallel.network import Judge, ParallelNetwork
+from manyhands.parallel.network import Cutting, Judge, ParallelNetwork
 from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.reduce import total_norm
 from manyhands.train.criterion import Criterion
-from manyhands.train.diagnose import explain_gradient, explain_loss
+from manyhands.train.diagnose import explain_gradient, explain_loss, explain_piece
 from manyhands.train.feed import Pass, Update
 from manyhands.train.optimize import learning_rate, set_learning_rate
 
@@ -113,6 +114,8 @@ class Updater:
             parameter.grad = None
         self.gradients(update, step)
         if self.scaler:
+            if self.cutting and not self.world.alone:
+                self._spread_overflow()
             self.scaler.unscale_(self.optimizer)
         self._check_and_clip(update, step)
         if self.scaler:
@@ -175,12 +178,8 @@ class Updater:
 
     def _check_and_clip(self, update: Update, step: int) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if self.cutting and self.options.clip:
-            named = dict(self.network.inner.named_parameters())
-            norm = total_norm(named, self.cutting.layouts, self.cutting.grid)
-            if self.device == "cpu" and not self.scaler and not math.isfinite(norm.item()):
-                raise explain_gradient(self, update, step)
-            nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+        if self.cutting:
+            self._check_and_clip_pieces(gradients, self.cutting, step)
             return
         if not self.options.clip and not self.network.sharded:
             if self.device == "cpu" and not self.scaler and not all_finite(gradients):
@@ -193,6 +192,21 @@ class Updater:
             raise explain_gradient(self, update, step)
         if self.options.clip:
             nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+
+    def _check_and_clip_pieces(self, gradients: list[Tensor], cutting: Cutting, step: int) -> None:
+        if self.device == "cpu" and not self.scaler and not all_finite(gradients):
+            raise explain_piece(self.network.inner, self.world, step)
+        if self.options.clip:
+            norm = total_norm(dict(self.network.inner.named_parameters()), cutting.layouts, cutting.grid)
+            nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+
+    def _spread_overflow(self) -> None:
+        """Has the loss scaler skip an update on all processes when one piece's gradient overflowed."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        bad = torch.tensor(float(not all_finite(gradients)), device=self.world.device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bad.item():
+            gradients[0].fill_(math.inf)
 
 
 def _judge(network: ParallelNetwork, criterion: Criterion, smoothing: float) -> Judge:
