@@ -77,7 +77,7 @@ def search(given, case, link):
     finalists = found.finalists()
     options = {option.name: (found, option) for option in finalists}
     if given.tail:
-        options |= tail(given, graph, case, times, links)
+        options |= tail(given, graph, case, times, links, finalists)
     times.save()
     rows = {
         name: {
@@ -89,8 +89,9 @@ def search(given, case, link):
     return {"rows": rows, "finalists": [option.name for option in finalists], "predicted_reason": found.pick.reason}
 
 
-def tail(given, graph, case, times, links):
-    """For some strategies of the fully connected layers and the loss, the best plan that keeps them."""
+def tail(given, graph, case, times, links, finalists):
+    """For some strategies of the fully connected layers and the loss, the best plan that keeps them; each plan once."""
+    seen = [(option.mesh, option.letters) for option in finalists]
     layers = [*ENTRIES[given.case].tail, "loss"]
     able = [[letter for letter in sorted(graph.ops[name].letters) if letter in "noir"] for name in layers]
     combinations = list(itertools.product(*able))
@@ -105,7 +106,8 @@ def tail(given, graph, case, times, links):
         except UserError:
             continue
         able_ones = [option for option in found.options if option.name.startswith("search")]
-        if able_ones:
+        if able_ones and (able_ones[0].mesh, able_ones[0].letters) not in seen:
+            seen.append((able_ones[0].mesh, able_ones[0].letters))
             options["".join(letters)] = (found, able_ones[0])
     return options
 
