@@ -66,7 +66,12 @@ def place(size, link):
             words = [*command, "--rank", str(rank), "--init", f"tcp://{lab.address(1)}:{port}"]
             return lab.exec(rank + 1, words, env=environment("eth0"), cwd=ROOT, stdout=output)
 
-        yield start_apart
+        try:
+            yield start_apart
+        finally:
+            # Told to end while it takes the namespaces away, it would leave some of them.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def environment(interface):
