@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
@@ -106,11 +107,13 @@ def _case(job: Job, world: World, objects: Objects) -> Case:
     case = case_of(job, network, world.device)
     if objects.model is None:
         return case
-    return replace(case, make=_copying(objects.model, world.device))
+    return replace(case, make=_copying(objects.model, case.picture))
 
 
-def _copying(model: nn.Module, device: str) -> Callable[[], nn.Module]:
-    return lambda: copy.deepcopy(model).to(device).train()
+def _copying(model: nn.Module, picture: Tensor) -> Callable[[], nn.Module]:
+    """A user's own network, where its pictures are; in double precision where they are."""
+    kind = torch.float64 if picture.dtype == torch.float64 else None
+    return lambda: copy.deepcopy(model).to(picture.device, kind).train()
 
 
 def _search(job: Job, world: World, case: Case, points: list[list[float]]) -> dict[str, Any]:
