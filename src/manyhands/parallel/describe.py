@@ -67,10 +67,9 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
         picture: one sample [C, H, W] (or of any shape), whose numbers don't matter.
 
     Raises:
-        UserError: the network doesn't run on two or three samples, or its ops in place can't be told apart.
+        UserError: the network doesn't run on two or three samples.
     """
     traced, unseen = graphs.trace(model, _is_leaf)
-    graphs.out_of_place(traced)
     names = graphs.name_nodes(traced)
     many, few = _try(traced, model, picture)
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
@@ -87,7 +86,7 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
         ties += [(one.name, op.name) for one in reads if _must_agree(one, op)]
         _set_letters(op, [ops[name] for name in op.sources])
     _add_loss(graph, traced, names)
-    graphs.tie_all(ops, [*ties, *_sharing(ops)])
+    graphs.tie_all(ops, [*ties, *_sharing(ops, traced)])
     graph.notes = _notes(graph, unseen)
     graph.parameters = dict(model.named_parameters())
     return graph
@@ -147,7 +146,7 @@ def _describe_node(node: fx.Node, names: dict[fx.Node, str], many: Any, few: Any
     tensors, fewer = graphs.tensors_of(many), graphs.tensors_of(few)
     op = Op(name, module=module, node=node, tied=name)
     if not tensors:
-        op.batched = bool(many != few) if isinstance(many, int | tuple | torch.Size) else False
+        op.batched = bool(many != few) if isinstance(many, int | float | tuple | list | torch.Size) else False
         op.batchwise = True
         return op
     grown = [_rows(one, other) for one, other in zip(tensors, fewer, strict=True)]
@@ -216,6 +215,23 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
     rule = rule_of(op) if len(op.extents) == 1 else rules()[-1]
     op.kind = rule.KIND
     rule.describe(op, inputs)
+    _refuse_hidden(op)
+
+
+def _refuse_hidden(op: Op) -> None:
+    """Leaves whole what cutting wouldn't reach: weights that are computed from others, and users' hooks."""
+    module = op.module
+    if module is None:
+        return
+    own = op.parameters()
+    for letter, loop in op.letters.items():
+        if letter in {"n", "r"} or isinstance(loop, str):
+            continue
+        made = [name for name in loop.cuts if name not in own and getattr(module, name, None) is not None]
+        if made:
+            op.letters[letter] = f"its {made[0]} is computed from others"
+        elif module._forward_hooks or module._forward_pre_hooks:
+            op.letters[letter] = "it has hooks, which would see a piece"
 
 
 def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
@@ -238,12 +254,15 @@ def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -
     graph.ops[LOSS] = loss
 
 
-def _sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
+def _sharing(ops: dict[str, Op], traced: fx.GraphModule) -> list[tuple[str, str]]:
     """Pairs of ops that use the same parameter or buffer: it has one layout, so they take the same letters."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
     for op in ops.values():
-        for tensor in op.parameters().values():
+        tensors = list(op.parameters().values())
+        if op.node is not None and op.node.op == "get_attr":
+            tensors.append(_attribute(traced, str(op.node.target)))
+        for tensor in tensors:
             owner = first.setdefault(id(tensor), op.name)
             if owner != op.name:
                 pairs.append((owner, op.name))

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
+from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, bounds, whole
 from manyhands.core.seeds import mix
 from manyhands.parallel.describe import rule_of
@@ -48,10 +49,11 @@ def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
     """How each parameter and buffer of the traced network lies, by its name in the state dict.
 
-    What no op was seen to use (inside a part that could not be looked into, it is that part's) is whole, its gradient
-    a sum over the axes of the samples.
+    Raises:
+        UserError: two ops that share a parameter cut it in two ways.
     """
     found: dict[str, TensorLayout] = {}
+    users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():
         node = op.node
         if node is not None and node.op == "get_attr":
@@ -61,7 +63,12 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
             found[str(node.target)] = whole(tuple(value.shape), batch_axes(letters[op.name]))
         for name, tensor in op.parameters().items():
             path = f"{node.target}.{name}" if node is not None else name
-            found[path.removeprefix("whole.") if "whole" in graph.ops else path] = _layout(op, name, tensor, letters)
+            layout = _layout(op, name, tensor, letters)
+            found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
+            first, other = users.setdefault(id(tensor), (op.name, layout))
+            if other != layout:
+                mend = ("pin both so that the parameter is cut alike, or by n or r",)
+                raise UserError(f"{first} and {op.name} share {name}, and cut it in two ways", "plan", mend)
     return found
 
 
@@ -92,11 +99,14 @@ def cut_tensor(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
 
 def cut_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
     """Replaces each parameter's and buffer's values by this process's piece; the objects stay the same."""
+    done: set[int] = set()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             layout = layouts.get(name)
-            if layout is not None and layout.cuts:
+            # One that two modules share is there under both names.
+            if layout is not None and layout.cuts and id(tensor) not in done:
                 tensor.data = cut_tensor(tensor.data, layout, grid)
+                done.add(id(tensor))
 
 
 class Convert(nn.Module):
@@ -211,7 +221,7 @@ class Builder:
         letters = self._letters[op.name]
         args = fx.map_arg(node.args, lambda source: self._given(source, op))
         kwargs = fx.map_arg(node.kwargs, lambda source: self._given(source, op))
-        if training and _draws(op):
+        if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and node.op != "get_attr")):
             alike = {"r", "c"} if _drops_samples(op) else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
             self._call(f"draws_{number}", Draws(number, self._grid.place(axes), self._state), ())
@@ -300,6 +310,8 @@ class SplitNetwork(nn.Module):
     def begin_pass(self, shape: PassShape) -> None:
         """Describes the pass that comes next; all processes call it alike."""
         self.grid.batch, self.state.seed = shape.samples, shape.seed
+        # Alike on all processes, also for ops that aren't known to draw.
+        torch.manual_seed(shape.seed)
         for axes, groups in self.norms.items():
             share = shape.share(self.grid.parts(axes), self.grid.place(axes))
             groups.begin_pass(share.spans, share.shared_groups, share.count, shape.batch)

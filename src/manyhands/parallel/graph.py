@@ -117,6 +117,10 @@ class Graph:
             op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
         ]
 
+    def keep_classes(self) -> None:
+        """Lets the loss see all classes: only plain cross-entropy is known to be computed from parts of them."""
+        self.ops[LOSS].letters["o"] = "classes are cut for cross-entropy alone"
+
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
         """(giver, reader, which of the reader's sources) of each tensor that passes from op to op."""
         for op in self.ops.values():
@@ -179,21 +183,37 @@ def trace(model: nn.Module, leaves: Callable[[nn.Module], bool]) -> tuple[fx.Gra
     try:
         graph = tracer.trace(model)
     except Exception as error:  # noqa: BLE001 - the network's own forward can't be traced: it is one op
-        graph = fx.Graph()
-        picture = graph.placeholder("x")
-        graph.output(graph.call_module("whole", (picture,)))
-        root = nn.Module()
-        root.add_module("whole", model)
-        return fx.GraphModule(root, graph), {"whole": str(error).partition("\n")[0]}
-    traced = fx.GraphModule(model, graph)
-    graph.eliminate_dead_code()
-    traced.recompile()
+        return _one_op(model, str(error))
+    try:
+        graph.lint()
+        traced = fx.GraphModule(model, graph)
+        out_of_place(traced)
+        graph.eliminate_dead_code()
+        traced.recompile()
+    except Exception as error:  # noqa: BLE001 - such as values of an earlier trace, kept in the network itself
+        return _one_op(model, str(error))
     return traced, tracer.whole
 
 
+def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, str]]:
+    """A network that can't be looked into."""
+    graph = fx.Graph()
+    graph.output(graph.call_module("whole", (graph.placeholder("x"),)))
+    root = nn.Module()
+    root.add_module("whole", model)
+    return fx.GraphModule(root, graph), {"whole": reason.partition("\n")[0]}
+
+
 def out_of_place(traced: fx.GraphModule) -> None:
-    """Has no op change what it reads: what an op reads may be shared with others, or be a view."""
+    """Has no op change what it reads: what an op reads may be shared with others, or be a view.
+
+    Whoever reads it later reads the result instead, as it would have.
+    """
+    place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
+        if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):
+            for later in [user for user in node.args[0].users if place[user] > place[node]]:
+                later.replace_input_with(node.args[0], node)
         if node.op == "call_module":
             for module in traced.get_submodule(str(node.target)).modules():
                 if getattr(module, "inplace", False):
@@ -202,6 +222,15 @@ def out_of_place(traced: fx.GraphModule) -> None:
             node.kwargs = {**node.kwargs, "inplace": False}
         node.target = _IN_PLACE.get(node.target, node.target)
     traced.recompile()
+
+
+def _changes_its_input(traced: fx.GraphModule, node: fx.Node) -> bool:
+    if not node.args:
+        return False
+    if node.op == "call_module":
+        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
+    named = node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return bool(node.kwargs.get("inplace")) or named or node.target in _IN_PLACE
 
 
 _IN_PLACE: dict[Any, Any] = {

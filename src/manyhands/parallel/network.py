@@ -76,6 +76,7 @@ class Cutting:
         release: gives process groups and hooks back.
         plan: what it was cut by.
         outputs: how many classes the network tells apart; 0 if unknown.
+        most_parts: into how many parts some op shares out the samples.
         whole_outputs: in evaluation each process gets the outputs of all samples; False: of its own.
     """
 
@@ -90,6 +91,7 @@ class Cutting:
     release: Callable[[], None]
     plan: Plan
     outputs: int = 0
+    most_parts: int = 1
     whole_outputs: bool = True
 
     @property
@@ -159,11 +161,13 @@ class How:
         unused: True when some parameters may get no gradient.
         plan: which part of each op's work each process does, for modes that follow one.
         picture: one sample, whose numbers don't matter, for modes that look into the network.
+        cross_entropy: the loss is plain cross-entropy, whose classes can be cut.
         grid: what the network was constructed with, for networks that their author has split.
         samples: names of the mesh's axes over which samples are shared; None: all that cut no parameter.
     """
 
     unused: bool = False
+    cross_entropy: bool = True
     plan: Plan | None = None
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))
     grid: Grid | None = None

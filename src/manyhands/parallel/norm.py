@@ -127,7 +127,7 @@ class GroupedNorm(_BatchNorm):
 
     def _alone(self, part: Tensor, weight: float) -> Tensor:
         """A group that this process holds whole: [n, C, ...] through torch's kernel."""
-        if part.shape[0] * part[0, 0].numel() < 2 or weight == 0:
+        if part.shape[0] * _values_per_sample(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses what is known so far.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         statistics = torch.zeros(2, self.num_features, dtype=_statistics_dtype(part), device=part.device)

@@ -260,7 +260,7 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
         UserError: the file or a pin is wrong, or the mesh doesn't have as many places as there are processes.
     """
     pins = parse_pins(options.pin, "parallel.pin")
-    plan = read_plan(Path(options.plan)) if options.plan else Plan(Mesh((("dp", world_size),)))
+    plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:
         mesh = parse_mesh(options.mesh) if options.mesh else plan.mesh
         plan = replace(plan, mesh=mesh, default="" if mesh.names != plan.mesh.names else plan.default, layouts={})

@@ -36,6 +36,8 @@ def split(model: nn.Module, world: World, how: How) -> ParallelNetwork:
         raise UserError(f"the mesh {plan.mesh} has {plan.mesh.size} places for {world.size} processes", "mesh", mend)
     group_batch_norms(model)
     graph = describe_network(model, how.picture)
+    if not how.cross_entropy:
+        graph.keep_classes()
     letters = resolve(plan, graph)
     model.eval()
     evaluated = describe_network(model, how.picture)
@@ -58,6 +60,7 @@ def split(model: nn.Module, world: World, how: How) -> ParallelNetwork:
             plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, {**plan.about, "notes": graph.notes}
         ),
         outputs=network.classes,
+        most_parts=max(plan.mesh.parts(batch_axes(one)) for one in letters.values()),
     )
     return ParallelNetwork(
         call=network,

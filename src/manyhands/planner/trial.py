@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Case:
         batch: samples in an update.
         criterion: the loss's sum, and the logits.
         smoothing: of labels.
+        cross_entropy: the criterion is plain cross-entropy, whose classes can be cut.
         norm_group: samples that BatchNorm takes its statistics over; 0 where there are none.
         optimizer: made for the parameters.
     """
@@ -50,6 +51,7 @@ class Case:
     batch: int
     criterion: Criterion
     smoothing: float = 0.0
+    cross_entropy: bool = True
     norm_group: int = 0
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(
         model.parameters(), lr=1e-6, momentum=0.9
@@ -68,7 +70,7 @@ class Split:
 
     def __init__(self, case: Case, plan: Plan, world: World) -> None:
         self.model = case.make().train()
-        self._network = split(self.model, world, How(plan=plan, picture=case.picture))
+        self._network = split(self.model, world, How(plan=plan, picture=case.picture, cross_entropy=case.cross_entropy))
         cutting = self._network.cutting
         if cutting is None:
             raise RuntimeError("a network that was split knows how it is cut")
@@ -198,10 +200,7 @@ def verify(case: Case, plan: Plan, world: World) -> Proof:
     Every process computes the whole and compares its own pieces; all get the same answer. Dropout is left out, since
     a split network draws other masks.
     """
-    exact = Case(
-        lambda: _without_chance(case.make().double()), case.picture.double(), case.classes, case.batch,
-        case.criterion, case.smoothing, case.norm_group, case.optimizer,
-    )  # fmt: skip
+    exact = replace(case, make=lambda: _without_chance(case.make().double()), picture=case.picture.double())
     alone = Whole(exact, World(device=world.device))
     expected = alone.backward()
     cut = Split(exact, plan, world)

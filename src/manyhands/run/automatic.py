@@ -15,15 +15,18 @@ from manyhands.core.links import fitted_link, links_of
 from manyhands.core.quantities import parse_memory
 from manyhands.core.world import World
 from manyhands.parallel.describe import describe_network
+from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan
+from manyhands.parallel.shared_plan import shared_plan
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.find import Found, find
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.trial import Case, measure
 from manyhands.run.planning import ROUNDS, TIMES_BUDGET_S, Wanted
 from manyhands.run.trials import LINKS, case_of, try_out
+from manyhands.train.criterion import make_criterion
 from manyhands.train.job import Objects, class_names, open_splits, pixels_for
 
 
@@ -54,11 +57,11 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
     Raises:
         UserError: a wish can't be fulfilled; on all processes alike.
     """
-    kept = broadcast_plain(_kept(folder, world.size) if world.speaks else None, world)
+    kept = broadcast_plain(_kept(folder, world.size, wish_of(job)) if world.speaks else None, world)
     if kept is not None:
         return _decision(kept)
     if job.parallel.plan:
-        return Decision(plan_of(job.parallel, world.size))
+        return Decision(shared_plan(job.parallel, world))
     case = _case(job, world, objects)
     links = try_out(job, world, {"action": LINKS})["points"] if job.parallel.measure else []
     answer = broadcast_plain(_search(job, world, case, links) if world.speaks else None, world)
@@ -74,22 +77,28 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
         for row in answer["candidates"]:
             if row["name"] in pick.measured_seconds:
                 row["measured_ms"] = round(pick.measured_seconds[row["name"]] * 1e3, 3)
-    about = {"reason": answer["reason"], "candidates": answer["candidates"]}
+    about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": wish_of(job)}
     plan = plans[answer["chosen"]] if answer["chosen"] != DATA_PARALLEL else None
     return Decision(replace(plan, about={**plan.about, **about}) if plan else None, about)
 
 
-def _kept(folder: RunFolder, world_size: int) -> dict[str, Any] | None:
-    """The plan that this run folder has for as many processes."""
+def wish_of(job: Job) -> list[Any]:
+    """What the user asked of a plan, as JSON data."""
+    options = job.parallel
+    return [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
+
+
+def _kept(folder: RunFolder, world_size: int, wish: list[Any]) -> dict[str, Any] | None:
+    """The plan that this run folder has for as many processes and the same wishes."""
     if not folder.plan.is_file() or not folder.has_checkpoints():
         return None
     plan = read_plan(folder.plan)
-    return plan.as_plain() if plan.mesh.size == world_size and "candidates" in plan.about else None
+    return plan.as_plain() if plan.mesh.size == world_size and plan.about.get("wish") == wish else None
 
 
 def _decision(content: dict[str, Any]) -> Decision:
     plan = plan_from_plain(content, "plan.json")
-    about = {key: plan.about[key] for key in ("reason", "candidates") if key in plan.about}
+    about = {key: plan.about[key] for key in ("reason", "candidates", "wish") if key in plan.about}
     if plan.about.get("mode") == "data":
         return Decision(None, about)
     return Decision(replace(plan, layouts={}, about=about), about)
@@ -105,6 +114,8 @@ def _case(job: Job, world: World, objects: Objects) -> Case:
         "batch": min(job.train.batch, len(splits.train)),
     }
     case = case_of(job, network, world.device)
+    if objects.loss is not None:
+        case = replace(case, criterion=make_criterion(job.train, objects.loss), cross_entropy=False)
     if objects.model is None:
         return case
     return replace(case, make=_copying(objects.model, case.picture))
@@ -141,7 +152,7 @@ def _search(job: Job, world: World, case: Case, points: list[list[float]]) -> di
 
 def _found(job: Job, world: World, case: Case, points: list[list[float]]) -> Found:
     options, slots = job.parallel, 2 if job.train.optimizer == "adamw" else 1 if job.train.momentum else 0
-    kept = plan_of(options, world.size) if options.pin else None
+    kept = plan_of(options, world.size) if options.pin or options.full_batch else None
     wanted = Wanted(world.size, options.mesh, kept.ops if kept else {}, options.memory, options.link, "search")
     wish = wanted.as_wish(case.batch, case.norm_group, slots, accelerator=not world.device.startswith("cpu"))
     links = wanted.links()
@@ -152,9 +163,16 @@ def _found(job: Job, world: World, case: Case, points: list[list[float]]) -> Fou
     group_batch_norms(model)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
     try:
-        return find(describe_network(model, case.picture), wish, times, links)
+        return find(_described(model, case), wish, times, links)
     finally:
         times.save()
+
+
+def _described(model: nn.Module, case: Case) -> Graph:
+    graph = describe_network(model, case.picture)
+    if not case.cross_entropy:
+        graph.keep_classes()
+    return graph
 
 
 def _row(option: Any) -> dict[str, Any]:

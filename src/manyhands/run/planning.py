@@ -212,6 +212,8 @@ def plan_job(job: Job, wanted: Wanted) -> Planned:
     model = make_network(job, network, device)
     group_batch_norms(model)
     graph = describe_network(model, picture(job, network, device))
+    if job.train.loss != "cross-entropy":
+        graph.keep_classes()
     together = wanted.measure and not wanted.link and 1 < wanted.world_size <= MOST_TIMED
     on_all = with_processes(job, wanted.world_size)
     within = _measured_link(on_all) if together else None

@@ -220,6 +220,6 @@ def as_plan(plan: Any) -> Any:
         return plan
     if isinstance(plan, str | Path):
         return read_plan(Path(plan))
-    if not isinstance(plan, dict) or not isinstance(plan.get("mesh"), str):
+    if not isinstance(plan, dict) or not all(isinstance(word, str) for word in (plan.get("mesh"), *plan.values())):
         raise UserError("a plan is a plan.json or a dict", "plan", ('such as {"mesh": "dp=2", "fc": "o@dp"}',))
     return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})

@@ -59,6 +59,7 @@ def case_of(job: Job, network: dict[str, Any], device: str) -> Case:
         batch=batch,
         criterion=make_criterion(job.train),
         smoothing=job.train.label_smoothing,
+        cross_entropy=job.train.loss == "cross-entropy",
         norm_group=norm_group(job, batch),
         optimizer=lambda model: make_optimizer(model, options, sharded=False),
     )

@@ -207,12 +207,12 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
     """The mode and plan that the processes follow, and what plan.json says of the choice."""
-    from manyhands.parallel.plan import plan_of
+    from manyhands.parallel.shared_plan import shared_plan
     from manyhands.run.automatic import decide, searches
     from manyhands.train.job import Objects
 
     if world.alone or not searches(job):
-        return mode, plan_of(job.parallel, world.size), {}
+        return mode, shared_plan(job.parallel, world), {}
     decision = decide(job, world, folder, objects or Objects())
     return (mode if decision.plan else "data"), decision.plan, decision.about
 
@@ -264,10 +264,10 @@ def plan(parts: Any) -> dict[str, Any]:
     order, cut = parts.feed.order, parts.feed.cut
     shares = cut.passes(min(order.batch, order.length))
     return {
+        **split_of(parts),
         "format": "plan/1",
         "mode": parts.mode,
         "sync": parts.job.sync.method,
-        **split_of(parts),
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),

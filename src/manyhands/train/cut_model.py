@@ -36,7 +36,7 @@ class CutModel(nn.Module):
     def __init__(self, model: nn.Module, plan: Plan, sample: Tensor, world: World, loss: Loss | None) -> None:
         super().__init__()
         make_equal(dict(model.state_dict()), world)
-        network = split(model.train(), world, How(plan=plan, picture=sample))
+        network = split(model.train(), world, How(plan=plan, picture=sample, cross_entropy=loss is None))
         cutting = network.cutting
         assert cutting is not None
         self._cutting: Cutting = cutting
@@ -70,12 +70,26 @@ class CutModel(nn.Module):
             labels: int64 [N].
         """
         count = len(labels)
+        if not self.training or len(inputs) != count:
+            what = "in evaluation" if not self.training else f"with {len(inputs)} inputs and {count} labels"
+            raise UserError(
+                f"backward was called {what}", "model.backward(x, y)", ("model.train()", "a label for each")
+            )
+        if count < self._cutting.most_parts:
+            what = f"{count} sample(s) can't be shared out among {self._cutting.most_parts} processes"
+            raise UserError(what, "model.backward(x, y)", ("larger batches", "leave the last, small one out"))
         self._seed += 1
+        # What earlier calls have summed already must not be summed once more.
+        earlier = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
         self._cutting.begin_pass(PassShape(count, count, self._sharing(count), self._seed))
         loss, _, _ = self._judge(self._network[0](self._own(inputs)), self._own(labels))
         (loss / count).backward()
         self._cutting.finish_backward()
         self._cutting.finish_update()
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         total = loss.detach().clone() if self._cutting.counts else torch.zeros_like(loss)
         if not self.world.alone:
             dist.all_reduce(total)

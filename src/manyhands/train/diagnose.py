@@ -74,8 +74,9 @@ def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
 
 
 def explain_piece(model: nn.Module, world: World, step: int) -> RunError:
-    """The error for a gradient of a cut network that is not finite: other processes may hold none of that parameter,
-    so this one says it alone.
+    """The error for a gradient of a cut network that is not finite.
+
+    Other processes may hold nothing of that parameter, so this one says it without them.
     """
     bad = next((n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)), "")
     return RunError(f"the gradient of {bad} is not finite", f"rank {world.rank}, step {step}", MEND)

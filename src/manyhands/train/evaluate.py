@@ -113,7 +113,9 @@ class Evaluator:
             images, labels = self._whole(batch, number) if self._cutting else (batch.images, batch.labels)
             logits = main_and_auxiliary(model(images))[0].float()
             if self._cutting and not self._cutting.whole_outputs:
-                logits = self._cutting.gather_rows(logits, len(self.blocks[number]))
+                count = max(len(self.blocks[number]), self._cutting.most_parts)
+                logits = self._cutting.gather_rows(logits, count)
+            logits = logits[: len(self.blocks[number])]
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
@@ -142,23 +144,20 @@ class Evaluator:
 
     def _shared_batches(self, cutting: Cutting) -> Iterator[tuple[int, bool, Any]]:
         """Every block, of which this process has the samples that the network's input gives it; rank 0 counts."""
-        edges = [bounds(len(block), cutting.replicas) for block in self.blocks]
-        mine = [
-            torch.arange(block.start + cuts[cutting.replica], block.start + cuts[cutting.replica + 1])
-            for block, cuts in zip(self.blocks, edges, strict=True)
-        ]
-        # A loader gives no empty batch, so a share of no samples is loaded as one and cut off again.
-        requests = (own if len(own) else torch.tensor([0]) for own in mine)
-        for number, batch in enumerate(self.loader.batches(0, requests)):
+        requests: list[Tensor] = []
+        for block in self.blocks:
+            # A block of fewer samples than some op shares out is filled up with its first one, which doesn't count.
+            filled = [*block, *[block.start] * (cutting.most_parts - len(block))]
+            cuts = bounds(len(filled), cutting.replicas)
+            requests.append(torch.tensor(filled[cuts[cutting.replica] : cuts[cutting.replica + 1]]))
+        for number, batch in enumerate(self.loader.batches(0, iter(requests))):
             yield number, self.world.speaks, batch
 
     def _whole(self, batch: Any, number: int) -> tuple[Tensor, Tensor]:
         """This process's pictures of a block, and all of its labels."""
         cutting: Any = self._cutting
-        count = len(self.blocks[number])
-        cuts = bounds(count, cutting.replicas)
-        own = cuts[cutting.replica + 1] - cuts[cutting.replica]
-        return batch.images[:own], cutting.gather_rows(batch.labels[:own], count)
+        count = max(len(self.blocks[number]), cutting.most_parts)
+        return batch.images, cutting.gather_rows(batch.labels, count)[: len(self.blocks[number])]
 
     def _sum_up(self, pairs: Tensor, tallies: Tensor, losses: Tensor, started: float) -> Evaluation:
         if not self.world.alone:

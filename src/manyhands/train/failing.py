@@ -113,7 +113,7 @@ def _first_line(error: BaseException) -> str:
 
 def _largest_that_fits(parts: "Parts", taken: int, attempt: "Callable[[Parts, Batch], None]") -> int:
     """Halves the pass until it fits; 0 when not even one picture does, or when other processes would have to help."""
-    if parts.network.sharded:
+    if parts.network.sharded or parts.network.cutting:
         return 0
     size = taken // 2
     while size >= 1:

@@ -21,7 +21,8 @@ from manyhands.data.transforms import Pixels
 from manyhands.parallel.apply import apply_mode, follows_plan, resolve_mode
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import How, ParallelNetwork
-from manyhands.parallel.plan import Plan, plan_of, read_plan
+from manyhands.parallel.plan import Plan, read_plan
+from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.job import (
     Objects,
@@ -91,6 +92,8 @@ def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Obje
         return as_plain(evaluator(model, autocast), classes)
     finally:
         loader.close()
+        if network and network.cutting:
+            network.cutting.release()
 
 
 def _fitting_plan(job: Job, world: World) -> Plan | None:
@@ -99,7 +102,7 @@ def _fitting_plan(job: Job, world: World) -> Plan | None:
         return None
     mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else None
     mesh = mesh or (read_plan(Path(job.parallel.plan)).mesh if job.parallel.plan else None)
-    return plan_of(job.parallel, world.size) if mesh is None or mesh.size == world.size else None
+    return shared_plan(job.parallel, world) if mesh is None or mesh.size == world.size else None
 
 
 def _shared(job: Job, path: Path, world: World, *, in_pieces: bool) -> Found | None:

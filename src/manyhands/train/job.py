@@ -83,22 +83,27 @@ def build(
     objects = objects or Objects()
     journal = Journal(folder, world.rank)
     _set_determinism(job)
+    _refuse_uncuttable(job, plan, mode, journal)
     splits = open_splits(job, world, objects)
-    _tell_of_skipped(splits, journal)
     pixels = pixels_for(job, splits, objects)
+    _tell_of_skipped(splits, journal)
     criterion = make_criterion(job.train, objects.loss)
     found = find_state(job, folder, world, in_pieces=plan is not None)
     classes = class_names(job, splits, outputs_of(found.snapshot) if found else 0)
     check_labels(splits, len(classes))
     train_loader = make_loader(job, splits.train, pixels, world, train=True)
     test_loader = make_loader(job, splits.test, pixels, world, train=False)
-    grid = grid_of(job, world, mode)
-    model = make_model(job, pixels, len(classes), world, objects, journal, grid)
+    model = make_model(job, pixels, len(classes), world, objects, journal, grid := grid_of(job, world, mode))
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
     if plan:
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
-        network = apply_mode(mode, model, world, How(plan=plan, picture=first_picture(train_loader)))
+        network = apply_mode(
+            mode,
+            model,
+            world,
+            How(plan=plan, picture=first_picture(train_loader), cross_entropy=is_cross_entropy(job, objects)),
+        )
         _tell_of_cutting(network, len(classes), journal)
     else:
         count = min(2, len(splits.train))
@@ -111,6 +116,7 @@ def build(
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast, grid=grid)
         network = apply_mode(mode, model, world, how)
     order, cut = order_and_cut(job, splits, world, mode, network)
+    _refuse_small_passes(order, cut, network)
     if job.train.compile:
         model.compile()
     optimizer = make_optimizer(model, job.train, sharded=network.sharded)
@@ -170,6 +176,44 @@ def _tell_of_skipped(splits: Splits, journal: Journal) -> None:
     if splits.skipped:
         left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {', '.join(splits.skipped[:3])}"
         journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
+
+
+def is_cross_entropy(job: Job, objects: Objects) -> bool:
+    """True where the loss can be computed from parts of the classes."""
+    return objects.loss is None and job.train.loss == "cross-entropy"
+
+
+def _refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal) -> None:
+    """Raises UserError for what doesn't go with a network that is cut; says what has no effect otherwise."""
+    if plan is None and mode != "hybrid":
+        idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
+        if idle and mode != "single" and job.parallel.mode != "auto":
+            journal.event("warning", f"parallel.{idle[0]} has no effect under {mode}: it is for semi and auto")
+        return
+    if job.checkpoint.pth_tar:
+        mend = ("leave it out; then: manyhands checkpoint merge RUN weights.pth",)
+        raise UserError("main.py's files hold a whole network, and here it is cut", "checkpoint.pth_tar", mend)
+    if job.train.compile:
+        raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
+
+
+def _refuse_small_passes(order: Order, cut: Cut, network: ParallelNetwork) -> None:
+    """Raises UserError where a pass has fewer samples than some op shares out: not all ops know what nothing is."""
+    parts = network.cutting.most_parts if network.cutting else 1
+    counts = {min(order.batch, order.length)}
+    if not order.drop_last:
+        counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)
+    for count in counts:
+        least = min(shares[-1].stop - shares[0].start for shares in cut.passes(count))
+        if least < parts:
+            raise UserError(
+                f"a pass of {least} sample(s) can't be shared out among {parts} processes, as some op does",
+                "train.batch",
+                (
+                    f"another --batch: {order.length} samples in batches of {order.batch} end with one of {least}",
+                    "or leave that one out: --train.drop-last",
+                ),
+            )
 
 
 def first_picture(loader: Loader) -> Tensor:

@@ -81,6 +81,7 @@ class HybridNetwork:
             judge=_judge,
             release=self.release,
             plan=Plan(self.grid.mesh, layouts=self.layouts),
+            most_parts=self.grid.parts(self.samples),
             whole_outputs=False,
         )
 

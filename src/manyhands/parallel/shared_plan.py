@@ -1,0 +1,28 @@
+"""The plan that a job names, as rank 0 reads it: other machines may not have the file, or an older one."""
+
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.parallel.options import ParallelOptions
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.parallel.plan import Plan, plan_from_plain, plan_of
+
+
+def shared_plan(options: ParallelOptions, world: World) -> Plan:
+    """What `plan_of` gives on rank 0, on every process; a collective.
+
+    Raises:
+        UserError: as `plan_of`, on all processes alike.
+    """
+    told = broadcast_plain(_read(options, world.size) if world.speaks else None, world)
+    if "error" in told:
+        raise UserError(told["error"], told["where"], tuple(told["mend"]))
+    return plan_from_plain(told["plan"], "plan")
+
+
+def _read(options: ParallelOptions, size: int) -> dict[str, Any]:
+    try:
+        return {"plan": plan_of(options, size).as_plain()}
+    except UserError as error:
+        return {"error": error.what, "where": error.where, "mend": list(error.mend)}
