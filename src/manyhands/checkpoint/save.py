@@ -24,6 +24,10 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 _known_good: dict[Path, Stamp] = {}
 
 
+class NotFiniteError(RunError):
+    """A weight is NaN or infinite."""
+
+
 class SaveError(RunError):
     """The disk is full or failing. Earlier checkpoints are untouched, so training may go on."""
 
@@ -95,7 +99,7 @@ def refuse_non_finite(model: dict[str, Tensor]) -> None:
         if not bool(torch.isfinite(values).all()):
             count = int((~torch.isfinite(values)).sum())
             what = f"{name} has {count} of {tensor.numel()} values that are NaN or infinite; it was not saved"
-            raise RunError(what, name, ("lower train.lr, clip gradients, or resume from an earlier checkpoint",))
+            raise NotFiniteError(what, name, ("lower train.lr, clip gradients, or resume from an earlier checkpoint",))
 
 
 def _contents(snapshot: Snapshot) -> dict[str, dict[str, Tensor] | bytes]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint.save import SaveError
+from manyhands.checkpoint.save import NotFiniteError, SaveError
 from manyhands.checkpoint.stream import as_bytes
 from manyhands.checkpoint.verify import TornCheckpointError
 from manyhands.core.errors import ManyhandsError, RunError, UserError
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 # The narrower ones first.
 _ERRORS: dict[str, type[ManyhandsError]] = {
-    kind.__name__: kind for kind in (SaveError, TornCheckpointError, UserError, RunError)
+    kind.__name__: kind for kind in (NotFiniteError, SaveError, TornCheckpointError, UserError, RunError)
 }
 
 

@@ -83,7 +83,7 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
         op.sources = tuple(one.name for one in reads if one.extents)
         op.trains = _trains(op, reads, traced)
         ops[op.name] = op
-        ties += [(one.name, op.name) for one in reads if _must_agree(one, op)]
+        ties += [(one.name, op.name) for one in reads if _must_agree(one)]
         _set_letters(op, [ops[name] for name in op.sources])
     _add_loss(graph, traced, names)
     graphs.tie_all(ops, [*ties, *_sharing(ops, traced)])
@@ -190,9 +190,9 @@ def _attribute(root: nn.Module, path: str) -> Any:
     return found
 
 
-def _must_agree(source: Op, op: Op) -> bool:
+def _must_agree(source: Op) -> bool:
     """Sizes of a batch, and the members of a tuple, mean the same only to ops that split alike."""
-    return (not source.extents and source.batched) or (not op.extents and op.batched) or len(source.extents) > 1
+    return (not source.extents and source.batched) or len(source.extents) > 1
 
 
 def _set_letters(op: Op, inputs: list[Op]) -> None:

@@ -50,9 +50,7 @@ class Plan:
         if self.pinned:
             content["pinned"] = list(self.pinned)
         content |= self.about
-        if self.layouts or "layouts" in self.about:
-            cut = {name: layout for name, layout in self.layouts.items() if layout.cuts}
-            content["layouts"] = {name: layout.as_plain() for name, layout in cut.items()}
+        content["layouts"] = {name: one.as_plain() for name, one in self.layouts.items() if one.cuts}
         return content
 
 

@@ -37,7 +37,8 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     for word in text.split():
-        match = _PART.fullmatch(word)
+        # A letter alone is meant for all axes.
+        match = _PART.fullmatch(f"{word}@{','.join(mesh.names)}" if len(word) == 1 else word)
         if not match or match[1] not in MEANINGS:
             letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
             raise UserError(f'"{word}" is no part of a strategy', where, (EXAMPLE, f"letters: {letters}"))

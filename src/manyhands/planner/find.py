@@ -8,7 +8,7 @@ from typing import Any
 from manyhands.core.errors import UserError
 from manyhands.core.links import Links, links_of
 from manyhands.core.mesh import Mesh, factorisations
-from manyhands.parallel.execute import Letters
+from manyhands.parallel.execute import Letters, parameter_layouts
 from manyhands.parallel.graph import LOSS, Graph
 from manyhands.parallel.plan import Plan, concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, Pick, pick_predicted
@@ -130,10 +130,11 @@ class Found:
         measured = self.pick.measured_seconds.get(option.name)
         if measured is not None:
             about["measured"] = {"step_ms": round(measured * 1e3, 3)}
+        layouts = parameter_layouts(self.graph, option.letters)
         if not option.allowed:
-            return Plan(option.mesh, ops, default, (), {}, about)
+            return Plan(option.mesh, ops, default, (), layouts, about)
         pinned = strategies(Plan(option.mesh, self.wish.pins or {}), self.graph)
-        return Plan(option.mesh, ops, default, tuple(name for name in pinned if name in ops), {}, about)
+        return Plan(option.mesh, ops, default, tuple(name for name in pinned if name in ops), layouts, about)
 
     def with_pick(self, pick: Pick) -> "Found":
         """The same after plans have been timed."""

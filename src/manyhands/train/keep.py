@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from manyhands.checkpoint.save import SaveError, prune
+from manyhands.checkpoint.save import NotFiniteError, SaveError, prune
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.core.errors import RunError
@@ -120,7 +120,7 @@ def _commit(parts: Parts, snapshot: Snapshot) -> int:
     except SaveError as error:
         parts.journal.event("warning", f"no checkpoint at step {progress.step}: {error.what}", progress.step)
         return NOT_SAVED
-    except RunError:
+    except NotFiniteError:
         return NOT_FINITE
     if not parts.world.speaks:
         return SAVED
