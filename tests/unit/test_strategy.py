@@ -55,7 +55,6 @@ def test_anything_is_read_or_refused(text):
     ("text", "names"),
     [
         ("", "empty"),
-        ("n", '"n" is no part'),
         ("x@dp", '"x@dp" is no part'),
         ("n@dp o@zz", "the axis zz"),
         ("n@dp o@dp", "the axis dp twice"),
