@@ -108,6 +108,7 @@ def wait(processes, longest_s):
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes) or time.monotonic() > until:
             break
+        # Between two looks at the processes, which are waited for together.
         time.sleep(0.1)
     codes = [process.poll() for process in processes]
     if any(codes) or None in codes:

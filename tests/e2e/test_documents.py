@@ -336,6 +336,6 @@ def test_003_each_card_of_a_table_holds_its_part(mode, cards, cifar, here):
 
 @pytest.mark.slow
 def test_003_pictures_of_224_pixels(cifar, here):
-    line = f"manyhands train -n 2 cifar10 resnet50 {FEW} --batch 2 --data.image-size 224 {MODES['semi']} --out run"
-    typed(line, MANYHANDS_DATA=str(cifar))
+    few = FEW.replace("--batch 8", "--batch 2 --data.image-size 224")
+    typed(f"manyhands train -n 2 cifar10 resnet50 {few} {MODES['semi']} --out run", MANYHANDS_DATA=str(cifar))
     assert processes_of("run") == 2

@@ -12,8 +12,8 @@ from manyhands.checkpoint.load import load
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.run.worker import _build
-from manyhands.train.job import Objects
 from manyhands.train.keep import save
+from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_split_training import _same
 

@@ -10,11 +10,11 @@ import torch
 
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.load import load, newest, verify
-from manyhands.checkpoint.load_cut import open_together
 from manyhands.checkpoint.pieces import Cut
 from manyhands.checkpoint.save import SaveError, prune, save
 from manyhands.checkpoint.save_cut import save_pieces, save_whole
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.tensors import read_tensors
 from manyhands.checkpoint.together import Peers
 from manyhands.core.errors import ManyhandsError
@@ -80,7 +80,7 @@ def _mine(world, cut):
 
 def _load_all(world, paths):
     for path in paths:
-        source = open_together(Path(path), peers_of(world))
+        source = open_checkpoint(Path(path))
         for cut in cuts_for(world.size):
             assert_same(source.snapshot(cut, world.rank), local(whole_snapshot(), cut, world.rank))
     return len(paths)
@@ -196,7 +196,7 @@ def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
 
 def _open(world, path):
     try:
-        open_together(Path(path), peers_of(world))
+        open_checkpoint(Path(path))
     except ManyhandsError as error:
         return type(error).__name__, str(error)
     return None

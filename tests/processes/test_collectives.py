@@ -8,7 +8,8 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel import apply
 from manyhands.parallel.collectives import whole
-from manyhands.train.job import Objects, build
+from manyhands.train.job import build
+from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 
 

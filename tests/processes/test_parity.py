@@ -9,7 +9,8 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
-from manyhands.train.job import Objects, build
+from manyhands.train.job import build
+from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 
 # Divides by nothing: 103 = 3 * 29 + 16.

@@ -16,8 +16,9 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train import keep
-from manyhands.train.job import Objects, build
+from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.samples import Objects
 from manyhands.train.state import Progress, capture
 from tests.processes.ranks import run_on_ranks
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
-from manyhands.train.job import Objects, build
+from manyhands.train.job import build
 from manyhands.train.keep import save
+from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 
 # Four steps an epoch; the stop lies within the second one.

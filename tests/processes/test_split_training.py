@@ -11,8 +11,9 @@ from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.parallel.apply import check_replicas, follows_plan
 from manyhands.parallel.plan import plan_of
-from manyhands.train.job import Objects, build
+from manyhands.train.job import build
 from manyhands.train.keep import save
+from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_parity import BATCH, SAMPLES, _network
 

@@ -10,8 +10,9 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
-from manyhands.train.job import Objects, build
+from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 
 

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, read region by region into whatever layout is wanted."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from manyhands.core.mesh import Mesh
 CODES_BACK = {code: dtype for dtype, code in CODES.items()}
 
 
-class StoredTensors:
+class StoredTensors(ABC):
     """Tensors by name. Nothing is kept: each reading is of the values that are asked for.
 
     Attributes:
@@ -67,9 +68,9 @@ class StoredTensors:
         """The piece that a rank holds under a layout, in the shape in which the network holds it."""
         return self.read(name, layout.view, layout.region(mesh, rank)).reshape(layout.local_shape(mesh, rank))
 
+    @abstractmethod
     def _take(self, name: str, region: Region) -> Tensor:
         """A region of the view that was cut."""
-        raise NotImplementedError
 
 
 class MemoryTensors(StoredTensors):

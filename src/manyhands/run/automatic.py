@@ -27,7 +27,7 @@ from manyhands.planner.trial import Case, measure
 from manyhands.run.planning import ROUNDS, TIMES_BUDGET_S, Wanted
 from manyhands.run.trials import LINKS, case_of, try_out
 from manyhands.train.criterion import make_criterion
-from manyhands.train.job import Objects, class_names, open_splits, pixels_for
+from manyhands.train.samples import Objects, class_names, open_splits, pixels_for
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _evaluate_by_agent(job: Job, path: Path | None) -> dict[str, Any]:
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a task of `run/worker.py` on the processes that the job names, on this machine, and keeps nothing of it.
+    """Runs a worker's task on the processes that the job names, on this machine, and keeps nothing of it.
 
     Args:
         job: that the task is about.

@@ -168,7 +168,7 @@ def network_of(job: Job) -> dict[str, Any]:
         UserError: the data isn't there, or doesn't fit.
     """
     from manyhands.core.world import World
-    from manyhands.train.job import Objects, class_names, open_splits, pixels_for
+    from manyhands.train.samples import Objects, class_names, open_splits, pixels_for
 
     objects = Objects()
     splits = open_splits(job, World(), objects)

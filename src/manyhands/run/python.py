@@ -87,7 +87,7 @@ def fit(
     Raises:
         ManyhandsError: the run failed, or an argument is wrong.
     """
-    from manyhands.train.job import Objects
+    from manyhands.train.samples import Objects
 
     flags = {**_flags(settings), "run.out": str(out) if out else None, "cluster.processes": workers}
     objects = Objects(loss=loss)

@@ -209,7 +209,7 @@ def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) ->
     """The mode and plan that the processes follow, and what plan.json says of the choice."""
     from manyhands.parallel.shared_plan import shared_plan
     from manyhands.run.automatic import decide, searches
-    from manyhands.train.job import Objects
+    from manyhands.train.samples import Objects
 
     if world.alone or not searches(job):
         return mode, shared_plan(job.parallel, world), {}
@@ -313,41 +313,51 @@ def evaluate_here(
     Raises:
         Failed: something went wrong.
     """
-    from manyhands.parallel.group import join
-    from manyhands.train.failing import describe_failure
-    from manyhands.train.inspect import evaluate_checkpoint
 
-    group = None
-    try:
-        group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
+    def evaluate(world: Any) -> dict[str, Any]:
+        from manyhands.train.inspect import evaluate_checkpoint
+
         path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
-        return evaluate_checkpoint(job, path, group.world, load_objects(argument))
-    except (Exception, KeyboardInterrupt) as error:
-        record = describe_failure(error, rank=membership.rank, step=None, phase="evaluate")
-        raise Failed(leave_record(record, folder)) from error
-    finally:
-        if group:
-            group.leave()
+        return evaluate_checkpoint(job, path, world, load_objects(argument))
+
+    return _together(job, membership, folder, say, evaluate, "evaluate")
 
 
 def plan_here(
     job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Times plans, proves one, or measures the link between the processes; see `run/trials.py`.
+    """Times plans, proves one, or measures the link between the processes: see the module `trials` of run.
 
     Raises:
         Failed: something went wrong.
     """
+
+    def try_plans(world: Any) -> dict[str, Any]:
+        from manyhands.run.trials import try_out
+
+        return try_out(job, world, argument)
+
+    return _together(job, membership, folder, say, try_plans, str(argument["action"]))
+
+
+def _together(
+    job: Job,
+    membership: Membership,
+    folder: RunFolder,
+    say: Say,
+    task: Callable[[Any], dict[str, Any]],
+    phase: str,
+) -> dict[str, Any]:
+    """Joins the group, does the task with its world, and leaves; a failure leaves its record."""
     from manyhands.parallel.group import join
-    from manyhands.run.trials import try_out
     from manyhands.train.failing import describe_failure
 
     group = None
     try:
         group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
-        return try_out(job, group.world, argument)
+        return task(group.world)
     except (Exception, KeyboardInterrupt) as error:
-        record = describe_failure(error, rank=membership.rank, step=None, phase=str(argument["action"]))
+        record = describe_failure(error, rank=membership.rank, step=None, phase=phase)
         raise Failed(leave_record(record, folder)) from error
     finally:
         if group:

@@ -24,17 +24,17 @@ from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.evaluate import Evaluation, Evaluator
-from manyhands.train.job import (
+from manyhands.train.job import make_model
+from manyhands.train.recover import Found, find_state, outputs_of
+from manyhands.train.samples import (
     Objects,
     check_labels,
     class_names,
     first_picture,
     make_loader,
-    make_model,
     open_splits,
     pixels_for,
 )
-from manyhands.train.recover import Found, find_state, outputs_of
 from manyhands.train.state import check_fits, restore
 from manyhands.train.step import AUTOCAST
 

@@ -71,7 +71,7 @@ def _whole(found: Found | None) -> Found | None:
 def _open(path: Path, passed_over: tuple[str, ...], *, in_pieces: bool) -> Found:
     if not in_pieces:
         return Found(load(path), path, passed_over)
-    source = open_checkpoint(path)
+    source = open_checkpoint(path, verified=True)  # `newest` and `resolve` have compared it just now
     return Found(Snapshot({}, None, dict(source.state)), path, passed_over, source)
 
 

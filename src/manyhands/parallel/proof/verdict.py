@@ -82,13 +82,19 @@ def names_of(axes: Iterable[int], mesh: Mesh) -> str:
     return " and ".join(mesh.names[axis] for axis in axes)
 
 
+def _named(found: Sequence[Explanation], mesh: Mesh) -> tuple[str, str, tuple[str, ...]]:
+    """Names of the axes over which a sum is missing, of those with one too many, and of all that a mend is about."""
+    missing, extra = found[0].missing, found[0].extra
+    twice = " or ".join(names_of(one.extra, mesh) for one in found)
+    return names_of(missing, mesh), twice, tuple(mesh.names[axis] for axis in (*missing, *extra))
+
+
 def judge_gradient(name: str, found: Sequence[Explanation], mesh: Mesh, shared: Collection[int]) -> Finding | None:
     """The finding for a parameter's gradient that has such explanations; `shared` are the axes of the samples."""
     if not found:
         return None
     missing, extra = found[0].missing, found[0].extra
-    absent, twice = names_of(missing, mesh), " or ".join(names_of(one.extra, mesh) for one in found)
-    axes = tuple(mesh.names[axis] for axis in (*missing, *extra))
+    absent, twice, axes = _named(found, mesh)
     if missing and extra:
         what = f"its gradient is summed over {twice}, where it should be over {absent}: its sum over {absent} matches"
         return Finding(name, "wrong axis", axes, what, f"write {absent}.enter in place of {twice}.enter")
@@ -109,8 +115,7 @@ def judge_sum(name: str, found: Sequence[Explanation], mesh: Mesh, but: str = ""
     if not found:
         return None
     missing, extra = found[0].missing, found[0].extra
-    absent, twice = names_of(missing, mesh), " or ".join(names_of(one.extra, mesh) for one in found)
-    axes = tuple(mesh.names[axis] for axis in (*missing, *extra))
+    absent, twice, axes = _named(found, mesh)
     if missing and extra:
         what = f"it is summed over {twice}, where it should be over {absent}: its sum over {absent} matches{but}"
         return Finding(name, "wrong axis", axes, what, f"write {absent}.all_reduce in place of {twice}.all_reduce")

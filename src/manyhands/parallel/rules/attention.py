@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from manyhands.parallel.graph import Loop, Op, whole_or_batch
 from manyhands.parallel.grid import Grid
+from manyhands.parallel.partial import PartialLayer
 from manyhands.parallel.placement import SPREAD, SUM
 
 KIND = "attention"
@@ -47,28 +48,19 @@ def _why_whole(op: Op, layer: nn.MultiheadAttention) -> str:
     return ""
 
 
-class SomeHeads(nn.Module):
+class SomeHeads(PartialLayer[nn.MultiheadAttention]):
     """Self-attention of some of the heads: a term of the sum over all heads."""
-
-    def __init__(self, layer: nn.MultiheadAttention, first: bool) -> None:
-        super().__init__()
-        self._layer = (layer,)
-        # Not left out but multiplied, so that gradients come in the same order on all processes.
-        self._share = 1.0 if first else 0.0
-
-    def _bias(self, bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else bias * self._share
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[N, L, E] to a term of [N, L, E], and no weights."""
-        layer = self._layer[0]
+        layer = self.layer
         mixed = F.linear(tokens, layer.in_proj_weight, layer.in_proj_bias)
         batch, length = tokens.shape[:2]
         query, key, value = mixed.view(batch, length, 3, -1, layer.head_dim).permute(2, 0, 3, 1, 4)
         dropout = layer.dropout if layer.training else 0.0
         seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         joined = seen.transpose(1, 2).reshape(batch, length, -1)
-        return F.linear(joined, layer.out_proj.weight, self._bias(layer.out_proj.bias)), None
+        return F.linear(joined, layer.out_proj.weight, self.own(layer.out_proj.bias)), None
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:

@@ -7,6 +7,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from manyhands.parallel.graph import Loop, Op, whole_or_batch
 from manyhands.parallel.grid import Grid
+from manyhands.parallel.partial import PartialLayer
 from manyhands.parallel.placement import SPREAD, SUM
 
 KIND = "conv"
@@ -29,22 +30,13 @@ def describe(op: Op, inputs: list[Op]) -> None:
         op.letters["c"] = Loop((1,), 1, {"weight": 0, "bias": 0}, length=layer.groups, even=True)
 
 
-class AddsBiasOnce(nn.Module):
-    """A convolution over a part of the input channels: its outputs are summed, so one process alone adds the bias."""
-
-    def __init__(self, layer: _ConvNd, first: bool) -> None:
-        super().__init__()
-        self._layer = (layer,)
-        # Not left out but multiplied, so that gradients come in the same order on all processes.
-        self._share = 1.0 if first else 0.0
-
-    def _bias(self, bias: Tensor) -> Tensor:
-        return bias * self._share
+class AddsBiasOnce(PartialLayer[_ConvNd]):
+    """A convolution over a part of the input channels."""
 
     def forward(self, pictures: Tensor) -> Tensor:
         """A term of the sum: [N, C / parts, …] to [N, out, …]."""
-        layer = self._layer[0]
-        return layer._conv_forward(pictures, layer.weight, self._bias(layer.bias))  # type: ignore[attr-defined]
+        layer = self.layer
+        return layer._conv_forward(pictures, layer.weight, self.own(layer.bias))  # type: ignore[attr-defined]
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from manyhands.parallel.graph import Loop, Op, whole_or_batch
 from manyhands.parallel.grid import Grid
+from manyhands.parallel.partial import PartialLayer
 from manyhands.parallel.placement import SPREAD, SUM
 
 KIND = "linear"
@@ -28,22 +29,13 @@ def describe(op: Op, inputs: list[Op]) -> None:
         op.letters["i"] = Loop((last,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_features)
 
 
-class AddsBiasOnce(nn.Module):
-    """A layer over a part of the input features: its outputs are summed, so one process alone adds the bias."""
-
-    def __init__(self, layer: nn.Linear, first: bool) -> None:
-        super().__init__()
-        self._layer = (layer,)
-        # Not left out but multiplied, so that gradients come in the same order on all processes.
-        self._share = 1.0 if first else 0.0
-
-    def _bias(self, bias: Tensor) -> Tensor:
-        return bias * self._share
+class AddsBiasOnce(PartialLayer[nn.Linear]):
+    """A layer over a part of the input features."""
 
     def forward(self, features: Tensor) -> Tensor:
         """A term of the sum: [N, …, in / parts] to [N, …, out]."""
-        layer = self._layer[0]
-        return F.linear(features, layer.weight, self._bias(layer.bias))
+        layer = self.layer
+        return F.linear(features, layer.weight, self.own(layer.bias))
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
