@@ -1,0 +1,109 @@
+"""Values as fewer bytes: how numbers travel between machines.
+
+Each codec rounds, and what it rounds away is given back to the sender, who adds it to what it sends next (error
+feedback: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847).
+Integers are of blocks that share one scale, so that a large value costs only its neighbours their precision.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+# Values that share a scale, and the unit in which vectors are cut. A scale is of 16 bits, so 4 bits become 4.0625.
+BLOCK = 256
+_SCALE_BYTES = 2
+# The least and the greatest scale that 16 bits hold with full precision.
+_SMALLEST, _LARGEST = 6.2e-5, 65504.0
+
+
+class Codec(ABC):
+    """Turns values into bytes and back; the same bytes give the same values everywhere."""
+
+    @abstractmethod
+    def bytes_of(self, count: int) -> int:
+        """Bytes for `count` values, a multiple of BLOCK."""
+
+    @abstractmethod
+    def encode(self, values: Tensor) -> Tensor:
+        """Values [..., n] to uint8 [..., bytes_of(n)]; n is a multiple of BLOCK."""
+
+    @abstractmethod
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        """Back to [..., n] of a floating type."""
+
+
+class Plain(Codec):
+    """Values as they are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def bytes_of(self, count: int) -> int:
+        """The type's own size."""
+        return count * self._dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Rounds to the type, which may be the values' own."""
+        return values.to(self._dtype).contiguous().view(torch.uint8)
+
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        """Exact."""
+        return coded.view(self._dtype).to(dtype)
+
+
+class Integers(Codec):
+    """Whole numbers of 8 or 4 bits times a scale for each block."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+        self._most = 2 ** (bits - 1) - 1
+
+    def bytes_of(self, count: int) -> int:
+        """The numbers, then the scales."""
+        return count * self._bits // 8 + count // BLOCK * _SCALE_BYTES
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Rounds to the nearest; a value beyond 16 bits' range is clipped, and comes back by error feedback."""
+        blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
+        scales = (blocks.abs().amax(-1) / self._most).clamp(max=_LARGEST)
+        # Below this, 16 bits would round a scale to something else or to nothing; the block's values wait instead.
+        scales = torch.where(scales < _SMALLEST * 1e-3, torch.zeros_like(scales), scales).to(torch.float16)
+        divisors = torch.where(scales > 0, scales.float(), torch.ones_like(scales, dtype=torch.float32))
+        whole = (blocks / divisors[..., None]).round_().clamp_(-self._most, self._most)
+        whole = torch.where(scales[..., None] > 0, whole, torch.zeros_like(whole)).flatten(-2).to(torch.int8)
+        if self._bits == 4:
+            low, high = (whole + 8).view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+            packed = low | (high << 4)
+        else:
+            packed = whole.view(torch.uint8)
+        return torch.cat([packed, scales.contiguous().view(torch.uint8)], -1)
+
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        """Numbers times their scales."""
+        per_block = BLOCK * self._bits // 8 + _SCALE_BYTES
+        blocks = coded.shape[-1] // per_block
+        packed, scales = coded.split([coded.shape[-1] - blocks * _SCALE_BYTES, blocks * _SCALE_BYTES], -1)
+        if self._bits == 4:
+            whole = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).view(torch.int8) - 8
+        else:
+            whole = packed.view(torch.int8)
+        factors = scales.contiguous().view(torch.float16).to(torch.float32)
+        return (whole.unflatten(-1, (-1, BLOCK)).to(torch.float32) * factors[..., None]).flatten(-2).to(dtype)
+
+
+def codec_named(name: str, dtype: torch.dtype) -> Codec:
+    """The codec that options call none, bf16, int8 or int4; `dtype` is what "none" keeps."""
+    if name == "none":
+        return Plain(dtype)
+    return Plain(torch.bfloat16) if name == "bf16" else Integers(8 if name == "int8" else 4)
+
+
+def chunk_values(count: int, machines: int) -> int:
+    """How many of `count` values each of some machines adds up for all: equal shares in whole blocks."""
+    return -(-count // (machines * BLOCK)) * BLOCK
+
+
+def mean_bytes(count: int, machines: int, codec: Codec) -> int:
+    """Bytes that a machine sends for the mean of `count` values: its parts to their owners, then its own to all."""
+    return 2 * (machines - 1) * codec.bytes_of(chunk_values(count, machines)) if machines > 1 else 0

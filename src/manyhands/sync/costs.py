@@ -1,0 +1,56 @@
+"""What a sync method costs: seconds and bytes per step, from the link, the network's shapes and the step's time."""
+
+from dataclasses import dataclass
+
+from manyhands.core.links import Link
+from manyhands.sync.options import CodecName
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decides the costs of agreeing.
+
+    Attributes:
+        shapes: of all trainable parameters.
+        item_bytes: of one of their values.
+        buffers: values in the network's buffers (BatchNorm's statistics).
+        machines: parties that agree over the link.
+        step_s: one update without any agreement.
+        backward_s: the part of it in which gradients can be sent already.
+        link: between two machines.
+        steps: updates of the whole run.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    item_bytes: int
+    buffers: int
+    machines: int
+    step_s: float
+    backward_s: float
+    link: Link
+    steps: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One way of agreeing, and what it costs.
+
+    Attributes:
+        method: its name.
+        step_s: one update, agreement included, in the long run.
+        sent_bytes: by each machine per update.
+        exchange_s: one agreement by itself.
+        codec: of `local`.
+        every: steps between agreements.
+        delay: steps for which an agreement goes on beside training.
+        refused: why it is no candidate, though its costs are shown; empty for candidates.
+    """
+
+    method: str
+    step_s: float
+    sent_bytes: float
+    exchange_s: float = 0.0
+    codec: CodecName = "none"
+    every: int = 1
+    delay: int = 0
+    refused: str = ""
