@@ -1,4 +1,4 @@
-"""Which parameters a low rank pays for, and how many values it sends. No tensors here: the planner counts with it too."""
+"""Which parameters a low rank pays for, and how many values it sends. No tensors: the planner counts with it too."""
 
 import math
 from collections.abc import Sequence
