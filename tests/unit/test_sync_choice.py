@@ -1,5 +1,7 @@
 """Which sync method suits a link: laws of what methods cost, and of the choice between them."""
 
+import io
+import json
 import math
 from dataclasses import replace
 
@@ -7,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torchvision.models import resnet18
 
 from manyhands.core.errors import UserError
 from manyhands.core.links import Link, named_link
 from manyhands.core.plugins import load_choice
-from manyhands.sync.choose import LOCAL, METHODS, choose, days_of
+from manyhands.sync.choose import LOCAL, METHODS, choose, days_of, words_of
 from manyhands.sync.codecs import Plain, codec_named, mean_bytes
 from manyhands.sync.costs import Case
+from manyhands.sync.explain import as_plain, methods_table
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.shapes import rank_shapes
 
@@ -57,7 +61,8 @@ def test_the_chosen_method_loses_a_tenth_or_two_minutes_at_most(case, wanted):
     lost_s = choice.chosen.step_s - best_s
     assert choice.chosen in choice.costs
     assert lost_s <= 0.1000001 * best_s or lost_s * case.steps < 120
-    assert f"{days_of(choice.chosen, case):.3g} days" in choice.reason
+    assert words_of(choice.chosen) in choice.reason
+    assert f"{case.link.bytes_per_s * 8e-6:.4g} Mbit/s" in choice.reason
 
 
 @given(cases(), st.floats(1, 1e4), options)
@@ -126,9 +131,26 @@ def test_resnet18_on_three_machines():
     slow = choose(case_of(named_link("10mbit"), 0.15), SyncOptions())
     assert (slow.chosen.method, slow.chosen.codec) == ("local", "lowrank")
     assert slow.costs[0].step_s == pytest.approx(55, rel=0.1)
+    assert days_of(slow.costs[0], case_of(named_link("10mbit"), 0.15)) == pytest.approx(61, rel=0.1)
     assert choose(case_of(named_link("1gbit"), 1.0), SyncOptions()).chosen.method == "allreduce"
     short = choose(case_of(named_link("100mbit"), 1.0, steps=20), SyncOptions())
     assert short.chosen.method == "allreduce"
+
+
+def test_what_the_table_and_the_plan_say_is_what_was_estimated():
+    case = case_of(named_link("10mbit"), 0.15)
+    choice = choose(case, SyncOptions())
+    plain = as_plain(choice, case, "allreduce")
+    assert json.loads(json.dumps(plain)) == plain
+    for row, cost in zip(plain["methods"], choice.costs, strict=True):
+        assert (row["method"], row["step_s"], row["sent_mb"] * 1e6) == (cost.method, cost.step_s, cost.sent_bytes)
+        assert row["chosen"] == (cost is choice.chosen)
+    shown = Console(width=120, file=io.StringIO())
+    shown.print(methods_table(plain))
+    text = " ".join(shown.file.getvalue().split())
+    assert choice.reason in text
+    assert "sync.method = allreduce" in text
+    assert text.count("→ local") == 1
 
 
 def test_a_line_carries_less_than_its_name_says():

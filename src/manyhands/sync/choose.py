@@ -28,7 +28,7 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
 # What may be lost by a method that changes less: a share of a step, or seconds of the whole run.
 _LOST_SHARE, _LOST_S = 0.10, 120.0
 _ALIKE_SHARE = 0.02
-_DAY_S = 86400.0
+_DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
 
 def resolve_method(method: str, mode: str) -> str:
@@ -102,10 +102,10 @@ def _reason(case: Case, chosen: Cost, best: Cost, exact: Cost) -> str:
         return f"{chosen.method} is kept: there is nobody to agree with"
     speed = f"between machines {case.link.bytes_per_s * 8e-6:.4g} Mbit/s, {case.step_s:.3g} s to compute a step"
     took = f"{words_of(chosen)} agrees in {chosen.exchange_s:.3g} s and makes steps of {chosen.step_s:.3g} s"
-    whole = f"the run takes {_days(chosen, case)}"
-    if chosen == exact:
-        return f"{speed}: {took}; {whole}, at best {_days(best, case)} with {words_of(best)}"
-    return f"{speed}: {took}; {whole}, with {EXACT} {_days(exact, case)}"
+    whole = f"the run takes {_length(chosen, case)}"
+    if chosen != exact:
+        return f"{speed}: {took}; {whole}, with {EXACT} {_length(exact, case)}"
+    return f"{speed}: {took}; {whole}" + ("" if best == exact else f", with {words_of(best)} {_length(best, case)}")
 
 
 def days_of(cost: Cost, case: Case) -> float:
@@ -113,5 +113,9 @@ def days_of(cost: Cost, case: Case) -> float:
     return cost.step_s * case.steps / _DAY_S
 
 
-def _days(cost: Cost, case: Case) -> str:
-    return f"{days_of(cost, case):.3g} days"
+def _length(cost: Cost, case: Case) -> str:
+    whole_s = cost.step_s * case.steps
+    for unit_s, unit in ((_DAY_S, "days"), (_HOUR_S, "hours"), (_MINUTE_S, "minutes")):
+        if whole_s >= unit_s:
+            return f"{whole_s / unit_s:.3g} {unit}"
+    return f"{whole_s:.3g} seconds"
