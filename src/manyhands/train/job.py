@@ -101,7 +101,7 @@ def build(
         synced = _rehearse_and_settle(trial, len(classes), len(splits.train), mode, world, journal, found, grid)
     network = apply_mode(mode, model, world, synced.how)
     _tell_of_cutting(network, len(classes), journal, of_plan=plan is not None)
-    order, cut = order_and_cut(job, splits, world, mode, network)
+    order, cut = order_and_cut(job, splits, world, mode, network, together=not synced.agreeing.alone)
     _refuse_small_passes(order, cut, network)
     if job.train.compile:
         model.compile()
@@ -246,8 +246,19 @@ def _release(
     restore_norms()
 
 
-def order_and_cut(job: Job, splits: Splits, world: World, mode: str, network: ParallelNetwork) -> tuple[Order, Cut]:
-    """Which samples make up an update, and how processes share them."""
+def order_and_cut(
+    job: Job, splits: Splits, world: World, mode: str, network: ParallelNetwork, *, together: bool = True
+) -> tuple[Order, Cut]:
+    """Which samples make up an update, and how processes share them.
+
+    Args:
+        job: says how many.
+        splits: the data.
+        world: who takes part.
+        mode: the parallel mode in force.
+        network: under it.
+        together: False where each process trains by itself, so that BatchNorm's groups are its own.
+    """
     options = job.train
     sharing = network.replicas(world.size)
     if options.batch < sharing:
@@ -258,9 +269,10 @@ def order_and_cut(job: Job, splits: Splits, world: World, mode: str, network: Pa
         )
     batch = min(options.batch, len(splits.train))
     group = 0
-    if isinstance(options.norm_group, int) and normalises_in_groups(mode):
+    grouped = together and normalises_in_groups(mode)
+    if isinstance(options.norm_group, int) and grouped:
         group = options.norm_group
-    elif options.norm_group == "global" and normalises_in_groups(mode):
+    elif options.norm_group == "global" and grouped:
         group = batch
     return Order(len(splits.train), batch, options.seed, options.drop_last), Cut(
         sharing, options.micro_batch, group, aligned=network.cutting is None

@@ -58,12 +58,15 @@ def load_own(parts: Parts, checkpoint: Path) -> None:
     if parts.agreeing.state() is None:
         return
     parts.agreeing.begin()
-    path = own_folder(checkpoint.parent, parts.world) / checkpoint.name
     found, said = None, ""
+    # The run's own folder, and the one that it goes on from, which may be another run's.
+    folders = [own_folder(folder, parts.world) for folder in (parts.folder.checkpoints, checkpoint.parent)]
+    path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
+    belongs_to = _belongs_to(parts)
     try:
-        found = load(path)
-        if found.state.get("belongs_to") != _belongs_to(parts):
-            said = "it belongs to another checkpoint"
+        found = load(path) if path else None
+        if found is None or found.state.get("belongs_to") != belongs_to:
+            said = f"{path} belongs to another checkpoint" if found else f"there is no {folders[0] / checkpoint.name}"
     except (UserError, OSError) as error:
         said = str(getattr(error, "what", error))
     words = gather_plain(said, parts.world)

@@ -1,0 +1,159 @@
+"""Whole runs under each sync method: right numbers, equal replicas, and going on to the last bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.train.job import build
+from manyhands.train.loop import fit
+from manyhands.train.samples import Objects
+from manyhands.train.state import capture
+from tests.processes.ranks import run_on_ranks
+
+# 103 samples in batches of 29 are 4 updates an epoch; 7 lies within the second epoch and within an exchange.
+SAVED, TOTAL = 7, 13
+LOCAL = {"sync.method": "local", "sync.every": 3, "sync.delay": 2}
+METHODS = {
+    "powersgd": {"sync.method": "powersgd", "sync.rank": 1},
+    "bf16": {"sync.method": "bf16"},
+    "int4": {**LOCAL, "sync.codec": "int4"},
+    "lowrank": {**LOCAL, "sync.codec": "lowrank", "sync.rank": 1},
+    "waiting": {**LOCAL, "sync.codec": "int8", "sync.delay": 0},
+    "fp16": {**LOCAL, "sync.codec": "int4", "train.precision": "fp16"},
+    "clipped": {**LOCAL, "sync.codec": "bf16", "train.clip": 0.5, "train.optimizer": "adamw", "train.lr": 0.002},
+    "passes": {**LOCAL, "sync.codec": "none", "train.micro_batch": 5, "train.channels_last": True},
+}
+
+
+class _Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(384, 5),
+        )
+        self.frozen = nn.Linear(3, 3).requires_grad_(requires_grad=False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, pictures):
+        return self.body(pictures)
+
+
+def _train(world, folder, max_steps, settings, elsewhere=False):
+    flags = {
+        "data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.epochs": 9, "train.max_steps": max_steps,
+        "checkpoint.every": f"{SAVED}steps", "checkpoint.keep": 9, **settings,
+    }  # fmt: skip
+    job = load_job(flags, environment={}).job
+    place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    mode = "single" if world.alone else "data"
+    parts = build(job, RunFolder(place), world, mode, Objects(_Network()))
+    first = parts.progress.step
+    fit(parts)
+    parts.prove_replicas()
+    snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
+    parts.release()
+    return first, snapshot.model
+
+
+def _equal(one, other):
+    return [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def _back_to(step, folder, other):
+    """A copy of a run whose processes were killed after they had saved that step."""
+    shutil.copytree(folder, other)
+    for path in Path(other).glob("**/step-*"):
+        if path.name != f"step-{step:08d}":
+            shutil.rmtree(path)
+
+
+def _events(folder, kind):
+    lines = (Path(folder) / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_killed_run_goes_on_to_the_same_bits_and_all_processes_end_with_one_network(name, tmp_path):
+    settings = METHODS[name]
+    whole = run_on_ranks(_train, 3, str(tmp_path / "run"), TOTAL, settings)
+    assert all(_equal(answer[1], whole[0][1]) for answer in whole)
+    _back_to(SAVED, tmp_path / "run", tmp_path / "killed")
+    again = run_on_ranks(_train, 3, str(tmp_path / "killed"), TOTAL, settings)
+    for answer in again:
+        assert answer[0] == SAVED
+        assert _equal(answer[1], whole[0][1])
+    initial = _Network().state_dict()
+    for part in ("frozen.weight", "unused.weight"):
+        assert torch.equal(whole[0][1][part].float(), initial[part])
+    assert not torch.equal(whole[0][1]["body.0.weight"].float(), initial["body.0.weight"])
+    assert not any("agreed network" in event["message"] for event in _events(tmp_path / "killed", "warning"))
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_machines_without_a_shared_disk_keep_their_own(elsewhere, tmp_path):
+    settings = METHODS["int4"]
+    whole = run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, settings, elsewhere)
+    for rank in (0, 1) if elsewhere else ():
+        own = tmp_path / "run" / f"machine-{rank}" / "checkpoints"
+        assert (own / f"rank-0000{rank}-of-00002").is_dir()
+        assert not (own / f"rank-0000{1 - rank}-of-00002").exists()
+        assert bool(list(own.glob("step-*"))) == (rank == 0)
+    _back_to(SAVED, tmp_path / "run", tmp_path / "killed")
+    again = run_on_ranks(_train, 2, str(tmp_path / "killed"), TOTAL, settings, elsewhere)
+    assert _equal(again[1][1], whole[0][1])
+
+
+@pytest.mark.parametrize(("size", "method"), [(2, "int4"), (1, "int4"), (2, "allreduce"), (3, "lost")])
+def test_without_what_each_had_alone_a_run_goes_on_from_the_agreed_network(size, method, tmp_path):
+    """On another number of processes, by another method, or where a machine's disk is gone."""
+    run_on_ranks(_train, 3, str(tmp_path / "run"), TOTAL, METHODS["int4"])
+    _back_to(SAVED, tmp_path / "run", tmp_path / "other")
+    if method == "lost":
+        shutil.rmtree(tmp_path / "other" / "checkpoints" / "rank-00001-of-00003")
+    settings = {"sync.method": "allreduce"} if method == "allreduce" else METHODS["int4"]
+    answers = run_on_ranks(_train, size, str(tmp_path / "other"), TOTAL, settings)
+    assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
+    said = [event["message"] for event in _events(tmp_path / "other", "warning")]
+    assert any("agreed network" in message for message in said) == (method != "allreduce" and size > 1)
+
+
+@pytest.mark.parametrize("batch", [27, 29], ids=["equal shares", "unequal shares"])
+def test_agreeing_after_every_step_is_plain_data_parallel(batch, tmp_path):
+    exact = {
+        "train.batch": batch,
+        "train.drop_last": True,
+        "train.precision": "fp64",
+        "train.norm_group": "local",
+        "train.clip": 0.0,
+    }
+    plain = run_on_ranks(_train, 3, str(tmp_path / "plain"), TOTAL, {**exact, "sync.method": "allreduce"})
+    each = {"sync.method": "local", "sync.codec": "none", "sync.every": 1, "sync.delay": 0}
+    local = run_on_ranks(_train, 3, str(tmp_path / "local"), TOTAL, {**exact, **each})
+    for name, wanted in plain[0][1].items():
+        if "running" in name and batch == 29:
+            continue  # processes count alike in the mean of statistics, whatever their shares
+        torch.testing.assert_close(local[0][1][name], wanted, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("settings", [
+    {"sync.method": "powersgd", "train.precision": "fp16"},
+    {"sync.method": "local", "train.norm_group": "global"},
+    {"sync.method": "local", "sync.every": 2, "sync.delay": 3},
+], ids=lambda settings: settings["sync.method"])  # fmt: skip
+def test_what_does_not_go_together_is_refused(settings, tmp_path):
+    with pytest.raises(AssertionError, match=UserError.__name__):
+        run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, settings)
