@@ -1,13 +1,18 @@
 """A first pass over two samples before anything counts: mistakes come out at once, and DDP settles its buckets."""
 
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.world import World
 from manyhands.data.loader import Batch, Loader
 from manyhands.data.order import Share
 from manyhands.parallel.norm import NormGroups
@@ -15,11 +20,31 @@ from manyhands.train.criterion import Criterion
 from manyhands.train.feed import Pass, Update
 from manyhands.train.step import AUTOCAST, Updater
 
+# Samples of a share that are timed, and how often; the first time is slower.
+MOST_TIMED, TIMED = 64, 3
 
-def rehearse(
-    model: nn.Module, groups: NormGroups, loader: Loader, criterion: Criterion, classes: int, count: int, job: Job
-) -> list[str]:
-    """Runs the network once on this process alone and leaves it as it was.
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried.
+
+    Attributes:
+        model: the network, before its parallel mode.
+        groups: of its BatchNorm layers.
+        loader: of training samples.
+        criterion: the loss.
+        job: that it is for.
+    """
+
+    model: nn.Module
+    groups: NormGroups
+    loader: Loader
+    criterion: Criterion
+    job: Job
+
+
+def rehearse(trial: Trial, classes: int, count: int) -> list[str]:
+    """Runs the network once on `count` samples on this process alone and leaves it as it was.
 
     Returns:
         Names of trainable parameters that got no gradient.
@@ -27,13 +52,13 @@ def rehearse(
     Raises:
         UserError: the network's output doesn't fit the data.
     """
-    batch = _samples(loader, count)
-    groups.begin_pass((), (), count, count)
-    kind = AUTOCAST.get(job.train.precision)
-    with _unchanged(model, groups), torch.random.fork_rng(devices=[]):
+    model, batch = trial.model, _samples(trial.loader, count)
+    trial.groups.begin_pass((), (), count, count)
+    kind = AUTOCAST.get(trial.job.train.precision)
+    with _unchanged(model, trial.groups), torch.random.fork_rng(devices=[]):
         with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
             output = model(batch.images)
-            loss, logits = criterion(output, batch.labels)
+            loss, logits = trial.criterion(output, batch.labels)
         if logits.ndim != 2 or logits.shape[0] != count or logits.shape[1] < classes:
             raise UserError(
                 f"the network's output is {list(logits.shape)} for {count} pictures of {classes} classes",
@@ -42,6 +67,46 @@ def rehearse(
             )
         loss.backward()
         return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def time_step(trial: Trial, share: int, world: World) -> tuple[float, float]:
+    """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
+
+    The network is left as it was. A large share is timed on a part of it.
+
+    Returns:
+        Seconds of the whole update, and of its backward pass.
+    """
+    count, model = min(share, MOST_TIMED), trial.model
+    batch = _samples(trial.loader, count)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9)  # a step of no length
+    trial.groups.begin_pass((), (), count, count)
+    kind = AUTOCAST.get(trial.job.train.precision)
+    taken = torch.zeros(TIMED, 3, dtype=torch.float64)
+    with _unchanged(model, trial.groups), torch.random.fork_rng(devices=[]):
+        for number in range(TIMED):
+            optimizer.zero_grad()
+            marks = [_now(world)]
+            with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
+                loss, _ = trial.criterion(model(batch.images), batch.labels)
+            marks.append(_now(world))
+            loss.backward()
+            marks.append(_now(world))
+            optimizer.step()
+            marks.append(_now(world))
+            taken[number] = torch.tensor([later - earlier for earlier, later in itertools.pairwise(marks)])
+    forward_s, backward_s, update_s = taken.median(0).values.tolist()
+    backward_s *= share / count
+    slowest = torch.tensor([forward_s * share / count + backward_s + update_s, backward_s], device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest[0]), float(slowest[1])
+
+
+def _now(world: World) -> float:
+    if not world.device.startswith("cpu"):
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def warm_up(update: Updater, loader: Loader, count: int) -> None:
