@@ -9,7 +9,7 @@ from manyhands.sync.codecs import codec_named, mean_bytes
 from manyhands.sync.compress import compressor_named
 from manyhands.sync.local import LocalSteps, Machine, Pace
 from manyhands.sync.powersgd import PowerSgd
-from manyhands.sync.talk import Peers, Talk, mean_of
+from manyhands.sync.talk import Peers, mean_of, settle
 from tests.processes.ranks import run_on_ranks
 
 NAMES = ("none", "bf16", "int8", "int4", "lowrank")
@@ -34,7 +34,7 @@ def _compressor(name, dtype=torch.float64):
 
 def _mean(world, name, count):
     peers, values, codec = Peers(world.rank, world.size), _own(world, count=count), codec_named(name, torch.float64)
-    mean, held = Talk(mean_of(values, codec, peers)).result()
+    mean, held = settle(mean_of(values, codec, peers))
     kept = _sum(held.own) / world.size
     if held.sums is not None:
         whole = torch.zeros(held.sums.numel() * world.size, dtype=torch.float64)
@@ -62,7 +62,7 @@ def _rounds(world, name):
     for number in range(5):
         values = _own(world, seed=number)
         went_in = went_in + _sum(values) / world.size
-        mean, held = Talk(compressor.agree(values + held, peers)).result()
+        mean, held = settle(compressor.agree(values + held, peers))
         came_out = came_out + mean
     kept = _sum(held) / world.size
     for key, sums in compressor.state().items():

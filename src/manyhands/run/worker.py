@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +267,7 @@ def plan(parts: Any) -> dict[str, Any]:
         **split_of(parts),
         "format": "plan/1",
         "mode": parts.mode,
-        "sync": parts.job.sync.method,
+        "sync": asdict(parts.sync),
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
@@ -302,6 +302,8 @@ def exceptions(parts: Any) -> list[str]:
         found.append("BatchNorm takes its statistics over what each process has (norm_group = local).")
     if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
         found.append("Dropout draws other masks at another number of processes.")
+    if parts.agreeing.alone:
+        found.append("Local steps (sync.method = local): results depend on the number of machines.")
     return found
 
 

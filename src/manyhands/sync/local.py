@@ -33,7 +33,6 @@ class Flight:
         buffers: the buffers' values then [m].
         compressor: the compressor's state before.
         talk: the conversation, on the process that speaks for its machine.
-        began_s: when, by this process's clock.
     """
 
     since: int
@@ -42,7 +41,6 @@ class Flight:
     buffers: Tensor
     compressor: dict[str, Tensor]
     talk: Talk[tuple[Tensor, Tensor, Tensor]] | None
-    began_s: float
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class LocalSteps:
         machine: where several processes move together.
         rounds: exchanges that have been applied.
         waited_s: time that training stood still for them.
-        exchange_s: how long the last one took, as far as was seen.
+        exchange_s: how long the last one took.
     """
 
     parameters: Sequence[Tensor]
@@ -122,6 +120,11 @@ class LocalSteps:
         self._speed = torch.zeros_like(self.anchor)
         self._flight: Flight | None = None
 
+    @property
+    def idle(self) -> bool:
+        """True when no exchange is under way."""
+        return self._flight is None
+
     def before_update(self, step: int) -> None:
         """Begins an exchange where one is due that goes on beside training; `step` updates have been made."""
         if self.pace.delay and step and step % self.pace.every == 0 and self._flight is None:
@@ -132,11 +135,8 @@ class LocalSteps:
         if not self.pace.delay:
             if step % self.pace.every == 0:
                 self._agree_now(step)
-        elif self._flight:
-            if step >= self._flight.since + self.pace.delay:
-                self._land()
-            elif self._flight.talk and self._flight.talk.advance() and not self.exchange_s:
-                self.exchange_s = time.perf_counter() - self._flight.began_s
+        elif self._flight and step >= self._flight.since + self.pace.delay:
+            self._land()
 
     def finish(self, step: int) -> None:
         """Ends with all processes at the agreed point, which all that they did has gone into; waits."""
@@ -181,22 +181,22 @@ class LocalSteps:
             self._fly(numbers["since"], moved["flight.moved"], moved["flight.buffers"])
 
     def _agree_now(self, step: int) -> None:
-        self._launch(step)
+        self._launch(step, beside=False)
         self._land(still=True)
 
-    def _launch(self, step: int) -> None:
+    def _launch(self, step: int, *, beside: bool = True) -> None:
         buffers = as_vector(self.buffers, self._dtype)
         if self.machine:
             dist.all_reduce(buffers, group=self.machine.group)
             buffers /= self.machine.size
-        self._fly(step, as_vector(self.parameters, self._dtype) - self.anchor, buffers)
+        self._fly(step, as_vector(self.parameters, self._dtype) - self.anchor, buffers, beside=beside)
 
-    def _fly(self, step: int, moved: Tensor, buffers: Tensor) -> None:
-        self.exchange_s = 0.0
-        before, began_s = dict(self.compressor.state()), time.perf_counter()
+    def _fly(self, step: int, moved: Tensor, buffers: Tensor, *, beside: bool = True) -> None:
+        before = dict(self.compressor.state())
         speaks = self.machine is None or self.machine.speaks
-        talk = Talk(self._conversation(moved * self.weight + self._held, buffers)) if speaks else None
-        self._flight = Flight(step, moved, self._held, buffers, before, talk, began_s)
+        conversation = self._conversation(moved * self.weight + self._held, buffers)
+        talk = Talk(conversation, beside=beside) if speaks else None
+        self._flight = Flight(step, moved, self._held, buffers, before, talk)
 
     def _conversation(self, values: Tensor, buffers: Tensor) -> Conversation[tuple[Tensor, Tensor, Tensor]]:
         mean, held = yield from self.compressor.agree(values, self.peers)
@@ -216,9 +216,8 @@ class LocalSteps:
         if self.machine:
             for tensor in (mean, buffers):
                 dist.broadcast(tensor, self.machine.speaker, group=self.machine.group)
-        now_s = time.perf_counter()
-        self.waited_s += now_s - began_s
-        self.exchange_s = self.exchange_s or now_s - flight.began_s
+        self.waited_s += time.perf_counter() - began_s
+        self.exchange_s = flight.talk.seconds if flight.talk else 0.0
         was_at = self.anchor + flight.moved
         self._speed = self._speed * self.pace.momentum + mean
         self.anchor = self.anchor + (mean + self._speed * self.pace.momentum) * self.pace.lr

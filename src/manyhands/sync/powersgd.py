@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.sync.compress import LowRank
-from manyhands.sync.talk import Peers, Talk
+from manyhands.sync.talk import Peers, settle
 from manyhands.sync.vector import as_vector, dtype_of, write_vector
 
 
@@ -35,7 +35,7 @@ class PowerSgd:
         """Replaces the gradients by the agreed mean; a collective."""
         gradients = [self._gradient(parameter) for parameter in self._parameters]
         values = as_vector(gradients, self._dtype) + self._held
-        mean, self._held = Talk(self._compressor.agree(values, self._peers)).result()
+        mean, self._held = settle(self._compressor.agree(values, self._peers))
         write_vector(mean, gradients)
 
     def state(self) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
 """Conversations between machines that go on beside training.
 
-A conversation is a generator: it starts a collective, yields it, and goes on when that is done. Whoever holds it looks
-now and then whether it can go on (`Talk.advance`), or waits for its end (`Talk.result`). Each process takes the same
-steps in the same order, so the result doesn't depend on when anybody looks. No thread is needed: the collectives of
-gloo and NCCL run by themselves.
+A conversation is a generator: it starts a collective, yields it, and goes on when that is done. A thread (`Talk`) looks
+after it. Each process takes the same steps in the same order, so the result doesn't depend on how fast anybody is.
 """
 
+import threading
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,9 @@ from torch import Tensor
 from manyhands.sync.codecs import Codec, chunk_values
 
 T = TypeVar("T")
+
+# Between two looks at a collective.
+_LOOK_S = 0.002
 
 Conversation = Generator[Any, None, T]
 
@@ -51,43 +54,70 @@ class Peers:
         return received, dist.all_gather_into_tensor(received.view(-1), part, group=self.group, async_op=True)
 
 
+def settle(conversation: Conversation[T]) -> T:
+    """The result of a conversation that is waited for."""
+    while True:
+        try:
+            next(conversation).wait()
+        except StopIteration as stop:
+            return stop.value
+
+
 class Talk(Generic[T]):
-    """A conversation under way.
+    """A conversation under way, beside whatever this process does meanwhile.
 
     Args:
         conversation: starts at once.
+        beside: False where the result is waited for at once, which needs no thread.
+
+    Attributes:
+        seconds: how long it took; 0 until its end.
     """
 
-    def __init__(self, conversation: Conversation[T]) -> None:
-        self._conversation = conversation
-        self._work: Any = None
+    def __init__(self, conversation: Conversation[T], *, beside: bool = True) -> None:
+        self._conversation, self._began_s, self.seconds = conversation, time.perf_counter(), 0.0
         self._results: list[T] = []
-        self._step()
-
-    @property
-    def done(self) -> bool:
-        """True when the result is there."""
-        return bool(self._results)
-
-    def advance(self) -> bool:
-        """Goes on as far as it can without waiting; True when it is done."""
-        while not self.done and self._work.is_completed():
-            self._step()
-        return self.done
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        # The first message is computed and sent before training goes on, from values that will change then.
+        self._work = self._next()
+        while not beside and not self._ended.is_set():
+            self._work.wait()
+            self._work = self._next()
+        if not self._ended.is_set():
+            threading.Thread(target=self._go_on, name="manyhands exchange", daemon=True).start()
 
     def result(self) -> T:
-        """Waits for the end."""
-        while not self.done:
-            self._step()
+        """Waits for the end.
+
+        Raises:
+            RuntimeError: a collective failed; as it said.
+        """
+        self._ended.wait()
+        if self._error:
+            raise self._error
         return self._results[0]
 
-    def _step(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+    def _go_on(self) -> None:
         try:
-            self._work = next(self._conversation)
+            while not self._ended.is_set():
+                # Not wait(), which a process that is on its way out could not interrupt.
+                while not self._work.is_completed():
+                    time.sleep(_LOOK_S)
+                self._work.wait()
+                self._work = self._next()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
+            self._error = error
+            self._ended.set()
+
+    def _next(self) -> Any:
+        try:
+            return next(self._conversation)
         except StopIteration as stop:
             self._results.append(stop.value)
+            self.seconds = time.perf_counter() - self._began_s
+            self._ended.set()
+        return None
 
 
 @dataclass

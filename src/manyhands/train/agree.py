@@ -5,6 +5,7 @@ One small collective every half second or so (run.log_every_s) carries it all, s
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class Verdict:
         samples: how many they were, over all processes.
         seconds: since the last verdict, by rank 0's clock.
         data_share: part of that time that rank 0 waited for data.
+        extra: sums over all processes of what `extra` gave.
     """
 
     stop: bool
@@ -37,6 +39,7 @@ class Verdict:
     samples: int
     seconds: float
     data_share: float
+    extra: list[float]
 
 
 class Agreement:
@@ -50,7 +53,8 @@ class Agreement:
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
-        self._world, self._every_s, self._save_every_s, self._multiple = world, every_s, save_every_s, multiple
+        self._world, self._every_s, self._save_every_s = world, every_s, save_every_s
+        self.multiple = multiple
         self._last = self._saved = time.perf_counter()
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
@@ -63,21 +67,31 @@ class Agreement:
         """Starts the clock anew, after an evaluation or at the start."""
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
-    def agree(self, measured: Measured, step: int, *, stop: bool) -> Verdict:
-        """Adds up what all processes measured; a collective."""
+    def agree(
+        self, measured: Measured, step: int, *, stop: bool, extra: Callable[[float, int], list[float]] | None = None
+    ) -> Verdict:
+        """Adds up what all processes measured; a collective.
+
+        Args:
+            measured: by this process.
+            step: updates made.
+            stop: somebody asked this process to stop.
+            extra: gives more numbers to add up, from the seconds and steps since the last agreement.
+        """
         now = time.perf_counter()
+        more = extra(now - self._last, step - self._last_step) if extra else []
         loss, correct, samples = measured.take()
         save = self._world.rank == 0 and now - self._saved > self._save_every_s
-        mine = [loss, correct, samples, float(stop), float(save), now - self._last]
+        mine = [loss, correct, samples, float(stop), float(save), now - self._last, *more]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
         if not self._world.alone:
             dist.all_reduce(total)
-        loss, correct, count, stops, saves, seconds_sum = total.tolist()
+        loss, correct, count, stops, saves, seconds_sum, *summed = total.tolist()
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
         wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
-        self._next_step = -(-wanted // self._multiple) * self._multiple
+        self._next_step = -(-wanted // self.multiple) * self.multiple
         verdict = Verdict(
             stop=stops > 0,
             save=saves > 0,
@@ -86,6 +100,7 @@ class Agreement:
             samples=int(count),
             seconds=max(now - self._last, 1e-9),
             data_share=min(1.0, self.waiting_s / max(now - self._last, 1e-9)),
+            extra=summed,
         )
         self.reset(step)
         return verdict

@@ -1,6 +1,7 @@
 """Builds every part of a run from its job, one small function each; runs nothing."""
 
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,14 +26,16 @@ from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
+from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.plan import Plan
 from manyhands.train.agree import Agreement
-from manyhands.train.agreeing import Agreeing
+from manyhands.train.agreeing import Agreeing, NowAndThen
 from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
 from manyhands.train.own_state import load_own
+from manyhands.train.pacing import Pacer
 from manyhands.train.parts import Parts, seconds_between_saves
 from manyhands.train.pth_tar import check_same_training
 from manyhands.train.recover import (
@@ -150,6 +153,9 @@ def build(
         sync=synced.cost,
         release=lambda: _release(train_loader, test_loader, restore_norms, network),
     )
+    if isinstance(synced.agreeing, NowAndThen):
+        hosts = gather_plain(platform.node(), world)
+        parts.pacer = Pacer(synced.agreeing.steps, synced.cost, job.sync, world, hosts, parts.total_steps)
     if found:
         resume(parts, found)
     return parts

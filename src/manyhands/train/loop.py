@@ -66,10 +66,13 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
         if parts.save_due_by_step():
             save(parts)
         return False
-    verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop))
+    extra = parts.pacer.mine if parts.pacer else None
+    verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop), extra=extra)
     if not math.isfinite(verdict.loss):
         raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
     _record(parts, verdict, order.steps_per_epoch)
+    if parts.pacer:
+        parts.heed(verdict.extra)
     if verdict.stop:
         parts.journal.event("stopping", "saving", progress.step)
     improved = evaluation and not verdict.stop and evaluate(parts)

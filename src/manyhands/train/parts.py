@@ -16,6 +16,7 @@ from manyhands.train.agree import Agreement
 from manyhands.train.agreeing import Agreeing
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
+from manyhands.train.pacing import Pacer
 from manyhands.train.state import Progress
 from manyhands.train.step import Updater
 
@@ -42,6 +43,7 @@ class Parts:
         total_steps: updates of the whole job.
         digest: of what decides the order of samples.
         sync: how processes agree, decided.
+        pacer: of local steps.
         release: gives back what was taken (worker processes, changed classes).
         phase: what is going on, for a failure's record.
         saves: checkpoints tried in this run.
@@ -63,6 +65,7 @@ class Parts:
     digest: str
     sync: Cost
     release: Callable[[], None]
+    pacer: Pacer | None = None
     phase: str = "train"
     saves: int = field(default=0)
 
@@ -89,6 +92,12 @@ class Parts:
         """True at the updates that run.log_steps wants a line of: an epoch's first, and each so many after it."""
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
+
+    def heed(self, told: list[float]) -> None:
+        """Keeps local steps in time with the link."""
+        if self.pacer:
+            self.sync = self.pacer.heed(told, self.progress.step, self.journal)
+            self.agreement.multiple = self.sync.every
 
     def prove_replicas(self) -> None:
         """Raises RunError when a process's network has drifted from rank 0's."""

@@ -11,8 +11,7 @@ from torch import nn
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.journal import Journal
-from manyhands.core.links import Link
-from manyhands.core.quantities import parse_bandwidth
+from manyhands.core.links import Link, named_link
 from manyhands.core.world import World
 from manyhands.parallel.network import How
 from manyhands.parallel.plain import broadcast_plain
@@ -23,7 +22,6 @@ from manyhands.sync.options import CodecName, SyncOptions
 from manyhands.train.agreeing import Agreeing, Places, hook_of, make_agreeing, places_of
 
 BY_MODE = Cost("allreduce", 0.0, 0.0)
-_LATENCY_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
     options = wish.job.sync
     step_s, backward_s = wish.time_step()
     machines = len(places.speakers)
-    link = Link(parse_bandwidth(options.link), _LATENCY_S) if options.link else _link(world, places)
+    link = named_link(options.link, "sync.link") if options.link else _link(world, places)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     case = Case(
         tuple(tuple(parameter.shape) for parameter in parameters),

@@ -35,8 +35,8 @@ def estimate(case: Case, options: SyncOptions) -> list[Cost]:
 def _cost(case: Case, options: SyncOptions, codec: CodecName) -> Cost:
     exchange = _exchange(case, options, codec)
     steps_long = exchange.seconds / case.step_s
-    every = options.every or _fitting(steps_long, case.steps)
-    delay = min(every, math.ceil(_LATE * steps_long) if options.delay < 0 else options.delay)
+    every = options.every or fitting_steps(steps_long, case.steps)
+    delay = fitting_delay(steps_long, every) if options.delay < 0 else min(every, options.delay)
     waiting_s = max(0.0, exchange.seconds - delay * case.step_s) / every
     computed = case.step_s * (1 + _COMPRESSING) if case.machines > 1 else case.step_s
     return Cost("local", computed + waiting_s, exchange.sent_bytes / every, exchange.seconds, codec, every, delay)
@@ -52,7 +52,17 @@ def _exchange(case: Case, options: SyncOptions, codec: CodecName) -> Message:
     return moved + mean(case, case.buffers, Plain(torch.float32))
 
 
-def _fitting(steps_long: float, steps: int) -> int:
-    """Steps between agreements, so that an exchange of so many steps fits in; fewer where accuracy asks for it."""
+def fitting_delay(steps_long: float, every: int) -> int:
+    """Steps after which an exchange of so many steps has come to its end, mostly."""
+    return min(every, max(1, math.ceil(_LATE * steps_long)))
+
+
+def fitting_steps(steps_long: float, steps: int) -> int:
+    """Steps between agreements, so that an exchange of so many steps fits in; fewer where accuracy asks for it.
+
+    Args:
+        steps_long: how many steps an exchange takes.
+        steps: updates of the whole run.
+    """
     most = max(1, min(_MOST_STEPS, steps // _FEWEST_ROUNDS))
     return min(most, max(_FEWEST_STEPS, math.ceil(_SLACK * steps_long)))

@@ -1,0 +1,106 @@
+"""Keeps local steps in time with the link: notices when exchanges take longer or less, and which process is slow."""
+
+import math
+import statistics
+from dataclasses import dataclass, field, replace
+
+from manyhands.core.journal import Journal
+from manyhands.core.world import World
+from manyhands.sync.costs import Cost
+from manyhands.sync.local import LocalSteps
+from manyhands.sync.methods.local import fitting_delay, fitting_steps
+from manyhands.sync.options import SyncOptions
+from manyhands.train.agreeing import pace_of
+
+# The pace changes where another would be so many times as long or as short; less is noise.
+_CHANGE = 1.5
+# A process is slow that takes so many times as long as the median, in so many agreements one after the other.
+_SLOW, _TIMES = 1.3, 3
+
+
+@dataclass
+class Pacer:
+    """What all processes tell each other of their speed, and what follows from it.
+
+    Attributes:
+        steps: the local steps that are paced.
+        cost: the method with its present pace.
+        options: what the user says of it.
+        world: who takes part.
+        hosts: name of each rank's machine.
+        total_steps: updates of the whole run.
+    """
+
+    steps: LocalSteps
+    cost: Cost
+    options: SyncOptions
+    world: World
+    hosts: list[str]
+    total_steps: int
+    _waited_s: float = field(default=0.0, init=False)
+    _slow: list[int] = field(default_factory=list[int], init=False)
+    _told: set[int] = field(default_factory=set[int], init=False)
+    _exchanges_s: list[float] = field(default_factory=list[float], init=False)
+    _rounds: int = field(default=0, init=False)
+
+    def mine(self, seconds: float, steps: int) -> list[float]:
+        """Numbers to be added up over all processes: each one's seconds a step, and the pace that rank 0 wants.
+
+        Args:
+            seconds: since the last agreement.
+            steps: made in that time.
+        """
+        waited_s, self._waited_s = self.steps.waited_s - self._waited_s, self.steps.waited_s
+        step_s = (seconds - waited_s) / max(1, steps)
+        speeds = [step_s if rank == self.world.rank else 0.0 for rank in range(self.world.size)]
+        return [*speeds, *self._wanted(step_s)]
+
+    def _wanted(self, step_s: float) -> tuple[float, float]:
+        """Rank 0's wish for (every, delay); zeros elsewhere."""
+        if self.world.rank != 0:
+            return 0.0, 0.0
+        now = float(self.cost.every), float(self.cost.delay)
+        if self.steps.rounds > self._rounds and self.steps.exchange_s:
+            self._exchanges_s = [*self._exchanges_s[-2:], self.steps.exchange_s]
+            self._rounds = self.steps.rounds
+        if len(self._exchanges_s) < 3 or self.options.every or not self.cost.delay:
+            return now
+        long = statistics.median(self._exchanges_s) / max(step_s, 1e-6)
+        every = fitting_steps(long, self.total_steps)
+        if self.cost.every / _CHANGE < every < self.cost.every * _CHANGE:
+            return now
+        self._exchanges_s.clear()
+        return float(every), float(fitting_delay(long, every))
+
+    def heed(self, told: list[float], step: int, journal: Journal) -> Cost:
+        """Does what the sums of `mine` say, alike on all processes; returns the method with its pace."""
+        speeds, (every, delay) = told[: self.world.size], (round(value) for value in told[self.world.size :])
+        self._name_the_slow(speeds, step, journal)
+        if every != self.cost.every and self.steps.idle:
+            before, self.cost = self.cost, replace(self.cost, every=every, delay=delay)
+            self.steps.pace = pace_of(self.cost, self.options)
+            said = f"exchanges {'take longer' if every > before.every else 'are faster'} now"
+            journal.event(
+                "sync",
+                f"{said}: processes agree every {every} steps instead of {before.every}",
+                step,
+                every=every,
+                delay=delay,
+                method=self.cost.method,
+            )
+        return self.cost
+
+    def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
+        usual_s = statistics.median(speeds)
+        slowest = max(range(len(speeds)), key=speeds.__getitem__)
+        if not math.isfinite(usual_s) or speeds[slowest] < _SLOW * usual_s:
+            self._slow.clear()
+            return
+        self._slow.append(slowest)
+        if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._told:
+            self._told.add(slowest)
+            what = (
+                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, others {usual_s:.3g} s"
+            )
+            lost = 1 - usual_s / speeds[slowest]
+            journal.event("slow", f"{what}: they stand still {lost:.0%} of the time", step, rank=slowest)
