@@ -1,0 +1,234 @@
+"""Local steps: each machine trains by itself, and now and then all agree on how far they have come together.
+
+Every `every` steps each process sends how far its parameters have moved from the last agreed point, compressed, while
+training goes on; `delay` steps later the agreed movement is applied to what has been reached meanwhile. What
+compression loses is held and sent the next time. Sources: Stich 2018 (arXiv:1805.09767); Douillard et al. 2023, 2025
+("DiLoCo", arXiv:2311.08105; "Streaming DiLoCo", arXiv:2501.18512) for the outer momentum and the overlap.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.sync.codecs import Plain
+from manyhands.sync.compress import Compressor
+from manyhands.sync.talk import Conversation, Peers, Talk, mean_of
+from manyhands.sync.vector import add_vector, as_vector, dtype_of, write_vector
+
+
+@dataclass
+class Flight:
+    """An exchange under way.
+
+    Attributes:
+        since: the step at which it began.
+        moved: how far this process had come from the agreed point then [n].
+        held: what was held back before, which goes along [n].
+        buffers: the buffers' values then [m].
+        compressor: the compressor's state before.
+        talk: the conversation, on the process that speaks for its machine.
+        began_s: when, by this process's clock.
+    """
+
+    since: int
+    moved: Tensor
+    held: Tensor
+    buffers: Tensor
+    compressor: dict[str, Tensor]
+    talk: Talk[tuple[Tensor, Tensor, Tensor]] | None
+    began_s: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often processes agree, and how late.
+
+    Attributes:
+        every: steps from one exchange to the next.
+        delay: steps for which an exchange may go on beside training, at most `every`; 0 waits for it.
+        lr: factor of the agreed movement.
+        momentum: Nesterov's, of the agreed movements.
+    """
+
+    every: int
+    delay: int = 0
+    lr: float = 1.0
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processes that agree in every step by other means, of which one speaks for all.
+
+    Attributes:
+        group: their process group.
+        speaker: the rank, among all processes of the run, of the one that speaks.
+        size: how many they are.
+        speaks: True on that process.
+    """
+
+    group: Any
+    speaker: int
+    size: int
+    speaks: bool
+
+
+@dataclass
+class LocalSteps:
+    """Keeps the agreed point, and has processes agree.
+
+    The buffers of a network (BatchNorm's statistics) are agreed on with the parameters, for evaluation and
+    checkpoints; a process trains on with its own.
+
+    Attributes:
+        parameters: the trainable ones, in an order that is equal everywhere.
+        buffers: likewise.
+        peers: who agrees: one process of each machine.
+        compressor: how the movement is sent.
+        pace: how often.
+        weight: of this machine's movement in the mean; the mean of all weights is 1.
+        machine: where several processes move together.
+        rounds: exchanges that have been applied.
+        waited_s: time that training stood still for them.
+        exchange_s: how long the last one took, as far as was seen.
+    """
+
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+    peers: Peers
+    compressor: Compressor
+    pace: Pace
+    weight: float = 1.0
+    machine: Machine | None = None
+    rounds: int = field(default=0, init=False)
+    waited_s: float = field(default=0.0, init=False)
+    exchange_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._dtype = dtype_of([*self.parameters, *self.buffers])
+        self.begin()
+
+    def begin(self) -> None:
+        """Takes the parameters and buffers, which are equal everywhere, as agreed; nothing is held back."""
+        self.anchor = as_vector(self.parameters, self._dtype)
+        self.agreed_buffers = as_vector(self.buffers, self._dtype)
+        self._held = torch.zeros_like(self.anchor)
+        self._speed = torch.zeros_like(self.anchor)
+        self._flight: Flight | None = None
+
+    def before_update(self, step: int) -> None:
+        """Begins an exchange where one is due that goes on beside training; `step` updates have been made."""
+        if self.pace.delay and step and step % self.pace.every == 0 and self._flight is None:
+            self._launch(step)
+
+    def after_update(self, step: int) -> None:
+        """Applies an exchange that is due, once `step` updates have been made."""
+        if not self.pace.delay:
+            if step % self.pace.every == 0:
+                self._agree_now(step)
+        elif self._flight:
+            if step >= self._flight.since + self.pace.delay:
+                self._land()
+            elif self._flight.talk and self._flight.talk.advance() and not self.exchange_s:
+                self.exchange_s = time.perf_counter() - self._flight.began_s
+
+    def finish(self, step: int) -> None:
+        """Ends with all processes at the agreed point, which all that they did has gone into; waits."""
+        if self._flight:
+            self._land()
+        self._agree_now(step)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Has the network be the agreed one, for evaluation and checkpoints."""
+        own = as_vector(self.parameters, self._dtype), as_vector(self.buffers, self._dtype)
+        self._write(self.anchor, self.agreed_buffers)
+        try:
+            yield
+        finally:
+            self._write(*own)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What this process has beside the agreed network: tensors and numbers; enough to go on to the same bits."""
+        flight = self._flight
+        tensors = {
+            "parameters": as_vector(self.parameters, self._dtype),
+            "buffers": as_vector(self.buffers, self._dtype),
+            "held": flight.held if flight else self._held,
+            "speed": self._speed,
+        }
+        compressor = flight.compressor if flight else self.compressor.state()
+        tensors |= {f"compressor.{name}": tensor for name, tensor in compressor.items()}
+        if flight:
+            tensors |= {"flight.moved": flight.moved, "flight.buffers": flight.buffers}
+        return tensors, {"rounds": self.rounds, "since": flight.since if flight else -1}
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
+        """Takes back what `state` gave, once the network is the agreed one; an exchange under way begins again."""
+        self.begin()
+        moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
+        self._write(moved["parameters"], moved["buffers"])
+        self._held, self._speed, self.rounds = moved["held"], moved["speed"], numbers["rounds"]
+        prefix = "compressor."
+        self.compressor.load({name[len(prefix) :]: one for name, one in moved.items() if name.startswith(prefix)})
+        if numbers["since"] >= 0:
+            self._fly(numbers["since"], moved["flight.moved"], moved["flight.buffers"])
+
+    def _agree_now(self, step: int) -> None:
+        self._launch(step)
+        self._land(still=True)
+
+    def _launch(self, step: int) -> None:
+        buffers = as_vector(self.buffers, self._dtype)
+        if self.machine:
+            dist.all_reduce(buffers, group=self.machine.group)
+            buffers /= self.machine.size
+        self._fly(step, as_vector(self.parameters, self._dtype) - self.anchor, buffers)
+
+    def _fly(self, step: int, moved: Tensor, buffers: Tensor) -> None:
+        self.exchange_s = 0.0
+        before, began_s = dict(self.compressor.state()), time.perf_counter()
+        speaks = self.machine is None or self.machine.speaks
+        talk = Talk(self._conversation(moved * self.weight + self._held, buffers)) if speaks else None
+        self._flight = Flight(step, moved, self._held, buffers, before, talk, began_s)
+
+    def _conversation(self, values: Tensor, buffers: Tensor) -> Conversation[tuple[Tensor, Tensor, Tensor]]:
+        mean, held = yield from self.compressor.agree(values, self.peers)
+        buffers, _ = yield from mean_of(buffers, Plain(self._dtype), self.peers)
+        return mean, held, buffers
+
+    def _land(self, *, still: bool = False) -> None:
+        """Waits for the exchange and applies it; `still`: this process hasn't moved since it began."""
+        flight = self._flight
+        if flight is None:
+            return
+        began_s = time.perf_counter()
+        if flight.talk:
+            mean, held, buffers = flight.talk.result()
+        else:
+            mean, held, buffers = torch.empty_like(self.anchor), self._held, torch.empty_like(self.agreed_buffers)
+        if self.machine:
+            for tensor in (mean, buffers):
+                dist.broadcast(tensor, self.machine.speaker, group=self.machine.group)
+        now_s = time.perf_counter()
+        self.waited_s += now_s - began_s
+        self.exchange_s = self.exchange_s or now_s - flight.began_s
+        was_at = self.anchor + flight.moved
+        self._speed = self._speed * self.pace.momentum + mean
+        self.anchor = self.anchor + (mean + self._speed * self.pace.momentum) * self.pace.lr
+        self.agreed_buffers, self._held = buffers, held
+        if still:
+            self._write(self.anchor, self.agreed_buffers)
+        else:
+            add_vector(self.anchor - was_at, self.parameters)
+        self._flight, self.rounds = None, self.rounds + 1
+
+    def _write(self, parameters: Tensor, buffers: Tensor) -> None:
+        write_vector(parameters, self.parameters)
+        write_vector(buffers, self.buffers)

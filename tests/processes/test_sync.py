@@ -1,0 +1,249 @@
+"""Laws of agreeing: nothing is lost, all come to the same bits, and an exchange can be begun again."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from manyhands.sync.codecs import codec_named, mean_bytes
+from manyhands.sync.compress import compressor_named
+from manyhands.sync.local import LocalSteps, Machine, Pace
+from manyhands.sync.powersgd import PowerSgd
+from manyhands.sync.talk import Peers, Talk, mean_of
+from tests.processes.ranks import run_on_ranks
+
+NAMES = ("none", "bf16", "int8", "int4", "lowrank")
+SHAPES = [(16, 8, 3, 3), (40,), (30, 50), (7, 3)]
+COUNT = sum(int(torch.Size(shape).numel()) for shape in SHAPES)
+
+
+def _own(world, *, seed=0, count=COUNT):
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed * 100 + world.rank), dtype=torch.float64)
+
+
+def _sum(tensor):
+    total = tensor.clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def _compressor(name, dtype=torch.float64):
+    return compressor_named(name, SHAPES, rank=2, seed=3, device="cpu", dtype=dtype)
+
+
+def _mean(world, name, count):
+    peers, values, codec = Peers(world.rank, world.size), _own(world, count=count), codec_named(name, torch.float64)
+    mean, held = Talk(mean_of(values, codec, peers)).result()
+    kept = _sum(held.own) / world.size
+    if held.sums is not None:
+        whole = torch.zeros(held.sums.numel() * world.size, dtype=torch.float64)
+        whole.view(world.size, -1)[world.rank] = held.sums
+        kept = kept + _sum(whole)[:count]
+    return mean, (mean + kept - _sum(values) / world.size).abs().max().item(), peers.sent_bytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMES[:4])
+def test_a_mean_and_what_was_kept_back_are_all_that_went_in(name, size):
+    codec = codec_named(name, torch.float64)
+    for count in (1, 255, 1000):
+        answers = run_on_ranks(_mean, size, name, count)
+        for mean, lost, sent_bytes in answers:
+            assert torch.equal(mean, answers[0][0])
+            assert lost < 1e-12
+            assert sent_bytes == mean_bytes(count, size, codec)
+
+
+def _rounds(world, name):
+    """Several exchanges: what went in so far is what came out and what is held."""
+    compressor, peers = _compressor(name), Peers(world.rank, world.size)
+    held, went_in, came_out = torch.zeros(COUNT, dtype=torch.float64), 0.0, 0.0
+    for number in range(5):
+        values = _own(world, seed=number)
+        went_in = went_in + _sum(values) / world.size
+        mean, held = Talk(compressor.agree(values + held, peers)).result()
+        came_out = came_out + mean
+    kept = _sum(held) / world.size
+    for key, sums in compressor.state().items():
+        if key == "sums":
+            whole = torch.zeros(sums.numel() * world.size, dtype=torch.float64)
+            whole.view(world.size, -1)[world.rank] = sums
+            kept = kept + _sum(whole)[:COUNT]
+    return mean, (came_out + kept - went_in).abs().max().item(), (came_out - went_in).norm().item()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_lost_over_several_exchanges(name, size):
+    answers = run_on_ranks(_rounds, size, name)
+    for mean, lost, missing in answers:
+        assert torch.equal(mean, answers[0][0])
+        assert lost < 1e-10
+        assert (missing < 1e-10) == (name == "none"), "this codec rounds, or it doesn't"
+
+
+class _Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Conv2d(2, 6, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(6)
+        self.last = nn.Linear(6 * 16, 40)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, pictures):
+        return self.last(self.norm(self.first(pictures)).relu().flatten(1))
+
+
+class _Trainer:
+    """A network that takes local steps on its own samples."""
+
+    def __init__(self, world, name, pace, momentum=0.9, machine=None, peers=None):
+        self.world, self.network = world, _Network().double()
+        self.trained = [p for p in self.network.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(self.trained, lr=0.05, momentum=momentum, weight_decay=1e-3)
+        shapes = [tuple(p.shape) for p in self.trained]
+        compressor = compressor_named(name, shapes, rank=1, seed=1, device="cpu", dtype=torch.float64)
+        # A group of its own: exchanges of two networks may be under way at a time.
+        peers = peers or Peers(world.rank, world.size, dist.new_group())
+        self.sync = LocalSteps(self.trained, list(self.network.buffers()), peers, compressor, pace, machine=machine)
+
+    def gradient(self, step):
+        self.optimizer.zero_grad()
+        pictures = _own(self.world, seed=step, count=4 * 2 * 36).view(4, 2, 6, 6)
+        self.network(pictures).square().mean().backward()
+
+    def train(self, first, last):
+        for step in range(first, last):
+            self.sync.before_update(step)
+            self.gradient(step)
+            self.optimizer.step()
+            self.sync.after_update(step + 1)
+
+
+def _everything(trainer):
+    state = trainer.network.state_dict()
+    return {**{name: tensor.clone() for name, tensor in state.items()}, "anchor": trainer.sync.anchor.clone()}
+
+
+def _same(one, other, worst=0.0):
+    return all((one[name].double() - other[name].double()).abs().max() <= worst for name in one)
+
+
+def _exact(world):
+    """Agreeing after every step, uncompressed, beside averaged gradients."""
+    local, plain = _Trainer(world, "none", Pace(1)), _Trainer(world, "none", Pace(1000))
+    local.train(0, 6)
+    for step in range(6):
+        plain.gradient(step)
+        for parameter in plain.trained:
+            parameter.grad = _sum(parameter.grad) / world.size
+        plain.optimizer.step()
+    for buffer in plain.network.buffers():
+        buffer.copy_(_sum(buffer) / world.size)
+    return _same(_everything(local), {**_everything(plain), "anchor": local.sync.anchor}, 1e-11)
+
+
+def test_agreeing_after_each_step_uncompressed_is_plain_data_parallel():
+    assert all(run_on_ranks(_exact, 3))
+
+
+def _finished(world, name, pace):
+    trainer = _Trainer(world, name, pace)
+    trainer.train(0, 11)
+    with trainer.sync.agreed():
+        between = {name: tensor.clone() for name, tensor in trainer.network.state_dict().items()}
+    own = _everything(trainer)
+    trainer.sync.finish(11)
+    return (
+        between,
+        own,
+        _everything(trainer),
+        trainer.network.first.weight.is_contiguous(memory_format=torch.channels_last),
+    )
+
+
+@pytest.mark.parametrize("pace", [Pace(4), Pace(4, 2, momentum=0.5), Pace(3, 3, momentum=0.5)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_agreed_network_is_equal_everywhere_and_the_last_one_is_all_there_is(name, pace):
+    answers = run_on_ranks(_finished, 3, name, pace)
+    for between, own, last, channels_last in answers:
+        assert channels_last
+        assert _same(between, answers[0][0])
+        assert _same(last, answers[0][2])
+        assert not _same(between, last)
+        assert not pace.delay or not _same({"x": own["last.weight"]}, {"x": between["last.weight"]})
+    if pace.delay:
+        assert not _same(answers[0][1], answers[1][1]), "processes move by themselves in between"
+
+
+def _again(world, name, pace, stop):
+    whole = _Trainer(world, name, pace)
+    whole.train(0, 14)
+    first = _Trainer(world, name, pace)
+    first.train(0, stop)
+    with first.sync.agreed():
+        network = {key: tensor.clone() for key, tensor in first.network.state_dict().items()}
+    tensors, numbers = first.sync.state()
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    momentum = first.optimizer.state_dict()
+    other = _Trainer(world, name, pace)
+    other.network.load_state_dict(network)
+    other.optimizer.load_state_dict(momentum)
+    first.sync.finish(stop)  # its exchange ends before the other one's begins
+    other.sync.load(tensors, numbers)
+    other.train(stop, 14)
+    return _same(_everything(whole), _everything(other)) and whole.sync.rounds == other.sync.rounds
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6, 7, 8])
+@pytest.mark.parametrize("name", ["int4", "lowrank"])
+def test_going_on_from_any_step_gives_the_same_bits(name, stop):
+    assert all(run_on_ranks(_again, 2, name, Pace(4, 3, momentum=0.5), stop))
+
+
+def _two_machines(world):
+    """Ranks 0 and 1 are one machine, 2 and 3 the other; within a machine all do the same."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    speakers = dist.new_group([0, 2])
+    place = world.rank // 2
+    machine = Machine(groups[place], 2 * place, 2, world.rank % 2 == 0)
+    one = type(world)(place, 2)
+    trainer = _Trainer(one, "int8", Pace(4, 2, momentum=0.5), machine=machine, peers=Peers(place, 2, speakers))
+    trainer.train(0, 10)
+    trainer.sync.finish(10)
+    return _everything(trainer)
+
+
+def test_machines_of_two_processes_agree_as_two_processes_would():
+    four = run_on_ranks(_two_machines, 4)
+    two = run_on_ranks(_finished_after_ten, 2)
+    assert all(_same(one, two[0]) for one in four)
+
+
+def _finished_after_ten(world):
+    trainer = _Trainer(world, "int8", Pace(4, 2, momentum=0.5))
+    trainer.train(0, 10)
+    trainer.sync.finish(10)
+    return _everything(trainer)
+
+
+def _power(world):
+    trainer = _Trainer(world, "none", Pace(1000))
+    power = PowerSgd(trainer.trained, Peers(world.rank, world.size), 1, 7)
+    went_in = came_out = 0.0
+    for step in range(6):
+        trainer.gradient(step)
+        went_in = went_in + torch.cat([_sum(p.grad).flatten() / world.size for p in trainer.trained])
+        power.agree()
+        came_out = came_out + torch.cat([p.grad.flatten() for p in trainer.trained])
+    lost = (came_out + _sum(power.state()["held"]) / world.size - went_in).abs().max().item()
+    return came_out, lost
+
+
+def test_gradients_of_low_rank_come_late_and_are_equal_everywhere():
+    answers = run_on_ranks(_power, 3)
+    for came_out, lost in answers:
+        assert torch.equal(came_out, answers[0][0])
+        assert lost < 1e-10
