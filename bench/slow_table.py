@@ -6,7 +6,8 @@ from bench.slow_prediction import predict
 
 HEAD = [
     "link", "method", "rounds", "images/s", "s/step", "predicted", "of DDP on none", "of itself on none",
-    "received kB/step", "sent kB/step", "without headers", "predicted", "payload", "agreeing s/step", "finish s", "equal", "load",
+    "received kB/step", "sent kB/step", "without headers", "predicted", "payload", "agreeing s/step",
+    "finish s", "equal", "load",
 ]  # fmt: skip
 PICTURES = 8
 
