@@ -50,6 +50,35 @@ def test_pins_and_meshes_are_kept_and_shown(plan, here):
     assert rows["13"]["piece"] == "[16, 5]"
 
 
+def test_a_slow_link_shows_what_agreeing_costs(plan, here):
+    job = ("synthetic:6400x3x16x16x10", "cnn", "--batch", "32", "-n", "3", "--set", "train.epochs=40")
+    ended = plan(*job, "--link", "1mbit", "--no-measure", "--json")
+    assert ended.code == 0, ended.err
+    sync = json.loads((here / "plan.json").read_text())["sync"]
+    assert json.loads(ended.out)["sync"] == sync
+    assert (sync["machines"], sync["steps"]) == (3, 40 * 200)
+    assert {row["method"] for row in sync["methods"]} == {"allreduce", "bf16", "powersgd", "local"}
+    (chosen,) = (row for row in sync["methods"] if row["chosen"])
+    assert chosen["method"] == "local"
+    assert sync["reason"] in " ".join(ended.err.split())
+    shown = plan("plan.json")
+    assert shown.code == 0, shown.err
+    assert sync["reason"] in shown.out
+    fast = plan(*job, "--no-measure", "--out", "fast.json", "--set", "sync.link=100gbit")
+    assert fast.code == 0, fast.err
+    methods = json.loads((here / "fast.json").read_text())["sync"]["methods"]
+    assert [row["method"] for row in methods if row["chosen"]] == ["allreduce"]
+
+
+def test_with_a_link_the_share_of_a_step_is_timed_here(plan, here):
+    ended = plan(*JOB, "--link", "10mbit", "--set", "train.max_steps=7")
+    assert ended.code == 0, ended.err
+    sync = json.loads((here / "plan.json").read_text())["sync"]
+    assert sync["steps"] == 7
+    assert 0 < sync["compute_s"] < 60
+    assert "allreduce" in sync["reason"]
+
+
 def test_what_is_there_is_not_overwritten(plan, here):
     (here / "plan.png").write_text("mine")
     ended = plan(*JOB, "--no-measure")
@@ -77,6 +106,7 @@ def test_what_is_there_is_not_overwritten(plan, here):
         (*JOB, "--memory", "much"),
         (*JOB, "--memory", "1kB"),
         (*JOB, "--link", "fast"),
+        (*JOB, "--set", "sync.link=fast"),
         (*JOB, "--out", "plan.txt"),
         (*JOB, "--measure"),
         (*JOB, "-n", "1"),

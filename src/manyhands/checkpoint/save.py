@@ -90,6 +90,13 @@ def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
     return removed
 
 
+def remove_step(folder: Path, step: int) -> None:
+    """Deletes the checkpoint of a step, where there is one that `save` made."""
+    path = folder / layout.step_name(step)
+    if path.is_dir() and commit.remove(path):
+        _known_good.pop(path, None)
+
+
 def refuse_non_finite(model: dict[str, Tensor]) -> None:
     """Raises a RunError that names the first tensor (any shape and dtype) with a NaN or an infinity in it."""
     for name, tensor in model.items():

@@ -37,7 +37,9 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     mesh: Annotated[str | None, Parameter(help="the only mesh to look at: dp=2,tp=2; default: all")] = None,
     pin: Annotated[list[str] | None, Parameter(negative="", help='what must be kept: "fc=n@dp o@tp"')] = None,
     memory: Annotated[str | None, Parameter(help="the most that each process may take: 14GiB")] = None,
-    link: Annotated[str | None, Parameter(help="speed between any two processes: 1gbit; default: this machine")] = None,
+    link: Annotated[
+        str | None, Parameter(help="speed between machines of one process each: 10mbit; default: this machine")
+    ] = None,
     fill: Annotated[
         Literal["search", "data"], Parameter(help="what isn't pinned is searched, or shares out samples")
     ] = "search",
@@ -116,12 +118,17 @@ def _new(
 
 
 def _print_search(planned: "Planned", files: tuple[Path, Path], to: Any) -> None:
+    from manyhands.planner.choose import DATA_PARALLEL
     from manyhands.planner.explain import candidates_table
+    from manyhands.sync.explain import methods_table
 
     found = planned.found
     for note in planned.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     wide(to).print(candidates_table(found.candidates, found.pick.name, found.pick.reason))
+    wide(to).print(methods_table(planned.sync))
+    if found.pick.name != DATA_PARALLEL:
+        print(f"the methods of sync are for --parallel data; {found.pick.name} is the plan that was written", file=to)
     print(f"{files[0]} and {files[1]}", file=to)
 
 
@@ -163,6 +170,9 @@ def _print_plan(shown: "Shown") -> None:
     for key in ("mode", "reason"):
         if key in plan.about:
             print(f"{key}: {plan.about[key]}")
+    sync = plan.about.get("sync")
+    if isinstance(sync, dict) and "reason" in sync:
+        print(f"sync: {sync['reason']}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("op", "kind", "strategy", "piece", "parameters MB", "collectives"):
         table.add_column(name, justify="right" if name == "parameters MB" else "left")

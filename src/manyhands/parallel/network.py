@@ -164,6 +164,9 @@ class How:
         cross_entropy: the loss is plain cross-entropy, whose classes can be cut.
         grid: what the network was constructed with, for networks that their author has split.
         samples: names of the mesh's axes over which samples are shared; None: all that cut no parameter.
+        reduces: False where somebody else agrees on gradients, for the mode data.
+        group: the processes that agree in each update, for the mode data; None: all.
+        hook: what takes the place of a plain mean of gradients in DDP; None for that.
     """
 
     unused: bool = False
@@ -172,3 +175,6 @@ class How:
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))
     grid: Grid | None = None
     samples: tuple[str, ...] | None = None
+    reduces: bool = True
+    group: Any = None
+    hook: Any = None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,29 +140,29 @@ class Planned:
 
     Attributes:
         found: plans and the pick.
-        network: channels, size, classes and batch, as plain data.
+        network: channels, size, classes, batch and samples, as plain data.
         job: that it is for.
         notes: sentences on what was left out.
+        sync: what ways of agreeing cost in the mode data, as JSON data; see `plan_sync`.
     """
 
     found: "Found"
     network: dict[str, Any]
     job: Job
     notes: tuple[str, ...] = ()
+    sync: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def plan_of(self, option: "Option") -> "Plan":
         """A plan, as its file says it, with what is needed to make the network again."""
-        from dataclasses import replace
-
         plan = self.found.plan_of(option)
         model = self.job.model.model_dump(mode="json", exclude_defaults=True)
         own = {"model": {"name": self.job.model.name, **model}}
         data = {key: self.network[key] for key in ("channels", "size", "classes")}
-        return replace(plan, about={**plan.about, NETWORK: {**own, **data}})
+        return replace(plan, about={**plan.about, NETWORK: {**own, **data}, "sync": self.sync})
 
 
 def network_of(job: Job) -> dict[str, Any]:
-    """What the data says of a job's network: channels, size, classes, and samples in an update.
+    """What the data says of a job's network: channels, size, classes, samples in an update (batch) and in an epoch.
 
     Raises:
         UserError: the data isn't there, or doesn't fit.
@@ -178,6 +178,7 @@ def network_of(job: Job) -> dict[str, Any]:
         "size": pixels.size,
         "classes": len(class_names(job, splits)),
         "batch": min(job.train.batch, len(splits.train)),
+        "samples": len(splits.train),
     }
 
 
@@ -201,6 +202,7 @@ def plan_job(job: Job, wanted: Wanted) -> Planned:
     from manyhands.parallel.norm import group_batch_norms
     from manyhands.planner.find import find
     from manyhands.planner.op_times import OpTimes
+    from manyhands.run.sync_plan import link_between, plan_sync
     from manyhands.run.trials import make_network, norm_group, picture
 
     network, device = network_of(job), device_of(job)
@@ -209,6 +211,7 @@ def plan_job(job: Job, wanted: Wanted) -> Planned:
         network["batch"], norm_group(job, network["batch"]), slots, accelerator=device != "cpu"
     )  # fmt: skip
     wanted.links()
+    link_between(job, wanted)
     model = make_network(job, network, device)
     group_batch_norms(model)
     graph = describe_network(model, picture(job, network, device))
@@ -222,7 +225,8 @@ def plan_job(job: Job, wanted: Wanted) -> Planned:
     times.save()
     notes = (*times.notes, *graph.notes)
     planned = Planned(found, network, on_all, notes)
-    return _timed(planned) if together else planned
+    planned = _timed(planned) if together else planned
+    return replace(planned, sync=plan_sync(planned, model, wanted, within))
 
 
 def with_processes(job: Job, count: int) -> Job:
@@ -238,8 +242,6 @@ def _measured_link(job: Job) -> Link:
 
 def _timed(planned: Planned) -> Planned:
     """With the best plans timed in turns."""
-    from dataclasses import replace
-
     from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 
     finalists = planned.found.finalists()

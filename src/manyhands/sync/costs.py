@@ -1,5 +1,6 @@
 """What a sync method costs: seconds and bytes per step, from the link, the network's shapes and the step's time."""
 
+import math
 from dataclasses import dataclass
 
 from manyhands.core.links import Link
@@ -29,6 +30,11 @@ class Case:
     backward_s: float
     link: Link
     steps: int
+
+    @property
+    def values(self) -> int:
+        """In all trainable parameters."""
+        return sum(math.prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,11 @@ class Agreement:
         world: who takes part.
         every_s: about how often to agree.
         save_every_s: seconds between checkpoints by rank 0's clock; infinite for none by time.
+        multiple: of steps, at which a slow link is free.
     """
 
-    def __init__(self, world: World, every_s: float, save_every_s: float) -> None:
-        self._world, self._every_s, self._save_every_s = world, every_s, save_every_s
+    def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
+        self._world, self._every_s, self._save_every_s, self._multiple = world, every_s, save_every_s, multiple
         self._last = self._saved = time.perf_counter()
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
@@ -75,7 +76,8 @@ class Agreement:
             dist.all_reduce(total)
         loss, correct, count, stops, saves, seconds_sum = total.tolist()
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
-        self._next_step = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
+        wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
+        self._next_step = -(-wanted // self._multiple) * self._multiple
         verdict = Verdict(
             stop=stops > 0,
             save=saves > 0,

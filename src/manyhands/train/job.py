@@ -27,10 +27,12 @@ from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
 from manyhands.parallel.plan import Plan
 from manyhands.train.agree import Agreement
+from manyhands.train.agreeing import Agreeing
 from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
+from manyhands.train.own_state import load_own
 from manyhands.train.parts import Parts, seconds_between_saves
 from manyhands.train.pth_tar import check_same_training
 from manyhands.train.recover import (
@@ -41,7 +43,7 @@ from manyhands.train.recover import (
     refuse_later_checkpoints,
     training_digest,
 )
-from manyhands.train.rehearse import rehearse, warm_up
+from manyhands.train.rehearse import rehearse, time_step, warm_up
 from manyhands.train.samples import (
     Objects,
     check_labels,
@@ -54,6 +56,7 @@ from manyhands.train.samples import (
 )
 from manyhands.train.state import Progress, check_fits, restore
 from manyhands.train.step import Updater
+from manyhands.train.syncing import BY_MODE, Synced, Wish, settle
 
 
 def build(
@@ -87,6 +90,7 @@ def build(
     test_loader = make_loader(job, splits.test, pixels, world, train=False)
     model = make_model(job, pixels, len(classes), world, objects, journal, grid := grid_of(job, world, mode))
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
+    synced = Synced(BY_MODE, Agreeing(), How())
     if plan:
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
@@ -103,10 +107,18 @@ def build(
         if unused:
             journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
         samples = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
-        how = How(bool(unused), grid=grid, samples=samples)
         # A network that its author has split holds pieces already, which differ; what is whole must not.
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast, grid=grid)
-        network = apply_mode(mode, model, world, how)
+        share = -(-min(job.train.batch, len(splits.train)) // world.size)
+        wish = Wish(
+            job,
+            mode,
+            _steps(job, len(splits.train)),
+            found.snapshot.state.get("sync") if found else None,
+            lambda: time_step(model, groups, train_loader, criterion, share, job, world),
+        )
+        synced = settle(wish, model, unused, world, journal, How(bool(unused), grid=grid, samples=samples))
+        network = apply_mode(mode, model, world, synced.how)
     order, cut = order_and_cut(job, splits, world, mode, network)
     _refuse_small_passes(order, cut, network)
     if job.train.compile:
@@ -120,6 +132,7 @@ def build(
         job.train,
         world,
         order.steps_per_epoch,
+        agreeing=synced.agreeing,
         gradients_mean=job.parallel.gradients_mean,
     )
     warm_up(update, train_loader, min(2, order.length))
@@ -146,10 +159,13 @@ def build(
         evaluate=lambda: evaluator(
             network.call if network.sharded or network.cutting else network.inner, update.autocast()
         ),
-        agreement=Agreement(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every)),
+        agreement=Agreement(
+            world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.agreeing.multiple
+        ),
         progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
         total_steps=total_steps(job, order),
         digest=training_digest(job, order.length),
+        sync=synced.cost,
         release=lambda: _release(train_loader, test_loader, restore_norms, network),
     )
     if found:
@@ -296,6 +312,12 @@ def start_equal(
         journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
 
 
+def _steps(job: Job, samples: int) -> int:
+    """Updates of the whole job, of a training split of so many samples."""
+    batch = min(job.train.batch, samples)
+    return total_steps(job, Order(samples, batch, job.train.seed, job.train.drop_last))
+
+
 def total_steps(job: Job, order: Order) -> int:
     """Updates of the whole job."""
     steps = job.train.epochs * order.steps_per_epoch
@@ -313,6 +335,7 @@ def resume(parts: Parts, found: Found) -> None:
     parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where, source=found.source)
     if parts.update.scaler and "scaler" in found.snapshot.state:
         parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])
+    load_own(parts, found.path)
     for note in found.notes:
         parts.journal.event("warning", note, parts.progress.step)
     step = parts.progress.step

@@ -1,6 +1,7 @@
 """Evaluating and saving, as the loop asks for them."""
 
 import time
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.train.cut_state import save_cut
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
+from manyhands.train.own_state import save_own
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 
@@ -23,7 +25,8 @@ def evaluate(parts: Parts) -> bool:
     """Evaluates on all processes and records it; True when it is the best so far."""
     progress = parts.progress
     parts.phase = "evaluate"
-    found = parts.evaluate()
+    with parts.agreeing.agreed():
+        found = parts.evaluate()
     progress.evaluated_step = progress.step
     best = found.top1 > progress.best_top1
     if best:
@@ -69,11 +72,14 @@ def save(parts: Parts) -> None:
     progress = parts.progress
     parts.phase = "save"
     extra = {"job": parts.digest, "classes": list(parts.classes), "model": parts.job.model.name}
+    extra["sync"] = asdict(parts.sync)
     if parts.update.scaler:
         extra["scaler"] = parts.update.scaler.state_dict()
     outcome = SAVED
+    save_own(parts)
     if parts.network.sharded or parts.network.cutting or parts.world.speaks:
-        snapshot = capture(parts.network, parts.update.optimizer, progress, extra)
+        with parts.agreeing.agreed():
+            snapshot = capture(parts.network, parts.update.optimizer, progress, extra)
         # The processes that hold a cut network write it together.
         outcome = _commit(parts, snapshot) if parts.network.cutting or parts.world.speaks else SAVED
     if not parts.world.alone:

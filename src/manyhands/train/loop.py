@@ -28,6 +28,8 @@ def fit(parts: Parts) -> str:
             for update in _waited_for(parts):
                 parts.update(update, progress.step)
                 progress.advance(parts.feed.order.steps_per_epoch)
+                if parts.done():
+                    parts.agreeing.finish(progress.step)
                 if _attend(parts, stop):
                     return "stopped"
                 if parts.done():

@@ -11,7 +11,9 @@ from manyhands.core.journal import Journal
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.sync.costs import Cost
 from manyhands.train.agree import Agreement
+from manyhands.train.agreeing import Agreeing
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
 from manyhands.train.state import Progress
@@ -39,6 +41,7 @@ class Parts:
         progress: how far the run has come.
         total_steps: updates of the whole job.
         digest: of what decides the order of samples.
+        sync: how processes agree, decided.
         release: gives back what was taken (worker processes, changed classes).
         phase: what is going on, for a failure's record.
         saves: checkpoints tried in this run.
@@ -58,9 +61,15 @@ class Parts:
     progress: Progress
     total_steps: int
     digest: str
+    sync: Cost
     release: Callable[[], None]
     phase: str = "train"
     saves: int = field(default=0)
+
+    @property
+    def agreeing(self) -> Agreeing:
+        """How processes agree beside what the mode does."""
+        return self.update.agreeing
 
     def done(self) -> bool:
         """True when no update is left."""
@@ -84,7 +93,7 @@ class Parts:
     def prove_replicas(self) -> None:
         """Raises RunError when a process's network has drifted from rank 0's."""
         if self.network.replicated and not self.world.alone:
-            named = dict(self.network.inner.state_dict())
+            named = self.agreeing.replicas(self.network.inner)
             check_replicas(named, self.world, self.progress.step, self.network.cutting)
 
 

@@ -31,7 +31,8 @@ def write_pth_tar(parts: Parts, *, best: bool) -> None:
         return
     phase, parts.phase = parts.phase, "save"
     if parts.network.sharded or parts.world.speaks:
-        snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
+        with parts.agreeing.agreed():
+            snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
         if parts.world.speaks:
             _write(parts, as_main(snapshot, parts.job.train, parts.progress, parts.feed.order.steps_per_epoch), best)
     parts.agreement.reset(parts.progress.step)

@@ -1,19 +1,26 @@
 """A first pass over two samples before anything counts: mistakes come out at once, and DDP settles its buckets."""
 
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.world import World
 from manyhands.data.loader import Batch, Loader
 from manyhands.data.order import Share
 from manyhands.parallel.norm import NormGroups
 from manyhands.train.criterion import Criterion
 from manyhands.train.feed import Pass, Update
 from manyhands.train.step import AUTOCAST, Updater
+
+# Samples of a share that are timed, and how often; the first time is slower.
+MOST_TIMED, TIMED = 64, 3
 
 
 def rehearse(
@@ -42,6 +49,54 @@ def rehearse(
             )
         loss.backward()
         return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def time_step(
+    model: nn.Module,
+    groups: NormGroups,
+    loader: Loader,
+    criterion: Criterion,
+    share: int,
+    job: Job,
+    world: World,
+) -> tuple[float, float]:
+    """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
+
+    The network is left as it was. A large share is timed on a part of it.
+
+    Returns:
+        Seconds of the whole update, and of its backward pass.
+    """
+    count = min(share, MOST_TIMED)
+    batch = _samples(loader, count)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9)  # a step of no length
+    groups.begin_pass((), (), count, count)
+    kind = AUTOCAST.get(job.train.precision)
+    taken = torch.zeros(TIMED, 3, dtype=torch.float64)
+    with _unchanged(model, groups), torch.random.fork_rng(devices=[]):
+        for number in range(TIMED):
+            optimizer.zero_grad()
+            marks = [_now(world)]
+            with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
+                loss, _ = criterion(model(batch.images), batch.labels)
+            marks.append(_now(world))
+            loss.backward()
+            marks.append(_now(world))
+            optimizer.step()
+            marks.append(_now(world))
+            taken[number] = torch.tensor([later - earlier for earlier, later in itertools.pairwise(marks)])
+    forward_s, backward_s, update_s = taken.median(0).values.tolist()
+    backward_s *= share / count
+    slowest = torch.tensor([forward_s * share / count + backward_s + update_s, backward_s], device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest[0]), float(slowest[1])
+
+
+def _now(world: World) -> float:
+    if not world.device.startswith("cpu"):
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def warm_up(update: Updater, loader: Loader, count: int) -> None:

@@ -65,12 +65,12 @@ def capture(
         optimizer_state = cast(dict[str, Any], get_optimizer_state_dict(network.inner, optimizer, options=FULL))
     else:
         model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
-        optimizer_state = _named_optimizer(network.inner, optimizer)
+        optimizer_state = named_optimizer(network.inner, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "top1": progress.best_top1}
     return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra})
 
 
-def _named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state by parameter name, so that it fits any grouping and layout."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {

@@ -20,6 +20,7 @@ from manyhands.core.world import World
 from manyhands.parallel.network import Cutting, Judge, ParallelNetwork
 from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.reduce import total_norm
+from manyhands.train.agreeing import Agreeing
 from manyhands.train.criterion import Criterion
 from manyhands.train.diagnose import explain_gradient, explain_loss, explain_piece
 from manyhands.train.feed import Pass, Update
@@ -76,6 +77,7 @@ class Updater:
         options: the train section.
         world: who takes part.
         steps_per_epoch: for the learning rate.
+        agreeing: how processes agree beside what the mode does.
         gradients_mean: False for the sum of all processes' mean gradients.
     """
 
@@ -89,6 +91,7 @@ class Updater:
         world: World,
         steps_per_epoch: int,
         *,
+        agreeing: Agreeing | None = None,
         gradients_mean: bool = True,
     ) -> None:
         self.network, self.norm, self.optimizer, self.criterion = network, norm, optimizer, criterion
@@ -96,6 +99,7 @@ class Updater:
         self.device = world.device.partition(":")[0]
         self.scaler = torch.amp.GradScaler(self.device) if options.precision == "fp16" else None
         self.measured = Measured()
+        self.agreeing = agreeing or Agreeing()
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.cutting = network.cutting
         self.judge = _judge(network, criterion, options.label_smoothing)
@@ -112,7 +116,9 @@ class Updater:
         set_learning_rate(self.optimizer, learning_rate(self.options, step, self.steps_per_epoch))
         for parameter in self.parameters:
             parameter.grad = None
+        self.agreeing.before_update(step)
         self.gradients(update, step)
+        self.agreeing.on_gradients()
         if self.scaler:
             if self.cutting and not self.world.alone:
                 self._spread_overflow()
@@ -126,7 +132,8 @@ class Updater:
         if self.cutting:
             self.cutting.finish_update()
         else:
-            self.norm.finish_update(self.world.size)
+            self.norm.finish_update(1 if self.agreeing.alone else self.world.size)
+        self.agreeing.after_update(step + 1)
 
     def gradients(self, update: Update, step: int, *, agree: bool = True) -> None:
         """Adds up the gradients of all passes; processes agree on them in the last one."""
@@ -144,6 +151,8 @@ class Updater:
             # What others hold of the same samples must fit, so a share of no samples is empty here.
             images, labels = images[: share.count], labels[: share.count]
             self.cutting.begin_pass(part.shape(count, seed))
+        elif self.agreeing.alone:
+            self.norm.begin_pass((), (), share.count, count)
         else:
             self.norm.begin_pass(share.spans, share.shared_groups, share.count, count)
         with self.autocast():

@@ -37,16 +37,22 @@ def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
     Args:
         model: on its device, equal on all processes.
         world: who takes part.
-        how: whether some parameters may get no gradient, which DDP must then look for in every step.
+        how: whether some parameters may get no gradient, which DDP must then look for in every step; and who agrees on
+            gradients, and how.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)
+    if not how.reduces:
+        return ParallelNetwork(call=model, inner=model, gradient_scale=float(world.size))
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
+        process_group=how.group,
         **_NO_BUFFERS,
         init_sync=False,
         find_unused_parameters=how.unused,
         gradient_as_bucket_view=True,
     )
+    if how.hook:
+        wrapped.register_comm_hook(None, how.hook)
     return ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), hold_back=wrapped.no_sync)

@@ -1,0 +1,65 @@
+"""Seconds and bytes of the messages that sync methods send, as the methods' estimates add them up."""
+
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.core.links import link_seconds, rounds, sent_bytes
+from manyhands.sync.codecs import Codec, Plain, mean_bytes
+from manyhands.sync.costs import Case
+from manyhands.sync.shapes import rank_shapes
+
+# torch's DDP sends gradients in buckets of about this size, each of which waits for its own first byte.
+_BUCKET_BYTES = 25 << 20
+_STATISTIC_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a machine sends, one after the other.
+
+    Attributes:
+        sent_bytes: by each machine.
+        seconds: until all have it.
+    """
+
+    sent_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Message") -> "Message":
+        """One after the other."""
+        return Message(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds)
+
+
+def gradients(case: Case, item_bytes: int) -> Message:
+    """All gradients by DDP's all-reduces, with values of so many bytes."""
+    whole = case.values * item_bytes
+    buckets = -(-case.values * case.item_bytes // _BUCKET_BYTES)
+    return _all_reduce(case, whole, buckets)
+
+
+def statistics(case: Case) -> Message:
+    """BatchNorm's running statistics by one all-reduce, as they move once per update."""
+    return _all_reduce(case, case.buffers * _STATISTIC_BYTES, 1)
+
+
+def mean(case: Case, count: int, codec: Codec) -> Message:
+    """The mean of so many values: parts to their owners, then each owner's mean to all."""
+    if not count:
+        return Message()
+    sent = mean_bytes(count, case.machines, codec)
+    messages = 2 * rounds("all_to_all", case.machines)[0]
+    return Message(sent, sent / case.link.bytes_per_s + messages * case.link.latency_s)
+
+
+def low_rank(case: Case, rank: int) -> Message:
+    """All parameters' values as products of thin matrices: left factors, then right ones."""
+    ranks, codec = rank_shapes(case.shapes, rank), Plain(torch.bfloat16)
+    return mean(case, ranks.left_values, codec) + mean(case, ranks.right_values, codec)
+
+
+def _all_reduce(case: Case, size_bytes: float, calls: int) -> Message:
+    if not size_bytes:
+        return Message()
+    seconds = calls * link_seconds("all_reduce", case.machines, size_bytes / calls, case.link)
+    return Message(sent_bytes("all_reduce", case.machines, size_bytes), seconds)

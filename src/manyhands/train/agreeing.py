@@ -1,0 +1,210 @@
+"""How the processes of a run agree: by the parallel mode itself, on compressed gradients, or now and then (local)."""
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.core.seeds import derive
+from manyhands.core.world import World
+from manyhands.parallel.plain import gather_plain
+from manyhands.sync.compress import compressor_named
+from manyhands.sync.costs import Cost
+from manyhands.sync.local import LocalSteps, Machine, Pace
+from manyhands.sync.options import SyncOptions
+from manyhands.sync.powersgd import PowerSgd
+from manyhands.sync.talk import Peers
+from manyhands.sync.vector import dtype_of
+
+
+class Agreeing:
+    """What a training step and the loop ask of a sync method; here for methods that the mode carries out by itself.
+
+    Attributes:
+        alone: True when processes train apart from each other between agreements.
+        multiple: agreements about other things had best be at multiples of so many steps, when the link is free.
+    """
+
+    alone = False
+    multiple = 1
+
+    def before_update(self, step: int) -> None:
+        """`step` updates have been made, and everything that follows the last one has been done."""
+
+    def on_gradients(self) -> None:
+        """An update's gradients are there."""
+
+    def after_update(self, step: int) -> None:
+        """`step` updates have been made."""
+
+    def finish(self, step: int) -> None:
+        """Leaves all processes with one network, at the end of training; a collective."""
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Has the network be the one that all processes have agreed on; every process must enter it."""
+        return contextlib.nullcontext()
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        """What must be equal on all processes."""
+        return dict(model.state_dict())
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]] | None:
+        """What this process alone has, which the next updates depend on; None where there is no such thing."""
+        return None
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
+        """Takes back what `state` gave, once the network is the agreed one."""
+
+    def begin(self) -> None:
+        """Takes the network, which is equal everywhere, as agreed."""
+
+
+class OnLowRankGradients(Agreeing):
+    """Gradients of low rank, in every update."""
+
+    def __init__(self, power: PowerSgd) -> None:
+        self._power = power
+
+    def on_gradients(self) -> None:
+        """Replaces them by the agreed mean."""
+        self._power.agree()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What is held back."""
+        return self._power.state(), {}
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:  # noqa: ARG002 - none here
+        """Takes it back."""
+        self._power.load(dict(tensors))
+
+
+class NowAndThen(Agreeing):
+    """Local steps."""
+
+    alone = True
+
+    def __init__(self, steps: LocalSteps) -> None:
+        self.steps = steps
+        self.multiple = steps.pace.every
+
+    def before_update(self, step: int) -> None:
+        """Begins an exchange."""
+        self.steps.before_update(step)
+
+    def after_update(self, step: int) -> None:
+        """Applies one."""
+        self.steps.after_update(step)
+
+    def finish(self, step: int) -> None:
+        """A last exchange that all wait for."""
+        self.steps.finish(step)
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """The agreed point in place of this process's own."""
+        return self.steps.agreed()
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        """The agreed point, and what isn't trained."""
+        frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
+        agreed = {"the agreed parameters": self.steps.anchor, "the agreed buffers": self.steps.agreed_buffers}
+        return {**agreed, **frozen}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """This process's own point, what is held back, and an exchange under way."""
+        return self.steps.state()
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
+        """Takes them back; an exchange under way begins again."""
+        self.steps.load(tensors, numbers)
+
+    def begin(self) -> None:
+        """Starts from the network as it is."""
+        self.steps.begin()
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which processes belong together.
+
+    Attributes:
+        speakers: ranks of the process of each machine that speaks for it.
+        machine: ranks of this process's machine.
+        group: of this process's machine, where it has several processes.
+    """
+
+    speakers: tuple[int, ...]
+    machine: tuple[int, ...]
+    group: Any = None
+
+
+def places_of(world: World, within: str) -> Places:
+    """Finds who agrees in every step and who speaks for them; a collective.
+
+    Args:
+        world: who takes part.
+        within: machine, process, or auto: machines if there are several and one has several processes.
+    """
+    firsts = gather_plain(world.rank - world.local_rank, world)
+    speakers = tuple(sorted(set(firsts)))
+    single = within == "process" or (within == "auto" and (len(speakers) == 1 or len(speakers) == world.size))
+    if single or len(speakers) == world.size:
+        return Places(tuple(range(world.size)), (world.rank,))
+    machines = [tuple(rank for rank, first in enumerate(firsts) if first == speaker) for speaker in speakers]
+    # Every process makes all groups, in one order, as torch asks.
+    groups = [dist.new_group(list(machine)) for machine in machines]
+    place = speakers.index(firsts[world.rank])
+    return Places(speakers, machines[place], groups[place])
+
+
+def make_agreeing(
+    cost: Cost, options: SyncOptions, model: nn.Module, unused: list[str], world: World, places: Places, seed: int
+) -> Agreeing:
+    """What carries out a method for a network that is equal on all processes; a collective.
+
+    Args:
+        cost: the method, and for `local` its pace and codec.
+        options: the rest.
+        model: the network.
+        unused: names of trainable parameters that never get a gradient.
+        world: who takes part.
+        places: who belongs together.
+        seed: of the run.
+    """
+    if cost.method not in {"powersgd", "local"} or world.alone:
+        return Agreeing()
+    trained = [one for name, one in model.named_parameters() if one.requires_grad and name not in unused]
+    speakers = places.speakers if cost.method == "local" else tuple(range(world.size))
+    # A group of its own, so that an exchange under way never mixes with other collectives.
+    group = dist.new_group(list(speakers))
+    place = speakers.index(world.rank) if world.rank in speakers else 0
+    peers, seed = Peers(place, len(speakers), group), derive(seed, "sync")
+    if cost.method == "powersgd":
+        return OnLowRankGradients(PowerSgd(trained, peers, options.rank, seed))
+    machine = None
+    if len(places.machine) > 1:
+        machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
+    buffers = [buffer for _, buffer in model.named_buffers()]
+    shapes = [tuple(parameter.shape) for parameter in trained]
+    kind = dtype_of([*trained, *buffers])
+    compressor = compressor_named(cost.codec, shapes, rank=options.rank, seed=seed, device=world.device, dtype=kind)
+    weight = len(places.machine) * len(speakers) / world.size
+    return NowAndThen(LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine))
+
+
+def pace_of(cost: Cost, options: SyncOptions) -> Pace:
+    """How often, and by which outer step."""
+    momentum = options.outer_momentum if options.outer_momentum >= 0 else 0.5 if cost.delay else 0.0
+    return Pace(cost.every, cost.delay, options.outer_lr, momentum)
+
+
+def hook_of(cost: Cost) -> Any:
+    """What DDP does with its gradients instead of a plain mean; None for that."""
+    if cost.method != "bf16":
+        return None
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return bf16_compress_hook

@@ -1,0 +1,87 @@
+"""What each process has of its own under some sync methods, saved beside the checkpoint of all.
+
+Each process writes into its own machine's disk, `checkpoints/rank-00001-of-00003/step-…`, before rank 0 commits the
+checkpoint; nothing large crosses the network. Without these files a run goes on from the agreed network.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.save import SaveError, prune, remove_step, save
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.parallel.apply import checksums
+from manyhands.parallel.plain import gather_plain
+from manyhands.train.cut_state import restore_optimizer
+from manyhands.train.parts import Parts
+from manyhands.train.state import named_optimizer
+
+
+def own_folder(checkpoints: Path, world: World) -> Path:
+    """Where a process keeps what only it has."""
+    return checkpoints / f"rank-{world.rank:05d}-of-{world.size:05d}"
+
+
+def save_own(parts: Parts) -> None:
+    """Has every process save what only it has; a collective. Who can't is named, and the checkpoint is made without."""
+    own = parts.agreeing.state()
+    if own is None:
+        return
+    tensors, numbers = own
+    step, folder = parts.progress.step, own_folder(parts.folder.checkpoints, parts.world)
+    state: dict[str, Any] = {"belongs_to": _belongs_to(parts), "numbers": numbers}
+    if parts.update.scaler:
+        state["scaler"] = parts.update.scaler.state_dict()
+    content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    said = ""
+    try:
+        remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
+        save(folder, step, Snapshot(content, named_optimizer(parts.network.inner, parts.update.optimizer), state))
+        best = folder / f"step-{parts.progress.best_step:08d}"
+        prune(folder, parts.job.checkpoint.keep, best if best.is_dir() else None)
+    except SaveError as error:
+        said = error.what
+    for rank, word in enumerate(gather_plain(said, parts.world)):
+        if word:
+            parts.journal.event("warning", f"rank {rank} could not save its own state: {word}", step)
+
+
+def load_own(parts: Parts, checkpoint: Path) -> None:
+    """Gives every process back what it alone had at a checkpoint, where all find theirs; a collective.
+
+    Args:
+        parts: whose network has been given the checkpoint's, and how far it had come.
+        checkpoint: the folder, which may lie on another machine's disk.
+    """
+    if parts.agreeing.state() is None:
+        return
+    parts.agreeing.begin()
+    path = own_folder(checkpoint.parent, parts.world) / checkpoint.name
+    found, said = None, ""
+    try:
+        found = load(path)
+        if found.state.get("belongs_to") != _belongs_to(parts):
+            said = "it belongs to another checkpoint"
+    except (UserError, OSError) as error:
+        said = str(getattr(error, "what", error))
+    words = gather_plain(said, parts.world)
+    missing = [rank for rank, word in enumerate(words) if word]
+    if missing or found is None:
+        what = (
+            f"goes on from the agreed network; what rank {missing[0]} had of its own isn't there: {words[missing[0]]}"
+        )
+        parts.journal.event("warning", what, parts.progress.step)
+        return
+    parts.agreeing.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
+    restore_optimizer(found.optimizer or {"state": {}}, parts.network, parts.update.optimizer)
+    if parts.update.scaler and "scaler" in found.state:
+        parts.update.scaler.load_state_dict(found.state["scaler"])
+
+
+def _belongs_to(parts: Parts) -> list[Any]:
+    """What tells a checkpoint from others of the same step: sums over the bits of the agreed network."""
+    with parts.agreeing.agreed():
+        sums = checksums(list(parts.network.inner.state_dict().values())).sum(0).tolist()
+    return [parts.progress.step, *sums]

@@ -1,0 +1,177 @@
+"""Settles how the processes of a run agree: as the user says, as the checkpoint says, or as measurements say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.journal import Journal
+from manyhands.core.links import Link
+from manyhands.core.quantities import parse_bandwidth
+from manyhands.core.world import World
+from manyhands.parallel.network import How
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.sync.choose import choose
+from manyhands.sync.costs import Case, Cost
+from manyhands.sync.measure import measure_link
+from manyhands.sync.options import CodecName, SyncOptions
+from manyhands.train.agreeing import Agreeing, Places, hook_of, make_agreeing, places_of
+
+BY_MODE = Cost("allreduce", 0.0, 0.0)
+_LATENCY_S = 1e-4
+
+
+@dataclass(frozen=True)
+class Synced:
+    """How processes agree.
+
+    Attributes:
+        cost: the method, its pace, and what was predicted of it.
+        agreeing: what carries it out.
+        how: what the parallel mode must know of it.
+    """
+
+    cost: Cost
+    agreeing: Agreeing
+    how: How
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a decision is made from.
+
+    Attributes:
+        job: says what the user wants.
+        mode: the parallel mode in force.
+        steps: updates of the whole run.
+        kept: what a checkpoint says was decided, or None.
+        time_step: seconds of an update without agreement, and of the part in which gradients come; a collective.
+    """
+
+    job: Job
+    mode: str
+    steps: int
+    kept: dict[str, Any] | None
+    time_step: Callable[[], tuple[float, float]]
+
+
+def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journal: Journal, how: How) -> Synced:
+    """Decides, alike on all processes, and says so; a collective.
+
+    Args:
+        wish: what decides.
+        model: equal on all processes.
+        unused: its trainable parameters that never get a gradient.
+        world: who takes part.
+        journal: is told of the decision.
+        how: what the mode must know besides.
+    """
+    options = wish.job.sync
+    if world.alone or wish.mode != "data" or options.method == "allreduce":
+        return Synced(BY_MODE, Agreeing(), how)
+    _refuse(wish.job)
+    places = places_of(world, options.within)
+    cost = _kept(wish, options) or _said(options) or _measured(wish, model, world, places, journal)
+    agreeing = make_agreeing(cost, options, model, unused, world, places, wish.job.train.seed)
+    group = places.group if agreeing.alone and len(places.machine) > 1 else None
+    # Where a machine has one process, or gradients are compressed by somebody else, DDP has nothing to do.
+    reduces = cost.method in {"allreduce", "bf16"} or group is not None
+    return Synced(cost, agreeing, replace(how, reduces=reduces, group=group, hook=hook_of(cost)))
+
+
+def _refuse(job: Job) -> None:
+    """Raises UserError for what doesn't go together."""
+    if job.sync.method == "powersgd" and job.train.precision == "fp16":
+        mend = ("--precision bf16", "or --sync local")
+        raise UserError("powersgd doesn't go with fp16, whose gradients may overflow", "sync.method", mend)
+    if job.sync.method == "local" and job.train.norm_group == "global":
+        mend = ("leave norm_group out", "or --sync allreduce")
+        raise UserError("local steps have no global batch to normalise over", "train.norm_group", mend)
+    if job.sync.delay > job.sync.every > 0:
+        mend = (f"--set sync.delay={job.sync.every} or less",)
+        what = f"an exchange every {job.sync.every} steps can't be applied {job.sync.delay} steps late"
+        raise UserError(what, "sync.delay", mend)
+
+
+def _said(options: SyncOptions) -> Cost | None:
+    """What the user has said whole, so that nothing needs to be measured."""
+    if options.method in {"bf16", "powersgd"}:
+        return Cost(options.method, 0.0, 0.0)
+    if options.method == "local" and options.every and options.codec != "auto":
+        delay = options.every if options.delay < 0 else options.delay
+        return Cost("local", 0.0, 0.0, codec=options.codec, every=options.every, delay=delay)
+    return None
+
+
+def _kept(wish: Wish, options: SyncOptions) -> Cost | None:
+    """What was decided before the run was stopped, unless the user says otherwise now."""
+    kept = wish.kept or {}
+    if not options.method == "auto" and options.method != kept.get("method"):
+        return None
+    said = {"codec": options.codec != "auto", "every": options.every > 0, "delay": options.delay >= 0}
+    if kept.get("method") == "local" and any(on and getattr(options, key) != kept.get(key) for key, on in said.items()):
+        return None
+    try:
+        cost = Cost(
+            str(kept["method"]),
+            float(kept["step_s"]),
+            float(kept["sent_bytes"]),
+            float(kept["exchange_s"]),
+            _codec(kept["codec"]),
+            int(kept["every"]),
+            int(kept["delay"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None  # an older checkpoint says nothing of it
+    return cost if cost.every >= 1 and 0 <= cost.delay <= cost.every else None
+
+
+def _codec(word: Any) -> CodecName:
+    for known in get_args(CodecName):
+        if word == known:
+            return known
+    raise ValueError(word)
+
+
+def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journal: Journal) -> Cost:
+    options = wish.job.sync
+    step_s, backward_s = wish.time_step()
+    machines = len(places.speakers)
+    link = Link(parse_bandwidth(options.link), _LATENCY_S) if options.link else _link(world, places)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    case = Case(
+        tuple(tuple(parameter.shape) for parameter in parameters),
+        max((parameter.element_size() for parameter in parameters), default=4),
+        sum(buffer.numel() for buffer in model.buffers()),
+        machines,
+        step_s,
+        backward_s,
+        link,
+        wish.steps,
+    )
+    choice = choose(case, options)
+    figures = {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s, "step_s": step_s}
+    journal.event("sync", choice.reason, 0, **figures, method=choice.chosen.method)
+    # Numbers that are equal are not enough: one process decides.
+    answer = broadcast_plain(_plain(choice.chosen), world)
+    return Cost(**{**answer, "codec": _codec(answer["codec"])})
+
+
+def _plain(cost: Cost) -> dict[str, Any]:
+    return {**cost.__dict__}
+
+
+def _link(world: World, places: Places) -> Link:
+    """The link between machines, as one process of each measures it; equal on all processes."""
+    group = dist.new_group(list(places.speakers)) if len(places.speakers) < world.size else None
+    found = torch.zeros(2, dtype=torch.float32 if world.device == "mps" else torch.float64, device=world.device)
+    if world.rank in places.speakers:
+        link = measure_link(group, world.device)
+        found[0], found[1] = link.bytes_per_s, link.latency_s
+    dist.broadcast(found, src=0)
+    return Link(*found.tolist())

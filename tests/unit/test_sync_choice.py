@@ -1,0 +1,159 @@
+"""Which sync method suits a link: laws of what methods cost, and of the choice between them."""
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torchvision.models import resnet18
+
+from manyhands.core.errors import UserError
+from manyhands.core.links import Link, named_link
+from manyhands.core.plugins import load_choice
+from manyhands.sync.choose import LOCAL, METHODS, choose, days_of, words_of
+from manyhands.sync.codecs import Plain, codec_named, mean_bytes
+from manyhands.sync.costs import Case
+from manyhands.sync.explain import as_plain, methods_table
+from manyhands.sync.options import SyncOptions
+from manyhands.sync.shapes import rank_shapes
+
+_MODEL = resnet18()
+RESNET18 = tuple(tuple(one.shape) for one in _MODEL.parameters())
+BUFFERS = sum(one.numel() for one in _MODEL.buffers())
+CODECS = ("none", "bf16", "int8", "int4", "lowrank")
+
+shapes = st.lists(st.lists(st.integers(1, 600), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8).map(tuple)
+links = st.builds(Link, st.floats(1e4, 1e11), st.floats(0, 0.2))
+steps_s = st.floats(1e-3, 10)
+
+
+def case_of(link, step_s=1.0, steps=100_000, machines=3):
+    return Case(RESNET18, 4, BUFFERS, machines, step_s, step_s / 2, link, steps)
+
+
+@st.composite
+def cases(draw, fewest=2, most=64):
+    step_s = draw(steps_s)
+    return Case(
+        draw(st.one_of(shapes, st.just(RESNET18))), draw(st.sampled_from([4, 8])), draw(st.integers(0, 20_000)),
+        draw(st.integers(fewest, most)), step_s, step_s * draw(st.floats(0, 1)), draw(links),
+        draw(st.integers(1, 10**7)),
+    )  # fmt: skip
+
+
+options = st.builds(
+    SyncOptions,
+    codec=st.sampled_from(("auto", *CODECS)),
+    every=st.integers(0, 500),
+    rank=st.integers(1, 16),
+)
+
+
+@given(cases(), options)
+def test_the_chosen_method_loses_a_tenth_or_two_minutes_at_most(case, wanted):
+    choice = choose(case, wanted)
+    best_s = min(cost.step_s for cost in choice.costs)
+    lost_s = choice.chosen.step_s - best_s
+    assert choice.chosen in choice.costs
+    assert lost_s <= 0.1000001 * best_s or lost_s * case.steps < 120
+    assert words_of(choice.chosen) in choice.reason
+    assert f"{case.link.bytes_per_s * 8e-6:.4g} Mbit/s" in choice.reason
+
+
+@given(cases(), st.floats(1, 1e4), options)
+def test_more_bandwidth_makes_no_method_slower(case, factor, wanted):
+    faster = replace(case, link=Link(case.link.bytes_per_s * factor, case.link.latency_s))
+    for slow, fast in zip(choose(case, wanted).costs, choose(faster, wanted).costs, strict=True):
+        assert (slow.method, slow.codec) == (fast.method, fast.codec)
+        assert fast.step_s <= slow.step_s * (1 + 1e-9)
+
+
+@given(cases(), options)
+def test_no_step_is_shorter_than_computing_it_and_what_is_sent_takes_its_time(case, wanted):
+    for cost in choose(case, wanted).costs:
+        assert cost.step_s >= case.step_s
+        assert 0 <= cost.delay <= cost.every
+        # However well it is hidden, a link that always sends is the limit.
+        hidden = case.backward_s if cost.method in {"allreduce", "bf16"} else 0.0
+        assert cost.sent_bytes / case.link.bytes_per_s <= (cost.step_s + hidden) * (1 + 1e-9)
+
+
+@given(cases(fewest=1, most=1), options)
+def test_one_machine_keeps_allreduce_and_sends_nothing(case, wanted):
+    choice = choose(case, wanted)
+    assert choice.chosen.method == "allreduce"
+    assert {(cost.step_s, cost.sent_bytes) for cost in choice.costs} == {(case.step_s, 0.0)}
+
+
+@given(cases(), options)
+def test_a_link_without_limits_keeps_allreduce(case, wanted):
+    assert choose(replace(case, link=Link(1e18, 0.0)), wanted).chosen.method == "allreduce"
+
+
+@given(cases(), st.integers(1, 16))
+def test_local_steps_keep_to_what_accuracy_needs(case, rank):
+    for cost in load_choice(METHODS, LOCAL).estimate(case, SyncOptions(rank=rank)):
+        assert cost.every == 1 or (cost.every <= 256 and case.steps / cost.every >= 60)
+
+
+@given(cases(), st.sampled_from(CODECS), st.integers(1, 400), st.integers(0, 400))
+def test_what_a_user_says_of_local_steps_is_kept(case, codec, every, delay):
+    (cost,) = load_choice(METHODS, LOCAL).estimate(case, SyncOptions(codec=codec, every=every, delay=delay))
+    assert (cost.codec, cost.every, cost.delay) == (codec, every, min(delay, every))
+
+
+@given(st.integers(2, 50), st.integers(1, 32))
+def test_bytes_are_those_of_the_messages(machines, rank):
+    case = case_of(Link(1e6, 0.0), machines=machines)
+    values = sum(math.prod(shape) for shape in RESNET18)
+    statistics = 2 * (machines - 1) / machines * 8 * BUFFERS
+    ranks, half = rank_shapes(RESNET18, rank), Plain(torch.bfloat16)
+    thin = mean_bytes(ranks.left_values, machines, half) + mean_bytes(ranks.right_values, machines, half)
+    costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
+    buffers = mean_bytes(BUFFERS, machines, Plain(torch.float32))
+    int4 = mean_bytes(values, machines, codec_named("int4", torch.float32))
+    expected = {
+        ("allreduce", "none"): 2 * (machines - 1) / machines * 4 * values + statistics,
+        ("bf16", "none"): 2 * (machines - 1) / machines * 2 * values + statistics,
+        ("powersgd", "none"): thin + statistics,
+        ("local", "lowrank"): (thin + buffers) / 10,
+        ("local", "int4"): (int4 + buffers) / 10,
+    }
+    assert {key: costs[key].sent_bytes for key in expected} == pytest.approx(expected)
+
+
+def test_resnet18_on_three_machines():
+    slow = choose(case_of(named_link("10mbit"), 0.15), SyncOptions())
+    assert (slow.chosen.method, slow.chosen.codec) == ("local", "lowrank")
+    assert slow.costs[0].step_s == pytest.approx(55, rel=0.1)
+    assert days_of(slow.costs[0], case_of(named_link("10mbit"), 0.15)) == pytest.approx(61, rel=0.1)
+    assert choose(case_of(named_link("1gbit"), 1.0), SyncOptions()).chosen.method == "allreduce"
+    short = choose(case_of(named_link("100mbit"), 1.0, steps=20), SyncOptions())
+    assert short.chosen.method == "allreduce"
+
+
+def test_what_the_table_and_the_plan_say_is_what_was_estimated():
+    case = case_of(named_link("10mbit"), 0.15)
+    choice = choose(case, SyncOptions())
+    plain = as_plain(choice, case, "allreduce")
+    assert json.loads(json.dumps(plain)) == plain
+    for row, cost in zip(plain["methods"], choice.costs, strict=True):
+        assert (row["method"], row["step_s"], row["sent_mb"] * 1e6) == (cost.method, cost.step_s, cost.sent_bytes)
+        assert row["chosen"] == (cost is choice.chosen)
+    shown = Console(width=120, file=io.StringIO())
+    shown.print(methods_table(plain))
+    text = " ".join(shown.file.getvalue().split())
+    assert choice.reason in text
+    assert "sync.method = allreduce" in text
+    assert text.count("→ local") == 1
+
+
+def test_a_line_carries_less_than_its_name_says():
+    assert 0.9e9 / 8 < named_link("1gbit").bytes_per_s < 1e9 / 8
+    with pytest.raises(UserError, match="no speed"):
+        named_link("fast")
