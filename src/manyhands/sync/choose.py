@@ -64,7 +64,7 @@ class Choice:
     reason: str
 
 
-def choose(case: Case, options: SyncOptions) -> Choice:
+def choose(case: Case, options: SyncOptions, only: str = "") -> Choice:
     """The method that "auto" takes: the first of allreduce, bf16 and powersgd that costs little, else local steps.
 
     "Little" is 10 % of a step of the fastest method, or two minutes of the whole run: a method that agrees in every
@@ -73,9 +73,10 @@ def choose(case: Case, options: SyncOptions) -> Choice:
     Args:
         case: link, network and step.
         options: of the methods; which one they name plays no part.
+        only: the one method that may be chosen; empty for any.
     """
     costs = tuple(cost for name in _ALL for cost in load_choice(METHODS, name).estimate(case, options))
-    able = [cost for cost in costs if not cost.refused]
+    able = [cost for cost in costs if not cost.refused and only in {"", cost.method}]
     best = min(able, key=lambda cost: cost.step_s)
     chosen = next((cost for cost in able if cost.method != LOCAL and _near(cost, best, case)), None)
     if chosen is None:

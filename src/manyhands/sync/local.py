@@ -7,7 +7,7 @@ compression loses is held and sent the next time. Sources: Stich 2018 (arXiv:180
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,8 +99,8 @@ class LocalSteps:
         exchange_s: how long the last one took, as far as was seen.
     """
 
-    parameters: list[Tensor]
-    buffers: list[Tensor]
+    parameters: Sequence[Tensor]
+    buffers: Sequence[Tensor]
     peers: Peers
     compressor: Compressor
     pace: Pace

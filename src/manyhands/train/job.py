@@ -43,7 +43,7 @@ from manyhands.train.recover import (
     refuse_later_checkpoints,
     training_digest,
 )
-from manyhands.train.rehearse import rehearse, time_step, warm_up
+from manyhands.train.rehearse import Trial, rehearse, time_step, warm_up
 from manyhands.train.samples import (
     Objects,
     check_labels,
@@ -90,35 +90,17 @@ def build(
     test_loader = make_loader(job, splits.test, pixels, world, train=False)
     model = make_model(job, pixels, len(classes), world, objects, journal, grid := grid_of(job, world, mode))
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
-    synced = Synced(BY_MODE, Agreeing(), How())
     if plan:
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
-        network = apply_mode(
-            mode,
-            model,
-            world,
-            How(plan=plan, picture=first_picture(train_loader), cross_entropy=is_cross_entropy(job, objects)),
-        )
-        _tell_of_cutting(network, len(classes), journal)
+        cross_entropy = is_cross_entropy(job, objects)
+        how = How(plan=plan, picture=first_picture(train_loader), cross_entropy=cross_entropy)
+        synced = Synced(BY_MODE, Agreeing(), how)
     else:
-        count = min(2, len(splits.train))
-        unused = rehearse(model, groups, train_loader, criterion, len(classes), count, job)
-        if unused:
-            journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
-        samples = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
-        # A network that its author has split holds pieces already, which differ; what is whole must not.
-        start_equal(model, world, journal, always=job.parallel.parameter_broadcast, grid=grid)
-        share = -(-min(job.train.batch, len(splits.train)) // world.size)
-        wish = Wish(
-            job,
-            mode,
-            _steps(job, len(splits.train)),
-            found.snapshot.state.get("sync") if found else None,
-            lambda: time_step(model, groups, train_loader, criterion, share, job, world),
-        )
-        synced = settle(wish, model, unused, world, journal, How(bool(unused), grid=grid, samples=samples))
-        network = apply_mode(mode, model, world, synced.how)
+        trial = Trial(model, groups, train_loader, criterion, job)
+        synced = _rehearse_and_settle(trial, len(classes), len(splits.train), mode, world, journal, found, grid)
+    network = apply_mode(mode, model, world, synced.how)
+    _tell_of_cutting(network, len(classes), journal, of_plan=plan is not None)
     order, cut = order_and_cut(job, splits, world, mode, network)
     _refuse_small_passes(order, cut, network)
     if job.train.compile:
@@ -218,10 +200,34 @@ def _refuse_small_passes(order: Order, cut: Cut, network: ParallelNetwork) -> No
             )
 
 
-def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal) -> None:
+def _rehearse_and_settle(  # noqa: PLR0913 - what a network meets before its mode
+    trial: Trial,
+    classes: int,
+    samples: int,
+    mode: str,
+    world: World,
+    journal: Journal,
+    found: Found | None,
+    grid: Grid | None,
+) -> Synced:
+    """Tries the network, proves that all start from the same, and settles how they will agree; a collective."""
+    job, model = trial.job, trial.model
+    unused = rehearse(trial, classes, min(2, samples))
+    if unused:
+        journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
+    # A network that its author has split holds pieces already, which differ; what is whole must not.
+    start_equal(model, world, journal, always=job.parallel.parameter_broadcast, grid=grid)
+    axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
+    share = -(-min(job.train.batch, samples) // world.size)
+    kept = found.snapshot.state.get("sync") if found else None
+    wish = Wish(job, mode, _steps(job, samples), kept, lambda: time_step(trial, share, world))
+    return settle(wish, model, unused, world, journal, How(bool(unused), grid=grid, samples=axes))
+
+
+def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal, *, of_plan: bool) -> None:
     """Says which parts stay whole; refuses outputs that don't fit the data."""
     cutting = network.cutting
-    if cutting is None:
+    if cutting is None or not of_plan:
         return
     if cutting.outputs and cutting.outputs < classes:
         mend = (f"--set model.num_classes={classes}",)

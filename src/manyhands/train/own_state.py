@@ -69,9 +69,7 @@ def load_own(parts: Parts, checkpoint: Path) -> None:
     words = gather_plain(said, parts.world)
     missing = [rank for rank, word in enumerate(words) if word]
     if missing or found is None:
-        what = (
-            f"goes on from the agreed network; what rank {missing[0]} had of its own isn't there: {words[missing[0]]}"
-        )
+        what = f"goes on from the agreed network; rank {missing[0]} has not what it alone had: {words[missing[0]]}"
         parts.journal.event("warning", what, parts.progress.step)
         return
     parts.agreeing.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,27 @@ from manyhands.train.step import AUTOCAST, Updater
 MOST_TIMED, TIMED = 64, 3
 
 
-def rehearse(
-    model: nn.Module, groups: NormGroups, loader: Loader, criterion: Criterion, classes: int, count: int, job: Job
-) -> list[str]:
-    """Runs the network once on this process alone and leaves it as it was.
+@dataclass(frozen=True)
+class Trial:
+    """What is tried.
+
+    Attributes:
+        model: the network, before its parallel mode.
+        groups: of its BatchNorm layers.
+        loader: of training samples.
+        criterion: the loss.
+        job: that it is for.
+    """
+
+    model: nn.Module
+    groups: NormGroups
+    loader: Loader
+    criterion: Criterion
+    job: Job
+
+
+def rehearse(trial: Trial, classes: int, count: int) -> list[str]:
+    """Runs the network once on `count` samples on this process alone and leaves it as it was.
 
     Returns:
         Names of trainable parameters that got no gradient.
@@ -34,13 +52,13 @@ def rehearse(
     Raises:
         UserError: the network's output doesn't fit the data.
     """
-    batch = _samples(loader, count)
-    groups.begin_pass((), (), count, count)
-    kind = AUTOCAST.get(job.train.precision)
-    with _unchanged(model, groups), torch.random.fork_rng(devices=[]):
+    model, batch = trial.model, _samples(trial.loader, count)
+    trial.groups.begin_pass((), (), count, count)
+    kind = AUTOCAST.get(trial.job.train.precision)
+    with _unchanged(model, trial.groups), torch.random.fork_rng(devices=[]):
         with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
             output = model(batch.images)
-            loss, logits = criterion(output, batch.labels)
+            loss, logits = trial.criterion(output, batch.labels)
         if logits.ndim != 2 or logits.shape[0] != count or logits.shape[1] < classes:
             raise UserError(
                 f"the network's output is {list(logits.shape)} for {count} pictures of {classes} classes",
@@ -51,15 +69,7 @@ def rehearse(
         return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
-def time_step(
-    model: nn.Module,
-    groups: NormGroups,
-    loader: Loader,
-    criterion: Criterion,
-    share: int,
-    job: Job,
-    world: World,
-) -> tuple[float, float]:
+def time_step(trial: Trial, share: int, world: World) -> tuple[float, float]:
     """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
 
     The network is left as it was. A large share is timed on a part of it.
@@ -67,19 +77,19 @@ def time_step(
     Returns:
         Seconds of the whole update, and of its backward pass.
     """
-    count = min(share, MOST_TIMED)
-    batch = _samples(loader, count)
+    count, model = min(share, MOST_TIMED), trial.model
+    batch = _samples(trial.loader, count)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9)  # a step of no length
-    groups.begin_pass((), (), count, count)
-    kind = AUTOCAST.get(job.train.precision)
+    trial.groups.begin_pass((), (), count, count)
+    kind = AUTOCAST.get(trial.job.train.precision)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
-    with _unchanged(model, groups), torch.random.fork_rng(devices=[]):
+    with _unchanged(model, trial.groups), torch.random.fork_rng(devices=[]):
         for number in range(TIMED):
             optimizer.zero_grad()
             marks = [_now(world)]
             with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
-                loss, _ = criterion(model(batch.images), batch.labels)
+                loss, _ = trial.criterion(model(batch.images), batch.labels)
             marks.append(_now(world))
             loss.backward()
             marks.append(_now(world))

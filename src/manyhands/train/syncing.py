@@ -111,7 +111,7 @@ def _said(options: SyncOptions) -> Cost | None:
 def _kept(wish: Wish, options: SyncOptions) -> Cost | None:
     """What was decided before the run was stopped, unless the user says otherwise now."""
     kept = wish.kept or {}
-    if not options.method == "auto" and options.method != kept.get("method"):
+    if options.method != "auto" and options.method != kept.get("method"):
         return None
     said = {"codec": options.codec != "auto", "every": options.every > 0, "delay": options.delay >= 0}
     if kept.get("method") == "local" and any(on and getattr(options, key) != kept.get(key) for key, on in said.items()):
@@ -154,7 +154,7 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
         link,
         wish.steps,
     )
-    choice = choose(case, options)
+    choice = choose(case, options, only="" if options.method == "auto" else options.method)
     figures = {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s, "step_s": step_s}
     journal.event("sync", choice.reason, 0, **figures, method=choice.chosen.method)
     # Numbers that are equal are not enough: one process decides.
@@ -168,7 +168,7 @@ def _plain(cost: Cost) -> dict[str, Any]:
 
 def _link(world: World, places: Places) -> Link:
     """The link between machines, as one process of each measures it; equal on all processes."""
-    group = dist.new_group(list(places.speakers)) if len(places.speakers) < world.size else None
+    group: Any = dist.new_group(list(places.speakers)) if len(places.speakers) < world.size else None
     found = torch.zeros(2, dtype=torch.float32 if world.device == "mps" else torch.float64, device=world.device)
     if world.rank in places.speakers:
         link = measure_link(group, world.device)
