@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from manyhands.sync.methods.local import estimate
 from safetensors.torch import load_file
 
 from manyhands.core.links import Link
 from manyhands.sync.costs import Case
+from manyhands.sync.methods.local import estimate
 from manyhands.sync.options import SyncOptions
 from tests.e2e.command import (
     Ended,
@@ -33,6 +33,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 MACHINES = 3
 # Of Ethernet, IPv4, and TCP with timestamps.
 HEADER_BYTES = 14 + 20 + 32
+# What processes tell each other beside the method, for records and stops; per step, at most.
+RECORDS_BYTES = 400
 # Each process leaves what it holds at its end.
 NETWORK = """
 import atexit, os
@@ -148,11 +150,11 @@ def test_what_is_sent_is_what_was_estimated(codec, slow_lab, here):
     (cost,) = estimate(case, SyncOptions(method="local", codec=codec, every=every))
     steps = every * exchanges
     for host_sent in spread(*sent):
-        assert host_sent == pytest.approx(cost.sent_bytes * steps, rel=0.02, abs=1000 * steps)
+        assert abs(host_sent - cost.sent_bytes * steps) < 0.02 * cost.sent_bytes * steps + RECORDS_BYTES * steps
 
 
 def test_links_that_fail_for_a_while_do_not_end_a_run(slow_lab, here):
-    steps = ["--train.epochs", 1000, "--train.max_steps", 1500, "--sync.codec", "int4", "--sync.every", 24]
+    steps = ["--train.epochs", 1000, "--train.max_steps", 600, "--sync.codec", "int4", "--sync.every", 24]
     with training(slow_lab, "run", *steps) as run:
         wait_until(lambda: events("run", "first-step"), run.processes[0])
         wait_until(lambda: _steps_made(run.folder) >= 48, run.processes[0])
@@ -175,8 +177,8 @@ def _steps_made(folder):
 
 
 def test_after_a_kill_a_resumed_run_comes_to_the_same_bits(slow_lab, here):
-    steps = ["--train.epochs", 1000, "--train.max_steps", 400, "--sync.codec", "int4", "--sync.every", 24]
-    steps += ["--checkpoint.every", "100steps"]
+    steps = ["--train.epochs", 1000, "--train.max_steps", 240, "--sync.codec", "int4", "--sync.every", 24]
+    steps += ["--checkpoint.every", "60steps"]
     train(slow_lab, "whole", *steps)
     assert_equal_replicas("whole")
     with training(slow_lab, "run", *steps) as run:
@@ -187,7 +189,7 @@ def test_after_a_kill_a_resumed_run_comes_to_the_same_bits(slow_lab, here):
     for one in ended[:2]:
         assert_one_screen(one.err)
     saved = events("run", "saved")[-1]["step"]
-    assert 0 < saved < 400
+    assert 0 < saved < 240
     train(slow_lab, "run", *steps)
     assert [event["step"] for event in events("run", "resumed")] == [saved]
     assert_equal_weights(final_weights("run"), final_weights("whole"))
