@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # 11.7 million parameters, as in the other tables.
-JOB = ["synthetic:240x3x32x32x1000", "torchvision:resnet18", "--batch", "24", "--epochs", "1", "--set", "run.report=false",
-       "--set", "train.max_steps=1", "--set", "checkpoint.every=never"]  # fmt: skip
+JOB = ["synthetic:240x3x32x32x1000", "torchvision:resnet18", "--batch", "24", "--epochs", "1",
+       "--set", "run.report=false", "--set", "train.max_steps=1", "--set", "checkpoint.every=never"]  # fmt: skip
 LONGEST_S = 600
 
 
