@@ -54,27 +54,35 @@ def main():
             if given.first_step:
                 first_steps(lab, given)
             else:
-                with crew(lab, given) as workers:
-                    take_turns(lab, workers, given)
+                if left := turns_left(given):
+                    with crew(lab, given) as workers:
+                        take_turns(lab, workers, left, given)
                 show(read(given.out))
         finally:
             # Told to end while it takes the namespaces away, it would leave some of them.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def take_turns(lab, workers, given):
+def turns_left(given):
+    """What each turn is about, but for those that OUT.jsonl has."""
     done = {key(record) for record in read(given.out)}
     places = [(steps, rate) for steps in given.steps.split(",") for rate in given.rates.split(",")]
     turns = [(steps, rate, method) for steps, rate in places for method in given.methods.split(",")]
-    for number in range(given.rounds):
-        for steps, rate, method in turns if number % 2 == 0 else reversed(turns):
-            about = {"steps": steps, "rate": rate, "method": method, "round": number, "processes": given.processes}
-            if key(about) not in done:
-                record = take_turn(lab, workers, about, given)
-                given.out.parent.mkdir(parents=True, exist_ok=True)
-                with given.out.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps({**about, **record}) + "\n")
-                say(about, record)
+    wanted = [
+        {"steps": steps, "rate": rate, "method": method, "round": number, "processes": given.processes}
+        for number in range(given.rounds)
+        for steps, rate, method in (turns if number % 2 == 0 else reversed(turns))
+    ]
+    return [about for about in wanted if key(about) not in done]
+
+
+def take_turns(lab, workers, turns, given):
+    for about in turns:
+        record = take_turn(lab, workers, about, given)
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        with given.out.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({**about, **record}) + "\n")
+        say(about, record)
 
 
 def take_turn(lab, workers, about, given):
