@@ -202,6 +202,10 @@ class Lab:
         """What has left a host, frames included."""
         return self._count(host, "rx_bytes")
 
+    def sent_packets(self, host):
+        """How many frames have left a host; what its kernel hands on as one counts as one."""
+        return self._count(host, "rx_packets")
+
     def received_bytes(self, host):
         """What has arrived at a host, frames included."""
         return self._count(host, "tx_bytes")

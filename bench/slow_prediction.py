@@ -1,0 +1,57 @@
+"""What the methods' own formulas say of the steps that bench.slow_links measures."""
+
+import math
+import statistics
+
+import torch
+from torchvision.models import resnet18
+
+from bench.slow_methods import FORWARD_SHARE, averaged, read_spec
+from manyhands.core.links import Link
+from manyhands.core.plugins import load_choice
+from manyhands.sync.choose import METHODS
+from manyhands.sync.costs import Case
+from manyhands.sync.options import SyncOptions
+
+# Of a full Ethernet frame's 1514 bytes, what TCP carries.
+CARRIED = 1448 / 1514
+LATENCY_S = 1e-3
+
+
+def predict(records, rate, method):
+    """(seconds per step, bytes that a machine sends per step); None where there is no formula or no "alone".
+
+    A step by itself takes what it took without any agreement in the same rounds; a link carries what its rate leaves
+    after the frames' headers. On an unlimited link only bytes are predicted.
+    """
+    alone = [one["seconds"] / one["updates"] for one in records if one["method"] == "alone" and "seconds" in one]
+    spec = read_spec(method)
+    formulas = None if spec.name == "alone" else load_choice(METHODS, spec.name)
+    if not alone or not hasattr(formulas, "estimate"):
+        return None
+    step_s = statistics.median(alone)
+    (cost,) = formulas.estimate(_case(spec, rate, step_s, records[0]["processes"]), _options(spec))
+    return None if rate == "none" else cost.step_s, cost.sent_bytes
+
+
+def _case(spec, rate, step_s, machines):
+    with torch.device("meta"):
+        network = resnet18(num_classes=1000)
+    bits_per_s = math.inf if rate == "none" else float(rate.removesuffix("mbit")) * 1e6 * CARRIED
+    return Case(
+        shapes=tuple(tuple(one.shape) for one in network.parameters()),
+        item_bytes=4,
+        # The bench's other ways leave BatchNorm's statistics to each process.
+        buffers=sum(one.numel() for one in averaged(network)) if spec.name == "local" else 0,
+        machines=machines,
+        step_s=step_s,
+        backward_s=step_s * (1 - FORWARD_SHARE),
+        link=Link(bits_per_s / 8, LATENCY_S),
+        steps=100_000,
+    )
+
+
+def _options(spec):
+    if spec.name != "local":
+        return SyncOptions(method=spec.name, rank=spec.rank)
+    return SyncOptions(method="local", codec=spec.codec, every=spec.every, delay=spec.delay, rank=spec.rank)

@@ -1,0 +1,196 @@
+"""Local steps over slow links: what they send, links that fail for a while, and a process that dies."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from manyhands.core.links import Link
+from manyhands.sync.costs import Case
+from manyhands.sync.methods.local import estimate
+from manyhands.sync.options import SyncOptions
+from tests.e2e.command import (
+    Ended,
+    assert_equal_weights,
+    assert_one_screen,
+    end,
+    events,
+    final_weights,
+    free_port,
+    typed,
+    wait_until,
+)
+from tests.network.lab import SOURCE, Lab
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+MACHINES = 3
+# Of Ethernet, IPv4, and TCP with timestamps.
+HEADER_BYTES = 14 + 20 + 32
+# What processes tell each other beside the method, for records and stops; per step, at most.
+RECORDS_BYTES = 400
+# Each process leaves what it holds at its end.
+NETWORK = """
+import atexit, os
+from safetensors.torch import save_file
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(3072, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, num_classes)
+        )
+        atexit.register(self.leave)
+
+    def forward(self, images):
+        return self.layers(images)
+
+    def leave(self):
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, os.environ["LEFT"])
+"""
+SHAPES = ((256, 3072), (256,), (256,), (256,), (10, 256), (10,))
+STATISTICS = 2 * 256
+# An epoch is 40 updates.
+JOB = ["synthetic:960x3x32x32x10", "net.py:Net", "--batch", "24", "--train.evaluate_every", "0"]
+LOCAL = ["--sync", "local"]
+
+
+@pytest.fixture
+def slow_lab():
+    with Lab(hosts=MACHINES, rate="10mbit") as made:
+        yield made
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK)
+    return tmp_path
+
+
+@dataclass
+class Started:
+    """The processes of a run, one on each host."""
+
+    processes: list
+    folder: Path
+
+    def finish(self):
+        """Waits until all have ended."""
+        return [
+            Ended(process.returncode, *said)
+            for process, said in [(process, process.communicate(timeout=300)) for process in self.processes]
+        ]
+
+
+@contextlib.contextmanager
+def training(lab, out, *more):
+    """A run on all hosts, that meets by hand; it is ended with the block if it hasn't ended before."""
+    init = f"tcp://{lab.address(1)}:{free_port()}"
+    command = [sys.executable, "-m", "manyhands", "train", *JOB, *LOCAL, *more, "--out", out, "--init", init]
+    processes = [
+        lab.exec(
+            host, [*command, "--world-size", MACHINES, "--rank", host - 1], text=True,
+            env=typed(PYTHONPATH=str(SOURCE), LEFT=f"{out}-{host - 1}.safetensors"),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for host in lab.hosts
+    ]  # fmt: skip
+    try:
+        yield Started(processes, Path(out))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                end(process)
+
+
+def train(lab, out, *more):
+    """A run to its good end."""
+    with training(lab, out, *more) as run:
+        assert_well(run.finish())
+
+
+def assert_well(ended):
+    assert [one.code for one in ended] == [0] * MACHINES, "\n".join(one.err for one in ended)
+
+
+def assert_equal_replicas(out):
+    first, *others = [load_file(f"{out}-{rank}.safetensors") for rank in range(MACHINES)]
+    for other in others:
+        assert_equal_weights(first, other)
+
+
+def sent_data(lab):
+    """Bytes that have left each host, without headers."""
+    return [lab.sent_bytes(host) - lab.sent_packets(host) * HEADER_BYTES for host in lab.hosts]
+
+
+def spread(before, after):
+    return [late - early for early, late in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("codec", ["int4", "lowrank"])
+def test_what_is_sent_is_what_was_estimated(codec, slow_lab, here):
+    """Two runs that differ by some exchanges alone; all else that they say is the same, but for its own few bytes."""
+    every, exchanges, sent = 16, 8, []
+    for name, rounds in (("short", 2), ("long", 2 + exchanges)):
+        before = sent_data(slow_lab)
+        steps = ["--train.max_steps", every * rounds, "--checkpoint.every", "never"]
+        train(slow_lab, name, *steps, "--train.epochs", 10, "--sync.codec", codec, "--sync.every", every)
+        sent.append(spread(before, sent_data(slow_lab)))
+    case = Case(SHAPES, 4, STATISTICS, MACHINES, 0.05, 0.03, Link(1.2e6, 1e-3), 1000)
+    (cost,) = estimate(case, SyncOptions(method="local", codec=codec, every=every))
+    steps = every * exchanges
+    for host_sent in spread(*sent):
+        assert abs(host_sent - cost.sent_bytes * steps) < 0.02 * cost.sent_bytes * steps + RECORDS_BYTES * steps
+
+
+def test_links_that_fail_for_a_while_do_not_end_a_run(slow_lab, here):
+    steps = ["--train.epochs", 1000, "--train.max_steps", 600, "--sync.codec", "int4", "--sync.every", 24]
+    with training(slow_lab, "run", *steps) as run:
+        wait_until(lambda: events("run", "first-step"), run.processes[0])
+        wait_until(lambda: _steps_made(run.folder) >= 48, run.processes[0])
+        slow_lab.down(3)
+        # The cable is out for so long.
+        time.sleep(8)
+        slow_lab.up(3)
+        slow_lab.rate(2, "1mbit")
+        slowed = _steps_made(run.folder)
+        wait_until(lambda: _steps_made(run.folder) >= slowed + 48, run.processes[0])
+        slow_lab.rate(2, "10mbit")
+        assert_well(run.finish())
+    assert_equal_replicas("run")
+
+
+def _steps_made(folder):
+    """As far as it is recorded."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return lines[-1]["step"]
+
+
+def test_after_a_kill_a_resumed_run_comes_to_the_same_bits(slow_lab, here):
+    steps = ["--train.epochs", 1000, "--train.max_steps", 240, "--sync.codec", "int4", "--sync.every", 24]
+    steps += ["--checkpoint.every", "60steps"]
+    train(slow_lab, "whole", *steps)
+    assert_equal_replicas("whole")
+    with training(slow_lab, "run", *steps) as run:
+        wait_until(lambda: events("run", "saved"), run.processes[0])
+        run.processes[2].kill()
+        ended = run.finish()
+    assert [one.code for one in ended] == [1, 1, -signal.SIGKILL], "\n".join(one.err for one in ended)
+    for one in ended[:2]:
+        assert_one_screen(one.err)
+    saved = events("run", "saved")[-1]["step"]
+    assert 0 < saved < 240
+    train(slow_lab, "run", *steps)
+    assert [event["step"] for event in events("run", "resumed")] == [saved]
+    assert_equal_weights(final_weights("run"), final_weights("whole"))
+    assert_equal_replicas("run")
