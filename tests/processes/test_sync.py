@@ -194,6 +194,8 @@ def _again(world, name, pace, stop):
     first.sync.finish(stop)  # its exchange ends before the other one's begins
     other.sync.load(tensors, numbers)
     other.train(stop, 14)
+    for trainer in (whole, other):
+        trainer.sync.close()
     return _same(_everything(whole), _everything(other)) and whole.sync.rounds == other.sync.rounds
 
 

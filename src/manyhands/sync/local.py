@@ -144,6 +144,12 @@ class LocalSteps:
             self._land()
         self._agree_now(step)
 
+    def close(self) -> None:
+        """Waits for an exchange under way and drops it; its process group may be given back then."""
+        if self._flight and self._flight.talk:
+            self._flight.talk.close()
+        self._flight = None
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Has the network be the agreed one, for evaluation and checkpoints."""

@@ -19,8 +19,8 @@ from manyhands.sync.codecs import Codec, chunk_values
 
 T = TypeVar("T")
 
-# Between two looks at a collective.
-_LOOK_S = 0.002
+# Between two looks at a collective; and how long a process that ends waits for one.
+_LOOK_S, _LONGEST_S = 0.002, 60.0
 
 Conversation = Generator[Any, None, T]
 
@@ -98,11 +98,18 @@ class Talk(Generic[T]):
             raise self._error
         return self._results[0]
 
+    def close(self) -> None:
+        """Lets the exchange come to its end, so that its process group can be given back; gives up after a while."""
+        self._ended.wait(_LONGEST_S)
+        self._ended.set()
+
     def _go_on(self) -> None:
         try:
             while not self._ended.is_set():
                 # Not wait(), which a process that is on its way out could not interrupt.
                 while not self._work.is_completed():
+                    if self._ended.is_set():
+                        return
                     time.sleep(_LOOK_S)
                 self._work.wait()
                 self._work = self._next()

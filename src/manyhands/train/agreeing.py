@@ -59,6 +59,9 @@ class Agreeing:
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
         """Takes back what `state` gave, once the network is the agreed one."""
 
+    def close(self) -> None:
+        """Gives back what is under way."""
+
     def begin(self) -> None:
         """Takes the network, which is equal everywhere, as agreed."""
 
@@ -120,6 +123,10 @@ class NowAndThen(Agreeing):
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
         """Takes them back; an exchange under way begins again."""
         self.steps.load(tensors, numbers)
+
+    def close(self) -> None:
+        """Waits for an exchange under way and drops it."""
+        self.steps.close()
 
     def begin(self) -> None:
         """Starts from the network as it is."""

@@ -151,7 +151,7 @@ def build(
         total_steps=total_steps(job, order),
         digest=training_digest(job, order.length),
         sync=synced.cost,
-        release=lambda: _release(train_loader, test_loader, restore_norms, network),
+        release=lambda: _release(train_loader, test_loader, restore_norms, network, synced.agreeing),
     )
     if isinstance(synced.agreeing, NowAndThen):
         hosts = gather_plain(platform.node(), world)
@@ -243,8 +243,13 @@ def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal, *
 
 
 def _release(
-    train_loader: Loader, test_loader: Loader, restore_norms: Callable[[], None], network: ParallelNetwork
+    train_loader: Loader,
+    test_loader: Loader,
+    restore_norms: Callable[[], None],
+    network: ParallelNetwork,
+    agreeing: Agreeing,
 ) -> None:
+    agreeing.close()
     train_loader.close()
     test_loader.close()
     if network.cutting:
