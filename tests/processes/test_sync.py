@@ -12,6 +12,9 @@ from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.talk import Peers, mean_of, settle
 from tests.processes.ranks import run_on_ranks
 
+# Torch imports much with its first optimizer; here once, so that not every process that is forked does so.
+torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
 NAMES = ("none", "bf16", "int8", "int4", "lowrank")
 SHAPES = [(16, 8, 3, 3), (40,), (30, 50), (7, 3)]
 COUNT = sum(int(torch.Size(shape).numel()) for shape in SHAPES)

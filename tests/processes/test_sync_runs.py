@@ -17,6 +17,9 @@ from manyhands.train.samples import Objects
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 
+# Torch imports much with its first optimizer; here once, so that not every process that is forked does so.
+torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
 # 103 samples in batches of 29 are 4 updates an epoch; 7 lies within the second epoch and within an exchange.
 SAVED, TOTAL = 7, 13
 LOCAL = {"sync.method": "local", "sync.every": 3, "sync.delay": 2}

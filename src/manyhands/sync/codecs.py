@@ -69,12 +69,11 @@ class Integers(Codec):
         scales = (blocks.abs().amax(-1) / self._most).clamp(max=_LARGEST)
         # Below this, 16 bits would round a scale to something else or to nothing; the block's values wait instead.
         scales = torch.where(scales < _SMALLEST * 1e-3, torch.zeros_like(scales), scales).to(torch.float16)
-        divisors = torch.where(scales > 0, scales.float(), torch.ones_like(scales, dtype=torch.float32))
-        whole = (blocks / divisors[..., None]).round_().clamp_(-self._most, self._most)
-        whole = torch.where(scales[..., None] > 0, whole, torch.zeros_like(whole)).flatten(-2).to(torch.int8)
+        factors = torch.where(scales > 0, 1 / scales.float(), torch.zeros_like(scales, dtype=torch.float32))
+        whole = (blocks * factors[..., None]).round_().clamp_(-self._most, self._most).flatten(-2).to(torch.int8)
         if self._bits == 4:
-            low, high = (whole + 8).view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-            packed = low | (high << 4)
+            low, high = whole.add_(8).view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+            packed = high.mul(16).bitwise_or_(low)
         else:
             packed = whole.view(torch.uint8)
         return torch.cat([packed, scales.contiguous().view(torch.uint8)], -1)

@@ -19,7 +19,7 @@ class Compressor(Protocol):
     """A way of agreeing on the mean of vectors [n]."""
 
     def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
-        """The agreed mean [n], and what of this process's values it lacks [n]."""
+        """The agreed mean [n], and what of the values it lacks [n], in whose memory it may lie."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ class LowRank:
             product(left, right, out=slots[place].view(rows, columns))
         for place, piece in zip(self._ranks.rest, plain, strict=True):
             slots[place].copy_(piece)
-        return agreed, values - agreed
+        return agreed, values.sub_(agreed)
 
     def state(self) -> dict[str, Tensor]:
         """The right factors."""
@@ -146,9 +146,10 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Left [n, r] times right [m, r] transposed, into out [n, m]; term by term, so that all machines get equal bits."""
-    out.zero_()
-    for one, other in zip(left.unbind(1), right.unbind(1), strict=True):
-        out += one[:, None] * other
+    ones = list(zip(left.unbind(1), right.unbind(1), strict=True))
+    torch.mul(ones[0][0][:, None], ones[0][1], out=out)
+    for one, other in ones[1:]:
+        out.addr_(one, other)
 
 
 def _flat(tensors: list[Tensor], like: Tensor) -> Tensor:

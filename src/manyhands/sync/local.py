@@ -118,6 +118,8 @@ class LocalSteps:
         self.agreed_buffers = as_vector(self.buffers, self._dtype)
         self._held = torch.zeros_like(self.anchor)
         self._speed = torch.zeros_like(self.anchor)
+        # Memory that is used again and again: asking the system for new pages costs more than the sums.
+        self._moved, self._spare = torch.empty_like(self.anchor), torch.empty_like(self.anchor)
         self._flight: Flight | None = None
 
     @property
@@ -195,13 +197,16 @@ class LocalSteps:
         if self.machine:
             dist.all_reduce(buffers, group=self.machine.group)
             buffers /= self.machine.size
-        self._fly(step, as_vector(self.parameters, self._dtype) - self.anchor, buffers, beside=beside)
+        moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
+        self._fly(step, moved, buffers, beside=beside)
 
     def _fly(self, step: int, moved: Tensor, buffers: Tensor, *, beside: bool = True) -> None:
         before = dict(self.compressor.state())
         speaks = self.machine is None or self.machine.speaks
-        conversation = self._conversation(moved * self.weight + self._held, buffers)
-        talk = Talk(conversation, beside=beside) if speaks else None
+        talk = None
+        if speaks:
+            values = torch.add(self._held, moved, alpha=self.weight, out=self._spare)
+            talk = Talk(self._conversation(values, buffers), beside=beside)
         self._flight = Flight(step, moved, self._held, buffers, before, talk)
 
     def _conversation(self, values: Tensor, buffers: Tensor) -> Conversation[tuple[Tensor, Tensor, Tensor]]:
@@ -224,14 +229,16 @@ class LocalSteps:
                 dist.broadcast(tensor, self.machine.speaker, group=self.machine.group)
         self.waited_s += time.perf_counter() - began_s
         self.exchange_s = flight.talk.seconds if flight.talk else 0.0
-        was_at = self.anchor + flight.moved
-        self._speed = self._speed * self.pace.momentum + mean
-        self.anchor = self.anchor + (mean + self._speed * self.pace.momentum) * self.pace.lr
-        self.agreed_buffers, self._held = buffers, held
+        if self.pace.momentum:
+            self._speed.mul_(self.pace.momentum).add_(mean)
+            mean.add_(self._speed, alpha=self.pace.momentum)
+        mean.mul_(self.pace.lr)
+        self.anchor.add_(mean)
+        self.agreed_buffers, self._held, self._spare = buffers, held, flight.held
         if still:
             self._write(self.anchor, self.agreed_buffers)
         else:
-            add_vector(self.anchor - was_at, self.parameters)
+            add_vector(mean.sub_(flight.moved), self.parameters)
         self._flight, self.rounds = None, self.rounds + 1
 
     def _write(self, parameters: Tensor, buffers: Tensor) -> None:

@@ -11,11 +11,11 @@ def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All values in the order of the tensors' indices, whatever their memory format, [n]; a copy."""
+def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """All values in the order of the tensors' indices, whatever their memory format, [n]; a copy, in `out` if given."""
     if not tensors:
         return torch.zeros(0, dtype=dtype)
-    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
+    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=out)
 
 
 def write_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
