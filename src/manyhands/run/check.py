@@ -21,6 +21,7 @@ def check_names(job: Job) -> None:
     modes, methods = module_names(MODES), module_names(METHODS)
     if job.parallel.mode not in modes:
         raise unknown_choice("parallel mode", job.parallel.mode, modes, "parallel.mode")
+    methods = ["auto", *methods]
     if job.sync.method not in methods:
         raise unknown_choice("sync method", job.sync.method, methods, "sync.method")
     if job.cluster.processes > job.train.batch:

@@ -26,9 +26,11 @@ def plan_sync(planned: "Planned", model: "nn.Module", wanted: "Wanted", within: 
     Raises:
         UserError: the link's speed can't be read.
     """
+    from manyhands.run.planning import device_of
     from manyhands.sync.choose import choose
     from manyhands.sync.costs import Case
     from manyhands.sync.explain import as_plain
+    from manyhands.sync.measure import pass_seconds
 
     job = planned.job
     link = link_between(job, wanted)
@@ -43,6 +45,7 @@ def plan_sync(planned: "Planned", model: "nn.Module", wanted: "Wanted", within: 
         backward_s=_BACKWARD * step_s,
         link=link or within or WITHIN_A_MACHINE,
         steps=_steps(job, planned.network),
+        pass_s=pass_seconds(sum(one.numel() for one in trained), device_of(job)) if wanted.measure else 0.0,
     )
     return as_plain(choose(case, job.sync), case, job.sync.method)
 

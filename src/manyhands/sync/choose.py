@@ -1,5 +1,6 @@
 """Finds a sync method by its name, says which parallel modes take one, and chooses the one that suits a link."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from manyhands.core.errors import UserError
@@ -64,7 +65,7 @@ class Choice:
     reason: str
 
 
-def choose(case: Case, options: SyncOptions, only: str = "") -> Choice:
+def choose(case: Case, options: SyncOptions, only: str = "", without: Collection[str] = ()) -> Choice:
     """The method that "auto" takes: the first of allreduce, bf16 and powersgd that costs little, else local steps.
 
     "Little" is 10 % of a step of the fastest method, or two minutes of the whole run: a method that agrees in every
@@ -74,15 +75,16 @@ def choose(case: Case, options: SyncOptions, only: str = "") -> Choice:
         case: link, network and step.
         options: of the methods; which one they name plays no part.
         only: the one method that may be chosen; empty for any.
+        without: methods that something else in the job rules out; never allreduce.
     """
     costs = tuple(cost for name in _ALL for cost in load_choice(METHODS, name).estimate(case, options))
-    able = [cost for cost in costs if not cost.refused and only in {"", cost.method}]
+    able = [cost for cost in costs if not cost.refused and only in {"", cost.method} and cost.method not in without]
     best = min(able, key=lambda cost: cost.step_s)
     chosen = next((cost for cost in able if cost.method != LOCAL and _near(cost, best, case)), None)
     if chosen is None:
-        local = [cost for cost in able if cost.method == LOCAL]
-        least_s = min(cost.step_s for cost in local)
-        chosen = next(cost for cost in local if cost.step_s <= least_s * (1 + _ALIKE_SHARE))
+        rest = [cost for cost in able if cost.method == LOCAL] or able
+        least_s = min(cost.step_s for cost in rest)
+        chosen = next(cost for cost in rest if cost.step_s <= least_s * (1 + _ALIKE_SHARE))
     return Choice(chosen, costs, _reason(case, chosen, best, next(cost for cost in costs if cost.method == EXACT)))
 
 

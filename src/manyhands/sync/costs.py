@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from manyhands.core.links import Link
 from manyhands.sync.options import CodecName
 
+# A sum reads two vectors and writes one; what a core of an ordinary machine moves.
+_STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10
+
 
 @dataclass(frozen=True)
 class Case:
@@ -20,6 +23,7 @@ class Case:
         backward_s: the part of it in which gradients can be sent already.
         link: between two machines.
         steps: updates of the whole run.
+        pass_s: one sum of two vectors of all values on this device, in which compressing is counted; 0 estimates it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -30,6 +34,13 @@ class Case:
     backward_s: float
     link: Link
     steps: int
+    pass_s: float = 0.0
+
+    def compressing_s(self, passes: float) -> float:
+        """Seconds of an exchange's own work, of so many passes over all values; none where nobody is to agree with."""
+        if self.machines == 1:
+            return 0.0
+        return passes * (self.pass_s or _STREAMS * self.values * self.item_bytes / _MEMORY_BYTES_PER_S)
 
     @property
     def values(self) -> int:

@@ -46,6 +46,19 @@ def _is_left(wanted_s: float, ends_s: float, group: dist.ProcessGroup | None, de
     return _largest(time.perf_counter() + wanted_s - ends_s, group, device) <= 0
 
 
+def pass_seconds(count: int, device: str) -> float:
+    """Seconds of one sum of two vectors of so many values, in which work on vectors is counted."""
+    one, other, total = (torch.ones(count, device=device) for _ in range(3))
+    taken: list[float] = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        torch.add(one, other, out=total)
+        if torch.device(device).type != "cpu":
+            torch.accelerator.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
 def _seconds(count: int, group: dist.ProcessGroup | None, device: str) -> float:
     """Of one all-reduce, on the slowest process."""
     values = torch.zeros(count, device=device)

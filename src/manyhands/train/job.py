@@ -28,6 +28,8 @@ from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.plan import Plan
+from manyhands.sync.measure import pass_seconds
+from manyhands.sync.methods.local import PASSES
 from manyhands.train.agree import Agreement
 from manyhands.train.agreeing import Agreeing, NowAndThen
 from manyhands.train.criterion import make_criterion
@@ -154,8 +156,9 @@ def build(
         release=lambda: _release(train_loader, test_loader, restore_norms, network, synced.agreeing),
     )
     if isinstance(synced.agreeing, NowAndThen):
-        hosts = gather_plain(platform.node(), world)
-        parts.pacer = Pacer(synced.agreeing.steps, synced.cost, job.sync, world, hosts, parts.total_steps)
+        hosts, steps = gather_plain(platform.node(), world), synced.agreeing.steps
+        work_s = PASSES[synced.cost.codec] * pass_seconds(steps.anchor.numel(), world.device)
+        parts.pacer = Pacer(steps, synced.cost, job.sync, world, hosts, parts.total_steps, work_s)
     if found:
         resume(parts, found)
     return parts

@@ -29,6 +29,7 @@ class Pacer:
         world: who takes part.
         hosts: name of each rank's machine.
         total_steps: updates of the whole run.
+        compressing_s: an exchange's own work.
     """
 
     steps: LocalSteps
@@ -37,6 +38,7 @@ class Pacer:
     world: World
     hosts: list[str]
     total_steps: int
+    compressing_s: float
     _waited_s: float = field(default=0.0, init=False)
     _slow: list[int] = field(default_factory=list[int], init=False)
     _told: set[int] = field(default_factory=set[int], init=False)
@@ -66,7 +68,7 @@ class Pacer:
         if len(self._exchanges_s) < 3 or self.options.every or not self.cost.delay:
             return now
         long = statistics.median(self._exchanges_s) / max(step_s, 1e-6)
-        every = fitting_steps(long, self.total_steps)
+        every = fitting_steps(long, self.total_steps, self.compressing_s / max(step_s, 1e-6))
         if self.cost.every / _CHANGE < every < self.cost.every * _CHANGE:
             return now
         self._exchanges_s.clear()

@@ -1,5 +1,7 @@
 """Settles how the processes of a run agree: as the user says, as the checkpoint says, or as measurements say."""
 
+import math
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -14,10 +16,10 @@ from manyhands.core.journal import Journal
 from manyhands.core.links import Link, named_link
 from manyhands.core.world import World
 from manyhands.parallel.network import How
-from manyhands.parallel.plain import broadcast_plain
+from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.sync.choose import choose
 from manyhands.sync.costs import Case, Cost
-from manyhands.sync.measure import measure_link
+from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.options import CodecName, SyncOptions
 from manyhands.train.agreeing import Agreeing, Places, hook_of, make_agreeing, places_of
 
@@ -72,6 +74,8 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
     options = wish.job.sync
     if world.alone or wish.mode != "data" or options.method == "allreduce":
         return Synced(BY_MODE, Agreeing(), how)
+    if options.method == "auto" and not options.link and len(set(gather_plain(platform.node(), world))) == 1:
+        return Synced(BY_MODE, Agreeing(), how)  # processes of one machine talk through its memory
     _refuse(wish.job)
     places = places_of(world, options.within)
     cost = _kept(wish, options) or _said(options) or _measured(wish, model, world, places, journal)
@@ -84,16 +88,23 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
 
 def _refuse(job: Job) -> None:
     """Raises UserError for what doesn't go together."""
-    if job.sync.method == "powersgd" and job.train.precision == "fp16":
+    out = _ruled_out(job)
+    if job.sync.method == "powersgd" and "powersgd" in out:
         mend = ("--precision bf16", "or --sync local")
         raise UserError("powersgd doesn't go with fp16, whose gradients may overflow", "sync.method", mend)
-    if job.sync.method == "local" and job.train.norm_group == "global":
+    if job.sync.method == "local" and "local" in out:
         mend = ("leave norm_group out", "or --sync allreduce")
         raise UserError("local steps have no global batch to normalise over", "train.norm_group", mend)
     if job.sync.delay > job.sync.every > 0:
         mend = (f"--set sync.delay={job.sync.every} or less",)
         what = f"an exchange every {job.sync.every} steps can't be applied {job.sync.delay} steps late"
         raise UserError(what, "sync.delay", mend)
+
+
+def _ruled_out(job: Job) -> set[str]:
+    """Methods that don't go with the rest of the job."""
+    out = {"powersgd"} if job.train.precision == "fp16" else set[str]()
+    return out | ({"local"} if job.train.norm_group == "global" else set())
 
 
 def _said(options: SyncOptions) -> Cost | None:
@@ -151,9 +162,13 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
         backward_s,
         link,
         wish.steps,
+        pass_seconds(sum(parameter.numel() for parameter in parameters), world.device),
     )
-    choice = choose(case, options, only="" if options.method == "auto" else options.method)
-    figures = {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s, "step_s": step_s}
+    only = "" if options.method == "auto" else options.method
+    choice = choose(case, options, only, _ruled_out(wish.job))
+    # One machine's processes have no link, and JSON no infinity.
+    speed = link.bytes_per_s if math.isfinite(link.bytes_per_s) else None
+    figures = {"bytes_per_s": speed, "latency_s": link.latency_s, "step_s": step_s}
     journal.event("sync", choice.reason, 0, **figures, method=choice.chosen.method)
     # Numbers that are equal are not enough: one process decides.
     answer = broadcast_plain(_plain(choice.chosen), world)
