@@ -89,19 +89,26 @@ class LowRank:
         matrices = [pieces[place].view(rows, columns) for place, rows, columns in self._ranks.matrices]
         lefts = [matrix @ right for matrix, right in zip(matrices, self._rights, strict=True)]
         plain = [pieces[place] for place in self._ranks.rest]
-        first, _ = yield from mean_of(_flat([*lefts, *plain], values), self._codec, peers)
+        first, held = yield from mean_of(_flat([*lefts, *plain], values), self._codec, peers)
+        _, unsent = _unflat(held.together(peers), lefts, plain)
         lefts, plain = _unflat(first, lefts, plain)
         lefts = [orthonormal(left) for left in lefts]
         rights = [matrix.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
-        second, _ = yield from mean_of(_flat(rights, values), self._codec, peers)
+        second, held = yield from mean_of(_flat(rights, values), self._codec, peers)
+        own, _ = _unflat(_flat(rights, values) - held.together(peers), rights, [])
         self._rights, _ = _unflat(second, rights, [])
         agreed = torch.empty_like(values)
         slots = agreed.split(self._sizes)
         for (place, rows, columns), left, right in zip(self._ranks.matrices, lefts, self._rights, strict=True):
             product(left, right, out=slots[place].view(rows, columns))
-        for place, piece in zip(self._ranks.rest, plain, strict=True):
+        for place, piece, kept in zip(self._ranks.rest, plain, unsent, strict=True):
             slots[place].copy_(piece)
-        return agreed, values.sub_(agreed)
+            pieces[place].copy_(kept)
+        # What its own factors lack, not what the agreed ones lack: else each process's distance from the mean, which
+        # nobody needs to know, would pile up in what it holds.
+        for matrix, left, right in zip(matrices, lefts, own, strict=True):
+            matrix.addmm_(left, right.T, alpha=-1)
+        return agreed, values
 
     def state(self) -> dict[str, Tensor]:
         """The right factors."""

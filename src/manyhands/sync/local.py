@@ -141,7 +141,7 @@ class LocalSteps:
             self._land()
 
     def finish(self, step: int) -> None:
-        """Ends with all processes at the agreed point, which all that they did has gone into; waits."""
+        """Ends with all at the agreed point, with all that they did but what compression holds back; waits."""
         if self._flight:
             self._land()
         self._agree_now(step)

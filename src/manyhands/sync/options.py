@@ -22,7 +22,7 @@ class SyncOptions(Options):
     rank: int = Field(default=4, ge=1, le=128, description="powersgd and lowrank: columns kept of each matrix")
     outer_lr: float = Field(default=1.0, gt=0, le=10, description="local: factor of the agreed movement")
     outer_momentum: float = Field(
-        default=-1.0, ge=-1, lt=1, description="local: momentum of the agreed movement; -1: 0.5 if delayed, else 0"
+        default=0.0, ge=0, lt=1, description="local: Nesterov's momentum of the agreed movements"
     )
     within: Literal["auto", "machine", "process"] = Field(
         default="auto", description="local: who agrees in every step; auto: the processes of a machine, if several have"

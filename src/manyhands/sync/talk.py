@@ -139,6 +139,16 @@ class Held:
     own: Tensor | None = None
     sums: Tensor | None = None
 
+    def together(self, peers: "Peers") -> Tensor:
+        """Both as values yet to be sent [n]: their mean over all processes is what the agreed mean lacks."""
+        if self.own is None:
+            raise ValueError("nothing has been exchanged")
+        kept = self.own.clone()
+        if self.sums is not None:
+            part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]
+            part.add_(self.sums[: part.numel()], alpha=peers.size)
+        return kept
+
 
 def mean_of(values: Tensor, codec: Codec, peers: Peers, sums_before: Tensor | None = None) -> Conversation[Any]:
     """The mean over all peers of vectors [n], equal to the last bit everywhere; a conversation.

@@ -204,8 +204,7 @@ def make_agreeing(
 
 def pace_of(cost: Cost, options: SyncOptions) -> Pace:
     """How often, and by which outer step."""
-    momentum = options.outer_momentum if options.outer_momentum >= 0 else 0.5 if cost.delay else 0.0
-    return Pace(cost.every, cost.delay, options.outer_lr, momentum)
+    return Pace(cost.every, cost.delay, options.outer_lr, options.outer_momentum)
 
 
 def hook_of(cost: Cost) -> Any:

@@ -133,6 +133,7 @@ def build(
         collective_forward=network.collective_forward,
         cutting=network.cutting,
     )
+    total = total_steps(job, order)
     parts = Parts(
         job=job,
         folder=folder,
@@ -150,15 +151,12 @@ def build(
             world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.agreeing.multiple
         ),
         progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
-        total_steps=total_steps(job, order),
+        total_steps=total,
         digest=training_digest(job, order.length),
         sync=synced.cost,
+        pacer=_pacer(synced, job, world, total),
         release=lambda: _release(train_loader, test_loader, restore_norms, network, synced.agreeing),
     )
-    if isinstance(synced.agreeing, NowAndThen):
-        hosts, steps = gather_plain(platform.node(), world), synced.agreeing.steps
-        work_s = PASSES[synced.cost.codec] * pass_seconds(steps.anchor.numel(), world.device)
-        parts.pacer = Pacer(steps, synced.cost, job.sync, world, hosts, parts.total_steps, work_s)
     if found:
         resume(parts, found)
     return parts
@@ -243,6 +241,15 @@ def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal, *
         raise UserError(f"the network has {cutting.outputs} outputs for {classes} classes", "model.name", mend)
     for note in cutting.plan.about.get("notes", []):
         journal.event("note", note)
+
+
+def _pacer(synced: Synced, job: Job, world: World, total_steps: int) -> Pacer | None:
+    """What keeps local steps in time with the link; a collective."""
+    if not isinstance(synced.agreeing, NowAndThen):
+        return None
+    hosts, steps = gather_plain(platform.node(), world), synced.agreeing.steps
+    work_s = PASSES[synced.cost.codec] * pass_seconds(steps.anchor.numel(), world.device)
+    return Pacer(steps, synced.cost, job.sync, world, hosts, total_steps, work_s)
 
 
 def _release(
