@@ -117,7 +117,7 @@ class LocalSteps:
         self.anchor = as_vector(self.parameters, self._dtype)
         self.agreed_buffers = as_vector(self.buffers, self._dtype)
         self._held = torch.zeros_like(self.anchor)
-        self._speed = torch.zeros_like(self.anchor)
+        self._speed = torch.zeros_like(self.anchor if self.pace.momentum else self.anchor[:0])
         # Memory that is used again and again: asking the system for new pages costs more than the sums.
         self._moved, self._spare = torch.empty_like(self.anchor), torch.empty_like(self.anchor)
         self._flight: Flight | None = None
@@ -182,7 +182,9 @@ class LocalSteps:
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
         self._write(moved["parameters"], moved["buffers"])
-        self._held, self._speed, self.rounds = moved["held"], moved["speed"], numbers["rounds"]
+        self._held, self.rounds = moved["held"], numbers["rounds"]
+        if self.pace.momentum and moved["speed"].numel():
+            self._speed = moved["speed"]
         prefix = "compressor."
         self.compressor.load({name[len(prefix) :]: one for name, one in moved.items() if name.startswith(prefix)})
         if numbers["since"] >= 0:

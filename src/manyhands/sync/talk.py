@@ -166,7 +166,7 @@ def mean_of(values: Tensor, codec: Codec, peers: Peers, sums_before: Tensor | No
         the agreed mean make up the mean of the values and of `sums_before`.
     """
     count = values.numel()
-    if peers.size == 1:
+    if peers.size == 1 or not count:
         return values.clone(), Held(torch.zeros_like(values), None)
     chunk = chunk_values(count, peers.size)
     parts = F.pad(values, (0, chunk * peers.size - count)).view(peers.size, chunk)

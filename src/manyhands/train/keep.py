@@ -72,7 +72,7 @@ def save(parts: Parts) -> None:
     progress = parts.progress
     parts.phase = "save"
     extra = {"job": parts.digest, "classes": list(parts.classes), "model": parts.job.model.name}
-    extra["sync"] = asdict(parts.sync)
+    extra["sync"] = {**asdict(parts.sync), "processes": parts.world.size}
     if parts.update.scaler:
         extra["scaler"] = parts.update.scaler.state_dict()
     outcome = SAVED

@@ -78,7 +78,7 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
         return Synced(BY_MODE, Agreeing(), how)  # processes of one machine talk through its memory
     _refuse(wish.job)
     places = places_of(world, options.within)
-    cost = _kept(wish, options) or _said(options) or _measured(wish, model, world, places, journal)
+    cost = _kept(wish, options, world.size) or _said(options) or _measured(wish, model, world, places, journal)
     agreeing = make_agreeing(cost, options, model, unused, world, places, wish.job.train.seed)
     group = places.group if agreeing.alone and len(places.machine) > 1 else None
     # Where a machine has one process, or gradients are compressed by somebody else, DDP has nothing to do.
@@ -117,9 +117,12 @@ def _said(options: SyncOptions) -> Cost | None:
     return None
 
 
-def _kept(wish: Wish, options: SyncOptions) -> Cost | None:
+def _kept(wish: Wish, options: SyncOptions, processes: int) -> Cost | None:
     """What was decided before the run was stopped, unless the user says otherwise now."""
     kept = wish.kept or {}
+    # allreduce that was never compared with anything says nothing of the machines that are there now.
+    if kept.get("processes") != processes or (kept.get("method") == "allreduce" and not kept.get("step_s")):
+        return None
     if options.method != "auto" and options.method != kept.get("method"):
         return None
     said = {"codec": options.codec != "auto", "every": options.every > 0, "delay": options.delay >= 0}
