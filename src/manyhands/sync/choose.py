@@ -28,6 +28,8 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
 
 # What may be lost by a method that changes less: a share of a step, or seconds of the whole run.
 _LOST_SHARE, _LOST_S = 0.10, 120.0
+# Nor are differences believed that a busy machine's clock can't tell.
+_LOST_STEP_S = 2e-3
 _ALIKE_SHARE = 0.02
 _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
@@ -90,7 +92,7 @@ def choose(case: Case, options: SyncOptions, only: str = "", without: Collection
 
 def _near(cost: Cost, best: Cost, case: Case) -> bool:
     lost_s = cost.step_s - best.step_s
-    return lost_s <= _LOST_SHARE * best.step_s or lost_s * case.steps < _LOST_S
+    return lost_s <= max(_LOST_STEP_S, _LOST_SHARE * best.step_s) or lost_s * case.steps < _LOST_S
 
 
 def words_of(cost: Cost) -> str:

@@ -13,7 +13,7 @@ Codec = Literal["auto", "none", "bf16", "int8", "int4", "lowrank"]
 class SyncOptions(Options):
     """When replicas agree and what they send."""
 
-    method: str = Field(default="auto", description="auto, allreduce, bf16, powersgd or local")
+    method: str = Field(default="allreduce", description="auto, allreduce, bf16, powersgd or local")
     codec: Codec = Field(default="auto", description="local: how the exchange is compressed")
     every: int = Field(default=0, ge=0, description="local: steps between agreements; 0 fits them to the link")
     delay: int = Field(
