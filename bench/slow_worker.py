@@ -9,18 +9,15 @@ import hashlib
 import json
 import sys
 import time
-import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torchvision.models import resnet18
 
+from bench.group import joined
 from bench.slow_methods import RealStep, VirtualStep, make_way, read_spec
-from manyhands.core.world import World
 
-GROUP_TIMEOUT_S = 1200
 CLASSES, SIDE, BATCH = 1000, 32, 8
 WARM_STEPS = 2
 # Of Ethernet, IPv4, and TCP with timestamps.
@@ -127,16 +124,8 @@ def main():
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--init", required=True)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=given.init, rank=given.rank, world_size=given.size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )  # fmt: skip
-    try:
-        serve(World(given.rank, given.size, given.rank, given.size, "cpu", "gloo"))
-    finally:
-        dist.destroy_process_group()
+    with joined(given) as world:
+        serve(world)
 
 
 if __name__ == "__main__":

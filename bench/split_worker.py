@@ -7,16 +7,11 @@ import argparse
 import itertools
 import json
 import random
-import warnings
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
+from bench.group import joined
 from bench.split_cases import ENTRIES
 from manyhands.core.errors import UserError
 from manyhands.core.links import fitted_link, links_of
-from manyhands.core.world import World
 from manyhands.parallel.describe import describe_network
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plain import broadcast_plain
@@ -27,24 +22,15 @@ from manyhands.planner.measure import measure_collectives
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.trial import measure
 
-GROUP_TIMEOUT_S = 300
 TIMES_BUDGET_S, LINK_BUDGET_S = 30.0, 5.0
 
 
 def main():
     given = arguments()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=given.init, rank=given.rank, world_size=given.size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )  # fmt: skip
-    try:
-        result = try_out(given, World(given.rank, given.size, given.rank, given.size, "cpu", "gloo"))
+    with joined(given) as world:
+        result = try_out(given, world)
         if given.rank == 0:
             print(json.dumps(result), flush=True)
-    finally:
-        dist.destroy_process_group()
 
 
 def try_out(given, world):

@@ -26,10 +26,12 @@ class Agreeing:
 
     Attributes:
         alone: True when processes train apart from each other between agreements.
+        has_own: True when each process has something that only it has, which `state` gives.
         multiple: agreements about other things had best be at multiples of so many steps, when the link is free.
     """
 
     alone = False
+    has_own = False
     multiple = 1
 
     def before_update(self, step: int) -> None:
@@ -69,6 +71,8 @@ class Agreeing:
 class OnLowRankGradients(Agreeing):
     """Gradients of low rank, in every update."""
 
+    has_own = True
+
     def __init__(self, power: PowerSgd) -> None:
         self._power = power
 
@@ -89,6 +93,7 @@ class NowAndThen(Agreeing):
     """Local steps."""
 
     alone = True
+    has_own = True
 
     def __init__(self, steps: LocalSteps) -> None:
         self.steps = steps

@@ -55,8 +55,8 @@ def load_own(parts: Parts, checkpoint: Path) -> None:
         parts: whose network has been given the checkpoint's, and how far it had come.
         checkpoint: the folder, which may lie on another machine's disk.
     """
-    if parts.agreeing.state() is None:
-        return
+    if not parts.agreeing.has_own:
+        return  # asking for the state would copy all of it
     parts.agreeing.begin()
     found, said = None, ""
     # The run's own folder, and the one that it goes on from, which may be another run's.

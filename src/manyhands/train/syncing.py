@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -174,12 +174,8 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
     figures = {"bytes_per_s": speed, "latency_s": link.latency_s, "step_s": step_s}
     journal.event("sync", choice.reason, 0, **figures, method=choice.chosen.method)
     # Numbers that are equal are not enough: one process decides.
-    answer = broadcast_plain(_plain(choice.chosen), world)
+    answer = broadcast_plain(asdict(choice.chosen), world)
     return Cost(**{**answer, "codec": _codec(answer["codec"])})
-
-
-def _plain(cost: Cost) -> dict[str, Any]:
-    return {**cost.__dict__}
 
 
 def _link(world: World, places: Places) -> Link:
