@@ -26,13 +26,16 @@ def _child(rank, size, function, arguments, folder):
         dist.destroy_process_group()
 
 
-def run_on_ranks(function, size, *arguments):
-    """function(world, *arguments) on `size` processes; a list of what they returned, by rank."""
+def run_on_ranks(function, size, *arguments, start="fork"):
+    """function(world, *arguments) on `size` processes; a list of what they returned, by rank.
+
+    Forked ones start at once but inherit this process's memory; "spawn" starts with a memory of their own.
+    """
     if size == 1:
         return [function(World(), *arguments)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.start_processes(_child, (size, function, arguments, folder), nprocs=size, start_method="fork")
+            mp.start_processes(_child, (size, function, arguments, folder), nprocs=size, start_method=start)
         except Exception as error:
             texts = [path.read_text() for path in sorted(Path(folder).glob("*.err"))]
             raise AssertionError("\n".join(texts) or str(error)) from error
