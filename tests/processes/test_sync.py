@@ -86,6 +86,24 @@ def test_nothing_is_lost_over_several_exchanges(name, size):
         assert (missing < 1e-10) == (name == "none"), "this codec rounds, or it doesn't"
 
 
+def _late(world):
+    """Nothing moves before the first exchange, as where warming up begins at a rate of zero."""
+    compressor, peers = _compressor("lowrank"), Peers(world.rank, world.size)
+    nothing, held = settle(compressor.agree(torch.zeros(COUNT, dtype=torch.float64), peers))
+    values, missing = _own(world), []
+    for _ in range(30):
+        _, held = settle(compressor.agree(values + held, peers))
+        values = torch.zeros_like(values)
+        missing.append(_sum(held).norm().item())
+    return nothing.abs().max().item(), missing
+
+
+def test_low_rank_forgets_no_direction_for_good():
+    for nothing, missing in run_on_ranks(_late, 2):
+        assert nothing == 0
+        assert missing[-1] < missing[0] / 4, "what is held goes out in the end"
+
+
 class _Network(nn.Module):
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.links import Link, named_link
 from manyhands.core.plugins import load_choice
 from manyhands.sync.choose import LOCAL, METHODS, choose, days_of, words_of
-from manyhands.sync.codecs import Plain, codec_named, mean_bytes
+from manyhands.sync.codecs import Integers, Plain, codec_named, mean_bytes
 from manyhands.sync.costs import Case
 from manyhands.sync.explain import as_plain, methods_table
 from manyhands.sync.options import SyncOptions
@@ -112,8 +112,8 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     case = case_of(Link(1e6, 0.0), machines=machines)
     values = sum(math.prod(shape) for shape in RESNET18)
     statistics = 2 * (machines - 1) / machines * 8 * BUFFERS
-    ranks, half = rank_shapes(RESNET18, rank), Plain(torch.bfloat16)
-    thin = mean_bytes(ranks.left_values, machines, half) + mean_bytes(ranks.right_values, machines, half)
+    ranks, bytewise = rank_shapes(RESNET18, rank), Integers(8)
+    thin = mean_bytes(ranks.left_values, machines, bytewise) + mean_bytes(ranks.right_values, machines, bytewise)
     costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
     buffers = mean_bytes(BUFFERS, machines, Plain(torch.float32))
     int4 = mean_bytes(values, machines, codec_named("int4", torch.float32))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core.seeds import mix
-from manyhands.sync.codecs import Plain, codec_named
-from manyhands.sync.shapes import rank_shapes
+from manyhands.sync.codecs import Integers, codec_named
+from manyhands.sync.shapes import FACTOR_BITS, rank_shapes
 from manyhands.sync.talk import Conversation, Peers, mean_of
 
 
@@ -62,7 +62,8 @@ class LowRank:
     """Each matrix as a product of two thin ones, by one step of a power iteration from the last exchange's.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727. The left factors and all tensors that
-    are no matrices go first, then the right factors, rounded to bf16: what that loses is held back like the rest.
+    are no matrices go first, then the right factors, as integers of 8 bits: what that loses is held back like the
+    rest. A factor travels column by column, since those of one scale belong together.
 
     Args:
         shapes: of the tensors that make up the vector, in order.
@@ -77,23 +78,26 @@ class LowRank:
     ) -> None:
         self._ranks = rank_shapes(shapes, rank)
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-        self._codec = Plain(torch.bfloat16)
+        self._codec = Integers(FACTOR_BITS)
         generator = torch.Generator().manual_seed(mix(seed))
-        self._rights = [
-            torch.randn(columns, rank, generator=generator).to(device, dtype) for _, _, columns in self._ranks.matrices
+        # Columns, here and below: [rank, n] for a factor of [n, rank].
+        self._first = [
+            torch.randn(rank, columns, generator=generator).to(device, dtype) for _, _, columns in self._ranks.matrices
         ]
+        self._rights = self._first
 
     def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
         """See `Compressor`."""
         pieces = values.split(self._sizes)
         matrices = [pieces[place].view(rows, columns) for place, rows, columns in self._ranks.matrices]
-        lefts = [matrix @ right for matrix, right in zip(matrices, self._rights, strict=True)]
+        starts = [_directions(*both) for both in zip(self._rights, self._first, strict=True)]
+        lefts = [start @ matrix.T for matrix, start in zip(matrices, starts, strict=True)]
         plain = [pieces[place] for place in self._ranks.rest]
         first, held = yield from mean_of(_flat([*lefts, *plain], values), self._codec, peers)
         _, unsent = _unflat(held.together(peers), lefts, plain)
         lefts, plain = _unflat(first, lefts, plain)
         lefts = [orthonormal(left) for left in lefts]
-        rights = [matrix.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        rights = [left @ matrix for matrix, left in zip(matrices, lefts, strict=True)]
         second, held = yield from mean_of(_flat(rights, values), self._codec, peers)
         own, _ = _unflat(_flat(rights, values) - held.together(peers), rights, [])
         self._rights, _ = _unflat(second, rights, [])
@@ -107,7 +111,7 @@ class LowRank:
         # What its own factors lack, not what the agreed ones lack: else each process's distance from the mean, which
         # nobody needs to know, would pile up in what it holds.
         for matrix, left, right in zip(matrices, lefts, own, strict=True):
-            matrix.addmm_(left, right.T, alpha=-1)
+            matrix.addmm_(left.T, right, alpha=-1)
         return agreed, values
 
     def state(self) -> dict[str, Tensor]:
@@ -135,27 +139,36 @@ def compressor_named(
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Orthonormal columns [n, r] that span a matrix's; zeros for a column that the earlier ones explain.
+def _directions(right: Tensor, first: Tensor) -> Tensor:
+    """Right columns [r, n] of length one; the first ones in place of those that have come to nothing, which would stay.
+
+    A matrix that has moved in fewer than r directions, or not at all yet, leaves such columns.
+    """
+    lengths = right.norm(dim=1, keepdim=True)
+    live = lengths > 0
+    return torch.where(live, right / torch.where(live, lengths, 1), first / first.norm(dim=1, keepdim=True))
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns [r, n] that span those of a matrix; zeros for a column that the earlier ones explain.
 
     Gram-Schmidt in double precision, rounded to single precision: machines of different kinds add up in different
     orders, and all must come to the same bits.
     """
-    columns: list[Tensor] = []
-    for column in matrix.double().unbind(1):
+    done: list[Tensor] = []
+    for column in columns.double():
         length = column.norm()
-        for other in columns:
+        for other in done:
             column = column - (other * column).sum().float().double() * other
         rest = column.norm().float().double()
-        columns.append(column / rest if rest > 1e-6 * length else torch.zeros_like(column))
-    return torch.stack(columns, 1).to(torch.float32).to(matrix.dtype)
+        done.append(column / rest if rest > 1e-6 * length else torch.zeros_like(column))
+    return torch.stack(done).to(torch.float32).to(columns.dtype)
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Left [n, r] times right [m, r] transposed, into out [n, m]; term by term, so that all machines get equal bits."""
-    ones = list(zip(left.unbind(1), right.unbind(1), strict=True))
-    torch.mul(ones[0][0][:, None], ones[0][1], out=out)
-    for one, other in ones[1:]:
+    """Columns [r, n] times columns [r, m], into out [n, m]; term by term, so that all machines get equal bits."""
+    torch.mul(left[0][:, None], right[0], out=out)
+    for one, other in zip(left[1:], right[1:], strict=True):
         out.addr_(one, other)
 
 

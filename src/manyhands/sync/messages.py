@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from manyhands.core.links import link_seconds, rounds, sent_bytes
-from manyhands.sync.codecs import Codec, Plain, mean_bytes
+from manyhands.sync.codecs import Codec, Integers, mean_bytes
 from manyhands.sync.costs import Case
-from manyhands.sync.shapes import rank_shapes
+from manyhands.sync.shapes import FACTOR_BITS, rank_shapes
 
 # torch's DDP sends gradients in buckets of about this size, each of which waits for its own first byte.
 _BUCKET_BYTES = 25 << 20
@@ -58,7 +56,7 @@ def mean(case: Case, count: int, codec: Codec) -> Message:
 
 def low_rank(case: Case, rank: int) -> Message:
     """All parameters' values as products of thin matrices: left factors, then right ones."""
-    ranks, codec = rank_shapes(case.shapes, rank), Plain(torch.bfloat16)
+    ranks, codec = rank_shapes(case.shapes, rank), Integers(FACTOR_BITS)
     return mean(case, ranks.left_values, codec) + mean(case, ranks.right_values, codec)
 
 

@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Of a factor's value on its way; what rounding loses is held back with what the rank leaves out.
+FACTOR_BITS = 8
+
 
 @dataclass(frozen=True)
 class Ranks:
