@@ -156,7 +156,7 @@ class LocalWay(Way):
         compressor = compressor_named(
             spec.codec, shapes, rank=spec.rank, seed=0, device="cpu", dtype=self.parameters[0].dtype
         )
-        pace = Pace(spec.every, spec.delay, lr=1.0, momentum=0.5 if spec.delay else 0.0)
+        pace = Pace(spec.every, spec.delay)
         self.steps = LocalSteps(self.parameters, averaged(module), self.peers, compressor, pace)
         self.made = 0
 

@@ -6,10 +6,10 @@ import statistics
 import torch
 from torchvision.models import resnet18
 
-from bench.slow_methods import FORWARD_SHARE, averaged, read_spec
+from bench.slow_methods import FORWARD_SHARE, read_spec
 from manyhands.core.links import Link
 from manyhands.core.plugins import load_choice
-from manyhands.sync.choose import METHODS
+from manyhands.sync.choose import METHODS, choose
 from manyhands.sync.costs import Case
 from manyhands.sync.options import SyncOptions
 
@@ -21,8 +21,8 @@ LATENCY_S = 1e-3
 def predict(records, rate, method):
     """(seconds per step, bytes that a machine sends per step); None where there is no formula or no "alone".
 
-    A step by itself takes what it took without any agreement in the same rounds; a link carries what its rate leaves
-    after the frames' headers. On an unlimited link only bytes are predicted.
+    A step by itself takes what it took without any agreement in the same rounds, and a pass over memory what it took
+    then; a link carries what its rate leaves after the frames' headers. On an unlimited link only bytes are predicted.
     """
     alone = [one["seconds"] / one["updates"] for one in records if one["method"] == "alone" and "seconds" in one]
     spec = read_spec(method)
@@ -30,24 +30,35 @@ def predict(records, rate, method):
     if not alone or not hasattr(formulas, "estimate"):
         return None
     step_s = statistics.median(alone)
-    (cost,) = formulas.estimate(_case(spec, rate, step_s, records[0]["processes"]), _options(spec))
+    pass_s = statistics.median([one["pass_s"] for one in records if "pass_s" in one] or [0.0])
+    (cost,) = formulas.estimate(_case(rate, step_s, pass_s, records[0]["processes"]), _options(spec))
     return None if rate == "none" else cost.step_s, cost.sent_bytes
 
 
-def _case(spec, rate, step_s, machines):
+def choice(records, rate):
+    """What `auto` would take on a link, by the same figures; None where "alone" was not measured."""
+    alone = [one["seconds"] / one["updates"] for one in records if one["method"] == "alone" and "seconds" in one]
+    passes_s = [one["pass_s"] for one in records if "pass_s" in one]
+    if not alone or not passes_s or rate == "none":
+        return None
+    case = _case(rate, statistics.median(alone), statistics.median(passes_s), records[0]["processes"])
+    return choose(case, SyncOptions()).chosen
+
+
+def _case(rate, step_s, pass_s, machines):
     with torch.device("meta"):
         network = resnet18(num_classes=1000)
     bits_per_s = math.inf if rate == "none" else float(rate.removesuffix("mbit")) * 1e6 * CARRIED
     return Case(
         shapes=tuple(tuple(one.shape) for one in network.parameters()),
         item_bytes=4,
-        # The bench's other ways leave BatchNorm's statistics to each process.
-        buffers=sum(one.numel() for one in averaged(network)) if spec.name == "local" else 0,
+        buffers=0,  # the bench leaves BatchNorm's statistics to each process
         machines=machines,
         step_s=step_s,
         backward_s=step_s * (1 - FORWARD_SHARE),
         link=Link(bits_per_s / 8, LATENCY_S),
         steps=100_000,
+        pass_s=pass_s,
     )
 
 

@@ -2,7 +2,8 @@
 
 import statistics
 
-from bench.slow_prediction import predict
+from bench.slow_prediction import choice, predict
+from manyhands.sync.choose import words_of
 
 HEAD = [
     "link", "method", "rounds", "images/s", "s/step", "predicted", "of DDP on none", "of itself on none",
@@ -23,6 +24,9 @@ def show(records):
         print("| " + " | ".join(HEAD) + " |\n|" + " --- |" * len(HEAD))
         for rate, method in sorted({(one["rate"], one["method"]) for one in ours}, key=lambda at: order(ours, at)):
             print("| " + " | ".join(row(ours, rate, method)) + " |")
+        for rate in dict.fromkeys(record["rate"] for record in ours):
+            if auto := choice(ours, rate):
+                print(f"\nauto on {rate}: {words_of(auto)}, delay {auto.delay}, {auto.step_s:.3f} s/step predicted")
     for record in records:
         if "first_step_s" in record:
             print(record)

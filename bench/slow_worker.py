@@ -17,6 +17,7 @@ from torchvision.models import resnet18
 
 from bench.group import joined
 from bench.slow_methods import RealStep, VirtualStep, make_way, read_spec
+from manyhands.sync.measure import pass_seconds
 
 CLASSES, SIDE, BATCH = 1000, 32, 8
 WARM_STEPS = 2
@@ -60,7 +61,8 @@ class Turn:
     def warm_up(self):
         while self.made < self.first:
             self.step()
-        return {"parameters": sum(one.numel() for one in self.way.parameters)}
+        count = sum(one.numel() for one in self.way.parameters)
+        return {"parameters": count, "pass_s": pass_seconds(count, "cpu")}
 
     def measure(self, updates):
         """Times whole steps; those of local steps begin with an exchange and end before the next."""

@@ -242,7 +242,8 @@ class LocalSteps:
         if self.pace.momentum:
             self._speed.mul_(self.pace.momentum).add_(mean)
             mean.add_(self._speed, alpha=self.pace.momentum)
-        mean.mul_(self.pace.lr)
+        if self.pace.lr != 1:
+            mean.mul_(self.pace.lr)
         self.anchor.add_(mean)
         self._held, self._spare = held, flight.held
         if still:
