@@ -1,6 +1,7 @@
 """How the processes of a run agree: by the parallel mode itself, on compressed gradients, or now and then (local)."""
 
 import contextlib
+import platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -153,6 +154,20 @@ class Places:
     group: Any = None
 
 
+def machines_of(world: World) -> list[tuple[int, ...]]:
+    """Ranks of each machine's processes, by their first; a collective.
+
+    Launchers may deal ranks to machines in turns, and machines may share one name (raspberrypi). Each has one process
+    of each local rank, so the second of a name with the same local rank is on the second machine of that name.
+    """
+    told = gather_plain([platform.node(), world.local_size, world.local_rank], world)
+    machines: dict[tuple[Any, ...], list[int]] = {}
+    for rank, (name, size, local_rank) in enumerate(told):
+        before = told[:rank].count([name, size, local_rank])
+        machines.setdefault((name, size, before), []).append(rank)
+    return [tuple(machine) for machine in machines.values()]
+
+
 def places_of(world: World, within: str) -> Places:
     """Finds who agrees in every step and who speaks for them; a collective.
 
@@ -160,16 +175,14 @@ def places_of(world: World, within: str) -> Places:
         world: who takes part.
         within: machine, process, or auto: machines if there are several and one has several processes.
     """
-    firsts = gather_plain(world.rank - world.local_rank, world)
-    speakers = tuple(sorted(set(firsts)))
-    single = within == "process" or (within == "auto" and (len(speakers) == 1 or len(speakers) == world.size))
-    if single or len(speakers) == world.size:
+    machines = machines_of(world)
+    single = within == "process" or (within == "auto" and len(machines) == 1)
+    if single or len(machines) == world.size:
         return Places(tuple(range(world.size)), (world.rank,))
-    machines = [tuple(rank for rank, first in enumerate(firsts) if first == speaker) for speaker in speakers]
     # Every process makes all groups, in one order, as torch asks.
     groups = [dist.new_group(list(machine)) for machine in machines]
-    place = speakers.index(firsts[world.rank])
-    return Places(speakers, machines[place], groups[place])
+    place = next(place for place, machine in enumerate(machines) if world.rank in machine)
+    return Places(tuple(machine[0] for machine in machines), machines[place], groups[place])
 
 
 def make_agreeing(

@@ -1,7 +1,6 @@
 """Settles how the processes of a run agree: as the user says, as the checkpoint says, or as measurements say."""
 
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
@@ -16,12 +15,12 @@ from manyhands.core.journal import Journal
 from manyhands.core.links import Link, named_link
 from manyhands.core.world import World
 from manyhands.parallel.network import How
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.plain import broadcast_plain
 from manyhands.sync.choose import choose
 from manyhands.sync.costs import Case, Cost
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.options import CodecName, SyncOptions
-from manyhands.train.agreeing import Agreeing, Places, hook_of, make_agreeing, places_of
+from manyhands.train.agreeing import Agreeing, Places, hook_of, machines_of, make_agreeing, places_of
 
 BY_MODE = Cost("allreduce", 0.0, 0.0)
 
@@ -74,7 +73,7 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
     options = wish.job.sync
     if world.alone or wish.mode != "data" or options.method == "allreduce":
         return Synced(BY_MODE, Agreeing(), how)
-    if options.method == "auto" and not options.link and len(set(gather_plain(platform.node(), world))) == 1:
+    if options.method == "auto" and not options.link and len(machines_of(world)) == 1:
         return Synced(BY_MODE, Agreeing(), how)  # processes of one machine talk through its memory
     _refuse(wish.job)
     places = places_of(world, options.within)
