@@ -5,6 +5,7 @@ import platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -27,13 +28,12 @@ class Agreeing:
 
     Attributes:
         alone: True when processes train apart from each other between agreements.
-        has_own: True when each process has something that only it has, which `state` gives.
-        multiple: agreements about other things had best be at multiples of so many steps, when the link is free.
+        own: where each process has something that only it has, which `state` gives: what that goes with (method,
+            codec, who speaks …), as JSON data; else empty.
     """
 
     alone = False
-    has_own = False
-    multiple = 1
+    own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
         """`step` updates have been made, and everything that follows the last one has been done."""
@@ -72,10 +72,8 @@ class Agreeing:
 class OnLowRankGradients(Agreeing):
     """Gradients of low rank, in every update."""
 
-    has_own = True
-
-    def __init__(self, power: PowerSgd) -> None:
-        self._power = power
+    def __init__(self, power: PowerSgd, own: Mapping[str, Any]) -> None:
+        self._power, self.own = power, own
 
     def on_gradients(self) -> None:
         """Replaces them by the agreed mean."""
@@ -94,11 +92,9 @@ class NowAndThen(Agreeing):
     """Local steps."""
 
     alone = True
-    has_own = True
 
-    def __init__(self, steps: LocalSteps) -> None:
-        self.steps = steps
-        self.multiple = steps.pace.every
+    def __init__(self, steps: LocalSteps, own: Mapping[str, Any]) -> None:
+        self.steps, self.own = steps, own
 
     def before_update(self, step: int) -> None:
         """Begins an exchange."""
@@ -194,21 +190,30 @@ def make_agreeing(
         cost: the method, and for `local` its pace and codec.
         options: the rest.
         model: the network.
-        unused: names of trainable parameters that never get a gradient.
+        unused: names of trainable parameters that got no gradient when the network was tried.
         world: who takes part.
         places: who belongs together.
         seed: of the run.
     """
     if cost.method not in {"powersgd", "local"} or world.alone:
         return Agreeing()
-    trained = [one for name, one in model.named_parameters() if one.requires_grad and name not in unused]
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = list(named.values())
     speakers = places.speakers if cost.method == "local" else tuple(range(world.size))
     # A group of its own, so that an exchange under way never mixes with other collectives.
     group = dist.new_group(list(speakers))
     place = speakers.index(world.rank) if world.rank in speakers else 0
     peers, seed = Peers(place, len(speakers), group), derive(seed, "sync")
+    rank = options.rank if cost.method == "powersgd" or cost.codec == "lowrank" else 0
+    own = {
+        "method": cost.method,
+        "codec": cost.codec,
+        "rank": rank,
+        "speakers": list(speakers),
+        "values": sum(one.numel() for one in trained),
+    }
     if cost.method == "powersgd":
-        return OnLowRankGradients(PowerSgd(trained, peers, options.rank, seed))
+        return OnLowRankGradients(PowerSgd(trained, peers, options.rank, seed, [named[name] for name in unused]), own)
     machine = None
     if len(places.machine) > 1:
         machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
@@ -217,7 +222,7 @@ def make_agreeing(
     kind = dtype_of([*trained, *buffers])
     compressor = compressor_named(cost.codec, shapes, rank=options.rank, seed=seed, device=world.device, dtype=kind)
     weight = len(places.machine) * len(speakers) / world.size
-    return NowAndThen(LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine))
+    return NowAndThen(LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine), own)
 
 
 def pace_of(cost: Cost, options: SyncOptions) -> Pace:

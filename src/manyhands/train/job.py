@@ -147,9 +147,7 @@ def build(
         evaluate=lambda: evaluator(
             network.call if network.sharded or network.cutting else network.inner, update.autocast()
         ),
-        agreement=Agreement(
-            world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.agreeing.multiple
-        ),
+        agreement=Agreement(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every),
         progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
         total_steps=total,
         digest=training_digest(job, order.length),
