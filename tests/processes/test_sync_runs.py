@@ -1,6 +1,7 @@
 """Whole runs under each sync method: right numbers, equal replicas, and going on to the last bit."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.config.load import load_job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.train.job import build
 from manyhands.train.loop import fit
@@ -144,6 +145,23 @@ def test_without_what_each_had_alone_a_run_goes_on_from_the_agreed_network(size,
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
     assert any("agreed network" in message for message in said) == (method != "allreduce" and size > 1)
+
+
+def _without_room(world, folder, settings):
+    if world.speaks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    with pytest.raises(RunError, match="could not be saved"):
+        _train(world, folder, TOTAL, settings)
+
+
+def test_what_goes_with_the_last_good_checkpoint_is_kept_where_the_next_one_fails(tmp_path):
+    settings = {**METHODS["int4"], "checkpoint.keep": 1}
+    run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, METHODS["int4"])
+    _back_to(SAVED, tmp_path / "run", tmp_path / "full")
+    run_on_ranks(_without_room, 2, str(tmp_path / "full"), settings)
+    for rank in range(2):
+        own = tmp_path / "full" / "checkpoints" / f"rank-0000{rank}-of-00002"
+        assert (own / f"step-{SAVED:08d}").is_dir()
 
 
 OTHER = {

@@ -39,13 +39,19 @@ def save_own(parts: Parts) -> None:
     try:
         remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
         save(folder, step, Snapshot(content, named_optimizer(parts.network.inner, parts.update.optimizer), state))
-        best = folder / f"step-{parts.progress.best_step:08d}"
-        prune(folder, parts.job.checkpoint.keep, best if best.is_dir() else None)
     except SaveError as error:
         said = error.what
     for rank, word in enumerate(gather_plain(said, parts.world)):
         if word:
             parts.journal.event("warning", f"rank {rank} could not save its own state: {word}", step)
+
+
+def prune_own(parts: Parts) -> None:
+    """Deletes what goes with checkpoints that are no longer kept; once a newer one has been committed."""
+    if parts.agreeing.own:
+        folder = own_folder(parts.folder.checkpoints, parts.world)
+        best = folder / f"step-{parts.progress.best_step:08d}"
+        prune(folder, parts.job.checkpoint.keep, best if best.is_dir() else None)
 
 
 def load_own(parts: Parts, checkpoint: Path) -> None:
