@@ -1,12 +1,23 @@
 """Who agrees with whom, under any way of dealing ranks to machines; and what keeps local steps in time."""
 
+import json
 import platform
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from manyhands.train.agreeing import places_of
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.world import World
+from manyhands.sync.compress import compressor_named
+from manyhands.sync.costs import Cost
+from manyhands.sync.local import LocalSteps
+from manyhands.sync.options import SyncOptions
+from manyhands.sync.talk import Peers
+from manyhands.train.agreeing import pace_of, places_of
+from manyhands.train.pacing import Pacer
 from tests.processes.ranks import run_on_ranks
 
 # By rank: (name of its machine, processes there, its local rank there).
@@ -45,3 +56,64 @@ def test_each_machine_has_its_own_processes_and_one_that_speaks(name):
         assert machine == next(one for one in machines if rank in one)
         assert group is None or tuple(group) == machine
         assert (group is None) == (len(machines) == 4)
+
+
+class _Paced:
+    """Rank 0 of several processes, with steps of 0.1 s and exchanges as long as it is told."""
+
+    def __init__(self, folder, now, total_steps=100_000, size=2, **said):
+        folder.mkdir(exist_ok=True)
+        self.folder, options = RunFolder(folder), SyncOptions(method="local", codec="int4", **said)
+        self.journal, cost = Journal(self.folder, 0), Cost("local", 0.1, 1.0, 0.5, "int4", *now)
+        tensors = [torch.zeros(4)]
+        compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
+        self.steps = LocalSteps(tensors, [], Peers(), compressor, pace_of(cost, options))
+        hosts = [f"host-{rank}" for rank in range(size)]
+        self.pacer = Pacer(self.steps, cost, options, World(0, size), hosts, total_steps, 0.0)
+
+    def agree(self, exchange_s, *others_s):
+        self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s
+        told = self.pacer.mine(1.0, 10)
+        for rank, step_s in enumerate(others_s, 1):
+            told[rank] += step_s
+        self.pacer.heed(told, self.steps.rounds, self.journal)
+        return self.steps.pace.every, self.steps.pace.delay
+
+    def said(self, kind):
+        lines = self.folder.events.read_text().splitlines() if self.folder.events.exists() else []
+        return [event["message"] for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def test_the_pace_follows_the_link(tmp_path):
+    paced = _Paced(tmp_path / "run", (7, 6))
+    assert {paced.agree(0.5) for _ in range(5)} == {(7, 6)}
+    assert [paced.agree(5.0) for _ in range(5)][-1] == (65, 58)
+    assert len(paced.said("sync")) == 1
+
+
+def test_the_delay_follows_the_link_where_a_short_run_allows_no_more_steps(tmp_path):
+    paced = _Paced(tmp_path / "run", (14, 3), total_steps=14 * 60)
+    assert [paced.agree(1.1) for _ in range(5)][-1] == (14, 13)
+    assert [paced.agree(0.25) for _ in range(5)][-1] == (4, 3)
+
+
+def test_what_a_user_says_of_the_pace_is_kept(tmp_path):
+    often = _Paced(tmp_path / "every", (7, 6), every=7)
+    assert [often.agree(5.0) for _ in range(5)][-1] == (7, 6)
+    late = _Paced(tmp_path / "delay", (7, 2), delay=2)
+    assert [late.agree(5.0) for _ in range(5)][-1] == (65, 2)
+
+
+@pytest.mark.parametrize(("others_s", "named"), [
+    ((0.16,), "rank 1 on host-1 takes 0.16 s a step, others 0.1 s"),
+    ((0.1, 0.5), "rank 2 on host-2 takes 0.5 s a step, others 0.1 s"),
+    ((0.04, 0.04), "rank 0 on host-0 takes 0.1 s a step, others 0.04 s"),
+    ((0.12, 0.11), ""),
+])  # fmt: skip
+def test_who_is_slow_is_named_once(others_s, named, tmp_path):
+    paced = _Paced(tmp_path / "run", (7, 6), size=1 + len(others_s))
+    for _ in range(6):
+        paced.agree(0.5, *others_s)
+    said = paced.said("slow")
+    assert len(said) == bool(named)
+    assert all(named in message for message in said)

@@ -12,9 +12,9 @@ from manyhands.sync.methods.local import fitting_delay, fitting_steps
 from manyhands.sync.options import SyncOptions
 from manyhands.train.agreeing import pace_of
 
-# The pace changes where another would be so many times as long or as short; less is noise.
+# The pace changes where another would be so many times as long or as short, and more than a step; less is noise.
 _CHANGE = 1.5
-# A process is slow that takes so many times as long as the median, in so many agreements one after the other.
+# A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
 _SLOW, _TIMES = 1.3, 3
 
 
@@ -69,22 +69,25 @@ class Pacer:
             return now
         long = statistics.median(self._exchanges_s) / max(step_s, 1e-6)
         every = fitting_steps(long, self.total_steps, self.compressing_s / max(step_s, 1e-6))
-        if self.cost.every / _CHANGE < every < self.cost.every * _CHANGE:
+        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
+        if not _differ(every, self.cost.every) and not _differ(delay, self.cost.delay):
             return now
         self._exchanges_s.clear()
-        return float(every), float(fitting_delay(long, every))
+        return float(every), float(delay)
 
     def heed(self, told: list[float], step: int, journal: Journal) -> Cost:
         """Does what the sums of `mine` say, alike on all processes; returns the method with its pace."""
         speeds, (every, delay) = told[: self.world.size], (round(value) for value in told[self.world.size :])
         self._name_the_slow(speeds, step, journal)
-        if every != self.cost.every and self.steps.idle:
-            before, self.cost = self.cost, replace(self.cost, every=every, delay=delay)
+        before = self.cost
+        if (every, delay) != (before.every, before.delay) and self.steps.idle:
+            self.cost = replace(before, every=every, delay=delay)
             self.steps.pace = pace_of(self.cost, self.options)
-            said = f"exchanges {'take longer' if every > before.every else 'are faster'} now"
+            said = f"exchanges {'take longer' if (every, delay) > (before.every, before.delay) else 'are faster'} now"
+            changed = f"every {every} steps instead of {before.every}, {delay} steps late instead of {before.delay}"
             journal.event(
                 "sync",
-                f"{said}: processes agree every {every} steps instead of {before.every}",
+                f"{said}: processes agree {changed}",
                 step,
                 every=every,
                 delay=delay,
@@ -93,9 +96,9 @@ class Pacer:
         return self.cost
 
     def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
-        usual_s = statistics.median(speeds)
         slowest = max(range(len(speeds)), key=speeds.__getitem__)
-        if not math.isfinite(usual_s) or speeds[slowest] < _SLOW * usual_s:
+        usual_s = statistics.median([*speeds[:slowest], *speeds[slowest + 1 :]])
+        if not math.isfinite(usual_s) or speeds[slowest] <= _SLOW * usual_s:
             self._slow.clear()
             return
         self._slow.append(slowest)
@@ -106,3 +109,7 @@ class Pacer:
             )
             lost = 1 - usual_s / speeds[slowest]
             journal.event("slow", f"{what}: they stand still {lost:.0%} of the time", step, rank=slowest)
+
+
+def _differ(wanted: int, now: int) -> bool:
+    return abs(wanted - now) > 1 and not now / _CHANGE < wanted < now * _CHANGE
