@@ -14,6 +14,7 @@ from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.rehearse import TIMED
 from manyhands.train.samples import Objects
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
@@ -145,6 +146,31 @@ def test_without_what_each_had_alone_a_run_goes_on_from_the_agreed_network(size,
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
     assert any("agreed network" in message for message in said) == (method != "allreduce" and size > 1)
+
+
+class _Overflowing(_Network):
+    """Its gradients overflow while it is tried and timed, as they may in fp16; not in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.tries = 1 + TIMED
+
+    def forward(self, pictures):
+        output = super().forward(pictures)
+        if self.training and self.tries:
+            self.tries -= 1
+            output.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+
+def test_what_is_not_said_is_measured_and_the_network_is_left_as_it_was(tmp_path):
+    settings = {"sync.method": "local", "train.micro_batch": 5}
+    answers = run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, settings, False, _Overflowing)
+    assert all(_equal(answer[1], answers[0][1]) for answer in answers)
+    assert all(tensor.isfinite().all() for tensor in answers[0][1].values())
+    (event,) = _events(tmp_path / "run", "sync")
+    assert event["data"]["method"] == "local"
+    assert event["data"]["step_s"] > 0
 
 
 def _without_room(world, folder, settings):
