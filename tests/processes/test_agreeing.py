@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.world import World
@@ -16,7 +17,7 @@ from manyhands.sync.costs import Cost
 from manyhands.sync.local import LocalSteps
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.talk import Peers
-from manyhands.train.agreeing import pace_of, places_of
+from manyhands.train.agreeing import make_agreeing, pace_of, places_of
 from manyhands.train.pacing import Pacer
 from tests.processes.ranks import run_on_ranks
 
@@ -44,7 +45,7 @@ MACHINES = {
 def _places(world, dealt):
     name, size, local_rank = dealt[world.rank]
     platform.node = lambda: name  # of this process alone
-    places = places_of(replace(world, local_rank=local_rank, local_size=size), "auto")
+    places = places_of(replace(world, local_rank=local_rank, local_size=size), Job())
     return places.speakers, places.machine, dist.get_process_group_ranks(places.group) if places.group else None
 
 
@@ -56,6 +57,31 @@ def test_each_machine_has_its_own_processes_and_one_that_speaks(name):
         assert machine == next(one for one in machines if rank in one)
         assert group is None or tuple(group) == machine
         assert (group is None) == (len(machines) == 4)
+
+
+def _update(agreeing):
+    agreeing.before_update(1)
+    agreeing.on_gradients()
+    agreeing.after_update(2)
+
+
+def _silent(world, cost):
+    """Rank 1 lives, and says nothing."""
+    job = Job(cluster=ClusterOptions(collective_timeout_s=1.0), sync=SyncOptions(method=cost.method))
+    network = torch.nn.Linear(4, 4)
+    agreeing = make_agreeing(cost, job, network, [], world, places_of(world, job))
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            _update(agreeing)
+    dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("cost", [
+    Cost("powersgd", 0.0, 0.0), Cost("local", 0.0, 0.0, every=1, delay=1), Cost("local", 0.0, 0.0, every=1),
+], ids=str)  # fmt: skip
+def test_a_silent_peer_is_given_up_when_the_job_says_so(cost):
+    assert all(run_on_ranks(_silent, 2, cost))
 
 
 class _Paced:

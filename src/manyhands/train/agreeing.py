@@ -2,15 +2,17 @@
 
 import contextlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.parallel.plain import gather_plain
@@ -164,36 +166,38 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
     return [tuple(machine) for machine in machines.values()]
 
 
-def places_of(world: World, within: str) -> Places:
+def new_group(job: Job, ranks: Sequence[int]) -> Any:
+    """Some processes' group; torch would let it wait for a silent peer longer than the job says."""
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=job.cluster.collective_timeout_s))
+
+
+def places_of(world: World, job: Job) -> Places:
     """Finds who agrees in every step and who speaks for them; a collective.
 
     Args:
         world: who takes part.
-        within: machine, process, or auto: machines if there are several and one has several processes.
+        job: of sync.within: auto takes machines together if there are several and one has several processes.
     """
-    machines = machines_of(world)
+    machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:
         return Places(tuple(range(world.size)), (world.rank,))
     # Every process makes all groups, in one order, as torch asks.
-    groups = [dist.new_group(list(machine)) for machine in machines]
+    groups = [new_group(job, machine) for machine in machines]
     place = next(place for place, machine in enumerate(machines) if world.rank in machine)
     return Places(tuple(machine[0] for machine in machines), machines[place], groups[place])
 
 
-def make_agreeing(
-    cost: Cost, options: SyncOptions, model: nn.Module, unused: list[str], world: World, places: Places, seed: int
-) -> Agreeing:
+def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: Places) -> Agreeing:
     """What carries out a method for a network that is equal on all processes; a collective.
 
     Args:
         cost: the method, and for `local` its pace and codec.
-        options: the rest.
+        job: says the rest.
         model: the network.
         unused: names of trainable parameters that got no gradient when the network was tried.
         world: who takes part.
         places: who belongs together.
-        seed: of the run.
     """
     if cost.method not in {"powersgd", "local"} or world.alone:
         return Agreeing()
@@ -201,9 +205,9 @@ def make_agreeing(
     trained = list(named.values())
     speakers = places.speakers if cost.method == "local" else tuple(range(world.size))
     # A group of its own, so that an exchange under way never mixes with other collectives.
-    group = dist.new_group(list(speakers))
+    group = new_group(job, speakers)
     place = speakers.index(world.rank) if world.rank in speakers else 0
-    peers, seed = Peers(place, len(speakers), group), derive(seed, "sync")
+    peers, seed, options = Peers(place, len(speakers), group), derive(job.train.seed, "sync"), job.sync
     rank = options.rank if cost.method == "powersgd" or cost.codec == "lowrank" else 0
     own = {
         "method": cost.method,

@@ -20,7 +20,7 @@ from manyhands.sync.choose import COMBINATIONS, EXACT, LOCAL, choose
 from manyhands.sync.costs import Case, Cost
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.options import CodecName, SyncOptions
-from manyhands.train.agreeing import Agreeing, Places, hook_of, machines_of, make_agreeing, places_of
+from manyhands.train.agreeing import Agreeing, Places, hook_of, machines_of, make_agreeing, new_group, places_of
 
 BY_MODE = Cost("allreduce", 0.0, 0.0)
 
@@ -76,11 +76,11 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
     if options.method == "auto" and not options.link and len(machines_of(world)) == 1:
         return Synced(BY_MODE, Agreeing(), how)  # processes of one machine talk through its memory
     _refuse(wish.job)
-    places = places_of(world, options.within)
+    places = places_of(world, wish.job)
     cost = (
         kept_cost(wish.kept, wish.job, world.size) or _said(options) or _measured(wish, model, world, places, journal)
     )
-    agreeing = make_agreeing(cost, options, model, unused, world, places, wish.job.train.seed)
+    agreeing = make_agreeing(cost, wish.job, model, unused, world, places)
     group = places.group if agreeing.alone and len(places.machine) > 1 else None
     # Where a machine has one process, or gradients are compressed by somebody else, DDP has nothing to do.
     reduces = cost.method in {"allreduce", "bf16"} or group is not None
@@ -168,7 +168,7 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
     options = wish.job.sync
     step_s, backward_s = wish.time_step()
     machines = len(places.speakers)
-    link = named_link(options.link, "sync.link") if options.link else _link(world, places)
+    link = named_link(options.link, "sync.link") if options.link else _link(wish.job, world, places)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     case = Case(
         tuple(tuple(parameter.shape) for parameter in parameters),
@@ -192,9 +192,9 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
     return Cost(**{**answer, "codec": _codec(answer["codec"])})
 
 
-def _link(world: World, places: Places) -> Link:
+def _link(job: Job, world: World, places: Places) -> Link:
     """The link between machines, as one process of each measures it; equal on all processes."""
-    group: Any = dist.new_group(list(places.speakers)) if len(places.speakers) < world.size else None
+    group: Any = new_group(job, places.speakers) if len(places.speakers) < world.size else None
     found = torch.zeros(2, dtype=torch.float32 if world.device == "mps" else torch.float64, device=world.device)
     if world.rank in places.speakers:
         link = measure_link(group, world.device)
