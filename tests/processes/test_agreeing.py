@@ -2,6 +2,7 @@
 
 import json
 import platform
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,10 @@ from manyhands.sync.costs import Cost
 from manyhands.sync.local import LocalSteps
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.talk import Peers
+from manyhands.train.agree import LONGEST_S, Agreement
 from manyhands.train.agreeing import make_agreeing, pace_of, places_of
 from manyhands.train.pacing import Pacer
+from manyhands.train.step import Measured
 from tests.processes.ranks import run_on_ranks
 
 # By rank: (name of its machine, processes there, its local rank there).
@@ -143,3 +146,14 @@ def test_who_is_slow_is_named_once(others_s, named, tmp_path):
     said = paced.said("slow")
     assert len(said) == bool(named)
     assert all(named in message for message in said)
+
+
+def test_a_slow_link_is_waited_for_but_not_for_minutes():
+    agreement = Agreement(World(), 0.5, float("inf"), multiple=1000)
+    agreement.reset(0)
+    agreement.agree(Measured(), 100_001, stop=False)  # steps of next to no time
+    assert next(step for step in range(100_002, 103_000) if agreement.due(step, force=False)) % 1000 == 0
+    time.sleep(0.05)
+    agreement.agree(Measured(), 100_002, stop=False)
+    assert not agreement.due(100_002, force=False)
+    assert agreement.due(100_002 + round(LONGEST_S / 0.05), force=False)
