@@ -49,6 +49,7 @@ def _places(world, dealt):
     name, size, local_rank = dealt[world.rank]
     platform.node = lambda: name  # of this process alone
     places = places_of(replace(world, local_rank=local_rank, local_size=size), Job())
+    dist.barrier()  # who is done waits for those that are still joining their group
     return places.speakers, places.machine, dist.get_process_group_ranks(places.group) if places.group else None
 
 
@@ -101,10 +102,13 @@ class _Paced:
         self.pacer = Pacer(self.steps, cost, options, World(0, size), hosts, total_steps, 0.0)
 
     def agree(self, exchange_s, *others_s):
-        self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s
+        """One exchange, which takes longer by the clock of who must wait in it for the slowest."""
+        slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.pacer.world.size
+        waits_s = [pace.every * (slowest_s - step_s) for step_s in (0.1, *others_s)]
+        self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s + waits_s[0]
         told = self.pacer.mine(1.0, 10)
         for rank, step_s in enumerate(others_s, 1):
-            told[rank] += step_s
+            told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
         self.pacer.heed(told, self.steps.rounds, self.journal)
         return self.steps.pace.every, self.steps.pace.delay
 
@@ -118,6 +122,11 @@ def test_the_pace_follows_the_link(tmp_path):
     assert {paced.agree(0.5) for _ in range(5)} == {(7, 6)}
     assert [paced.agree(5.0) for _ in range(5)][-1] == (65, 58)
     assert len(paced.said("sync")) == 1
+
+
+def test_a_slow_process_makes_no_exchange_seem_long(tmp_path):
+    paced = _Paced(tmp_path / "run", (7, 6))
+    assert [paced.agree(0.5, 0.2) for _ in range(12)][-1] == (4, 3)
 
 
 def test_the_delay_follows_the_link_where_a_short_run_allows_no_more_steps(tmp_path):
