@@ -88,6 +88,18 @@ def test_a_silent_peer_is_given_up_when_the_job_says_so(cost):
     assert all(run_on_ranks(_silent, 2, cost))
 
 
+def _where(world):
+    """Without BatchNorm, on an accelerator; "meta" stands for one that isn't here."""
+    place, cost = replace(world, device="meta"), Cost("local", 0.0, 0.0, every=1)
+    network = torch.nn.Linear(4, 4, device="meta")
+    agreeing = make_agreeing(cost, Job(), network, [], place, places_of(world, Job()))
+    return [agreeing.steps.anchor.device.type, agreeing.steps.agreed_buffers.device.type]
+
+
+def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer():
+    assert run_on_ranks(_where, 2) == [["meta", "meta"]] * 2
+
+
 class _Paced:
     """Rank 0 of several processes, with steps of 0.1 s and exchanges as long as it is told."""
 

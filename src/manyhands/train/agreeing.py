@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -221,7 +222,8 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
     machine = None
     if len(places.machine) > 1:
         machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
-    buffers = [buffer for _, buffer in model.named_buffers()]
+    # One of no values, where there are none, says on which device they would be agreed on.
+    buffers = [buffer for _, buffer in model.named_buffers()] or [torch.zeros(0, device=world.device)]
     shapes = [tuple(parameter.shape) for parameter in trained]
     kind = dtype_of([*trained, *buffers])
     compressor = compressor_named(cost.codec, shapes, rank=options.rank, seed=seed, device=world.device, dtype=kind)
