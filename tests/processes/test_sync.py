@@ -178,6 +178,7 @@ def _exact(world):
         plain.optimizer.step()
     for buffer in plain.network.buffers():
         buffer.copy_(_sum(buffer) / world.size)
+    local.sync.finish(6)  # it has agreed already, but on the buffers
     return _same(_everything(local), {**_everything(plain), "anchor": local.sync.anchor}, 1e-11)
 
 
@@ -188,6 +189,7 @@ def test_agreeing_after_each_step_uncompressed_is_plain_data_parallel():
 def _finished(world, name, pace):
     trainer = _Trainer(world, name, pace)
     trainer.train(0, 11)
+    trainer.sync.agree_on_buffers(11)
     with trainer.sync.agreed():
         between = {name: tensor.clone() for name, tensor in trainer.network.state_dict().items()}
     own = _everything(trainer)
@@ -219,6 +221,7 @@ def _again(world, name, pace, stop):
     whole.train(0, 14)
     first = _Trainer(world, name, pace)
     first.train(0, stop)
+    first.sync.agree_on_buffers(stop)
     with first.sync.agreed():
         network = {key: tensor.clone() for key, tensor in first.network.state_dict().items()}
     tensors, numbers = first.sync.state()

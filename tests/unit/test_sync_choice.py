@@ -17,7 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.links import Link, named_link
 from manyhands.core.plugins import load_choice
 from manyhands.sync.choose import LOCAL, METHODS, choose, days_of, words_of
-from manyhands.sync.codecs import Integers, Plain, codec_named, mean_bytes
+from manyhands.sync.codecs import Integers, codec_named, mean_bytes
 from manyhands.sync.costs import Case, Cost
 from manyhands.sync.explain import as_plain, methods_table
 from manyhands.sync.options import SyncOptions
@@ -118,14 +118,13 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     ranks, bytewise = rank_shapes(RESNET18, rank), Integers(8)
     thin = mean_bytes(ranks.left_values, machines, bytewise) + mean_bytes(ranks.right_values, machines, bytewise)
     costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
-    buffers = mean_bytes(BUFFERS, machines, Plain(torch.float32))
     int4 = mean_bytes(values, machines, codec_named("int4", torch.float32))
     expected = {
         ("allreduce", "none"): 2 * (machines - 1) / machines * 4 * values + statistics,
         ("bf16", "none"): 2 * (machines - 1) / machines * 2 * values + statistics,
         ("powersgd", "none"): thin + statistics,
-        ("local", "lowrank"): (thin + buffers) / 10,
-        ("local", "int4"): (int4 + buffers) / 10,
+        ("local", "lowrank"): thin / 10,
+        ("local", "int4"): int4 / 10,
     }
     assert {key: costs[key].sent_bytes for key in expected} == pytest.approx(expected)
 

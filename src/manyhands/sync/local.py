@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyhands.sync.codecs import Plain
 from manyhands.sync.compress import Compressor
-from manyhands.sync.talk import Conversation, Peers, Talk, mean_of
+from manyhands.sync.talk import Peers, Talk, mean_of, settle
 from manyhands.sync.vector import add_vector, as_vector, dtype_of, write_vector
 
 
@@ -30,7 +30,6 @@ class Flight:
         since: the step at which it began.
         moved: how far this process had come from the agreed point then [n].
         held: what was held back before, which goes along [n].
-        buffers: the buffers' values then [m].
         compressor: the compressor's state before.
         talk: the conversation, on the process that speaks for its machine.
     """
@@ -38,9 +37,8 @@ class Flight:
     since: int
     moved: Tensor
     held: Tensor
-    buffers: Tensor
     compressor: dict[str, Tensor]
-    talk: Talk[tuple[Tensor, Tensor, Tensor]] | None
+    talk: Talk[tuple[Tensor, Tensor]] | None
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,9 @@ class Machine:
 class LocalSteps:
     """Keeps the agreed point, and has processes agree.
 
-    The buffers of a network (BatchNorm's statistics) are agreed on with the parameters, for evaluation and
-    checkpoints; a process trains on with its own.
+    The buffers of a network (BatchNorm's statistics) are agreed on when somebody is to look at them, for evaluation and
+    checkpoints; a process trains on with its own. Since they are running means, the mean of all is what it would be if
+    they had been averaged all along.
 
     Attributes:
         parameters: the trainable ones, in an order that is equal everywhere.
@@ -121,6 +120,7 @@ class LocalSteps:
         # Memory that is used again and again: asking the system for new pages costs more than the sums.
         self._moved, self._spare = torch.empty_like(self.anchor), torch.empty_like(self.anchor)
         self._flight: Flight | None = None
+        self._buffers_of = -1
 
     @property
     def idle(self) -> bool:
@@ -145,6 +145,24 @@ class LocalSteps:
         if self._flight:
             self._land()
         self._agree_now(step)
+        self.agree_on_buffers(step)
+        self._write(self.anchor, self.agreed_buffers)
+
+    def agree_on_buffers(self, step: int) -> None:
+        """Takes the mean of all buffers, once in each step; waits for an exchange under way; a collective."""
+        if step == self._buffers_of:
+            return
+        if self._flight and self._flight.talk:
+            self._flight.talk.result()  # both use one group, in which messages must not meet
+        buffers = as_vector(self.buffers, self._dtype)
+        if self.machine:
+            dist.all_reduce(buffers, group=self.machine.group)
+            buffers /= self.machine.size
+        if self.machine is None or self.machine.speaks:
+            buffers, _ = settle(mean_of(buffers, Plain(self._dtype), self.peers))
+        if self.machine:
+            dist.broadcast(buffers, self.machine.speaker, group=self.machine.group)
+        self.agreed_buffers, self._buffers_of = buffers, step
 
     def close(self) -> None:
         """Waits for an exchange under way and drops it; its process group may be given back then."""
@@ -154,7 +172,7 @@ class LocalSteps:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Has the network be the agreed one, for evaluation and checkpoints."""
+        """Has the network be the agreed one, with the buffers last agreed on, for evaluation and checkpoints."""
         own = as_vector(self.parameters, self._dtype), as_vector(self.buffers, self._dtype)
         self._write(self.anchor, self.agreed_buffers)
         try:
@@ -174,7 +192,7 @@ class LocalSteps:
         compressor = flight.compressor if flight else self.compressor.state()
         tensors |= {f"compressor.{name}": tensor for name, tensor in compressor.items()}
         if flight:
-            tensors |= {"flight.moved": flight.moved, "flight.buffers": flight.buffers}
+            tensors["flight.moved"] = flight.moved
         return tensors, {"rounds": self.rounds, "since": flight.since if flight else -1}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
@@ -188,33 +206,24 @@ class LocalSteps:
         prefix = "compressor."
         self.compressor.load({name[len(prefix) :]: one for name, one in moved.items() if name.startswith(prefix)})
         if numbers["since"] >= 0:
-            self._fly(numbers["since"], moved["flight.moved"], moved["flight.buffers"])
+            self._fly(numbers["since"], moved["flight.moved"])
 
     def _agree_now(self, step: int) -> None:
         self._launch(step, beside=False)
         self._land(still=True)
 
     def _launch(self, step: int, *, beside: bool = True) -> None:
-        buffers = as_vector(self.buffers, self._dtype)
-        if self.machine:
-            dist.all_reduce(buffers, group=self.machine.group)
-            buffers /= self.machine.size
         moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
-        self._fly(step, moved, buffers, beside=beside)
+        self._fly(step, moved, beside=beside)
 
-    def _fly(self, step: int, moved: Tensor, buffers: Tensor, *, beside: bool = True) -> None:
+    def _fly(self, step: int, moved: Tensor, *, beside: bool = True) -> None:
         before = dict(self.compressor.state())
         speaks = self.machine is None or self.machine.speaks
         talk = None
         if speaks:
             values = torch.add(self._held, moved, alpha=self.weight, out=self._spare)
-            talk = Talk(self._conversation(values, buffers), beside=beside)
-        self._flight = Flight(step, moved, self._held, buffers, before, talk)
-
-    def _conversation(self, values: Tensor, buffers: Tensor) -> Conversation[tuple[Tensor, Tensor, Tensor]]:
-        mean, held = yield from self.compressor.agree(values, self.peers)
-        buffers, _ = yield from mean_of(buffers, Plain(self._dtype), self.peers)
-        return mean, held, buffers
+            talk = Talk(self.compressor.agree(values, self.peers), beside=beside)
+        self._flight = Flight(step, moved, self._held, before, talk)
 
     def _land(self, *, still: bool = False) -> None:
         """Waits for the exchange and applies it; `still`: this process hasn't moved since it began."""
@@ -223,12 +232,11 @@ class LocalSteps:
             return
         began_s = time.perf_counter()
         if flight.talk:
-            mean, held, buffers = flight.talk.result()
+            mean, held = flight.talk.result()
         else:
-            mean, held, buffers = torch.empty_like(self.anchor), self._held, torch.empty_like(self.agreed_buffers)
+            mean, held = torch.empty_like(self.anchor), self._held
         if self.machine:
-            for tensor in (mean, buffers):
-                dist.broadcast(tensor, self.machine.speaker, group=self.machine.group)
+            dist.broadcast(mean, self.machine.speaker, group=self.machine.group)
         self.waited_s += time.perf_counter() - began_s
         self.exchange_s = flight.talk.seconds if flight.talk else 0.0
         if self.pace.momentum:
@@ -236,9 +244,9 @@ class LocalSteps:
             mean.add_(self._speed, alpha=self.pace.momentum)
         mean.mul_(self.pace.lr)
         self.anchor.add_(mean)
-        self.agreed_buffers, self._held, self._spare = buffers, held, flight.held
+        self._held, self._spare = held, flight.held
         if still:
-            self._write(self.anchor, self.agreed_buffers)
+            write_vector(self.anchor, self.parameters)
         else:
             add_vector(mean.sub_(flight.moved), self.parameters)
         self._flight, self.rounds = None, self.rounds + 1

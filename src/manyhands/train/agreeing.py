@@ -50,8 +50,11 @@ class Agreeing:
     def finish(self, step: int) -> None:
         """Leaves all processes with one network, at the end of training; a collective."""
 
+    def agree_on_buffers(self, step: int) -> None:
+        """Makes ready for `agreed`, once `step` updates have been made; a collective."""
+
     def agreed(self) -> AbstractContextManager[None]:
-        """Has the network be the one that all processes have agreed on; every process must enter it."""
+        """Has the network be the one that all processes have agreed on."""
         return contextlib.nullcontext()
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
@@ -111,6 +114,10 @@ class NowAndThen(Agreeing):
         """A last exchange that all wait for."""
         self.steps.finish(step)
 
+    def agree_on_buffers(self, step: int) -> None:
+        """The mean of BatchNorm's statistics."""
+        self.steps.agree_on_buffers(step)
+
     def agreed(self) -> AbstractContextManager[None]:
         """The agreed point in place of this process's own."""
         return self.steps.agreed()
@@ -118,8 +125,7 @@ class NowAndThen(Agreeing):
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
         """The agreed point, and what isn't trained."""
         frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
-        agreed = {"the agreed parameters": self.steps.anchor, "the agreed buffers": self.steps.agreed_buffers}
-        return {**agreed, **frozen}
+        return {"the agreed parameters": self.steps.anchor, **frozen}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """This process's own point, what is held back, and an exchange under way."""

@@ -25,6 +25,7 @@ def evaluate(parts: Parts) -> bool:
     """Evaluates on all processes and records it; True when it is the best so far."""
     progress = parts.progress
     parts.phase = "evaluate"
+    parts.agreeing.agree_on_buffers(progress.step)
     with parts.agreeing.agreed():
         found = parts.evaluate()
     progress.evaluated_step = progress.step
@@ -76,6 +77,7 @@ def save(parts: Parts) -> None:
     if parts.update.scaler:
         extra["scaler"] = parts.update.scaler.state_dict()
     outcome = SAVED
+    parts.agreeing.agree_on_buffers(progress.step)
     save_own(parts)
     if parts.network.sharded or parts.network.cutting or parts.world.speaks:
         with parts.agreeing.agreed():

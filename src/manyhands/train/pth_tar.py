@@ -30,6 +30,7 @@ def write_pth_tar(parts: Parts, *, best: bool) -> None:
     if not parts.job.checkpoint.pth_tar:
         return
     phase, parts.phase = parts.phase, "save"
+    parts.agreeing.agree_on_buffers(parts.progress.step)
     if parts.network.sharded or parts.world.speaks:
         with parts.agreeing.agreed():
             snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from manyhands.sync.codecs import Plain, codec_named
+from manyhands.sync.codecs import codec_named
 from manyhands.sync.costs import Case, Cost
 from manyhands.sync.messages import Message, low_rank, mean
 from manyhands.sync.options import CodecName, SyncOptions
@@ -46,13 +46,11 @@ def _cost(case: Case, options: SyncOptions, codec: CodecName) -> Cost:
 
 
 def _exchange(case: Case, options: SyncOptions, codec: CodecName) -> Message:
-    """The parameters' movement, and BatchNorm's statistics."""
+    """The parameters' movement; BatchNorm's statistics go along with evaluations and checkpoints only."""
     if codec == "lowrank":
-        moved = low_rank(case, options.rank)
-    else:
-        own = torch.float64 if case.item_bytes == torch.float64.itemsize else torch.float32
-        moved = mean(case, case.values, codec_named(codec, own))
-    return moved + mean(case, case.buffers, Plain(torch.float32))
+        return low_rank(case, options.rank)
+    own = torch.float64 if case.item_bytes == torch.float64.itemsize else torch.float32
+    return mean(case, case.values, codec_named(codec, own))
 
 
 def fitting_delay(steps_long: float, every: int) -> int:
