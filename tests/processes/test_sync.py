@@ -86,6 +86,21 @@ def test_nothing_is_lost_over_several_exchanges(name, size):
         assert (missing < 1e-10) == (name == "none"), "this codec rounds, or it doesn't"
 
 
+def _broken(world, name, value):
+    """One value of one process is no number any more."""
+    values = _own(world)
+    if world.rank == 1:
+        values[COUNT // 3] = value
+    mean, _ = settle(_compressor(name).agree(values, Peers(world.rank, world.size)))
+    return bool(mean.isfinite().all())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_number_stays_none_on_all_processes(name, value):
+    assert run_on_ranks(_broken, 2, name, value) == [False, False]
+
+
 def _late(world):
     """Nothing moves before the first exchange, as where warming up begins at a rate of zero."""
     compressor, peers = _compressor("lowrank"), Peers(world.rank, world.size)

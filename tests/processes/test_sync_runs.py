@@ -1,6 +1,7 @@
 """Whole runs under each sync method: right numbers, equal replicas, and going on to the last bit."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 
 from manyhands.config.load import load_job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.rehearse import TIMED
 from manyhands.train.samples import Objects
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
@@ -54,7 +56,19 @@ class _Network(nn.Module):
         return self.body(pictures)
 
 
-def _train(world, folder, max_steps, settings, elsewhere=False):
+class _Rare(_Network):
+    """Uses a part of itself for larger batches than the rehearsal's alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.rare = nn.Linear(5, 5)
+
+    def forward(self, pictures):
+        output = self.body(pictures)
+        return output + self.rare(output) if self.training and len(pictures) > 2 else output
+
+
+def _train(world, folder, max_steps, settings, elsewhere=False, network=_Network):
     flags = {
         "data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.epochs": 9, "train.max_steps": max_steps,
         "checkpoint.every": f"{SAVED}steps", "checkpoint.keep": 9, **settings,
@@ -63,7 +77,7 @@ def _train(world, folder, max_steps, settings, elsewhere=False):
     place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     mode = "single" if world.alone else "data"
-    parts = build(job, RunFolder(place), world, mode, Objects(_Network()))
+    parts = build(job, RunFolder(place), world, mode, Objects(network()))
     first = parts.progress.step
     fit(parts)
     parts.prove_replicas()
@@ -132,6 +146,72 @@ def test_without_what_each_had_alone_a_run_goes_on_from_the_agreed_network(size,
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
     assert any("agreed network" in message for message in said) == (method != "allreduce" and size > 1)
+
+
+class _Overflowing(_Network):
+    """Its gradients overflow while it is tried and timed, as they may in fp16; not in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.tries = 1 + TIMED
+
+    def forward(self, pictures):
+        output = super().forward(pictures)
+        if self.training and self.tries:
+            self.tries -= 1
+            output.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+
+def test_what_is_not_said_is_measured_and_the_network_is_left_as_it_was(tmp_path):
+    settings = {"sync.method": "local", "train.micro_batch": 5}
+    answers = run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, settings, False, _Overflowing)
+    assert all(_equal(answer[1], answers[0][1]) for answer in answers)
+    assert all(tensor.isfinite().all() for tensor in answers[0][1].values())
+    (event,) = _events(tmp_path / "run", "sync")
+    assert event["data"]["method"] == "local"
+    assert event["data"]["step_s"] > 0
+
+
+def _without_room(world, folder, settings):
+    if world.speaks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    with pytest.raises(RunError, match="could not be saved"):
+        _train(world, folder, TOTAL, settings)
+
+
+def test_what_goes_with_the_last_good_checkpoint_is_kept_where_the_next_one_fails(tmp_path):
+    settings = {**METHODS["int4"], "checkpoint.keep": 1}
+    run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, METHODS["int4"])
+    _back_to(SAVED, tmp_path / "run", tmp_path / "full")
+    run_on_ranks(_without_room, 2, str(tmp_path / "full"), settings)
+    for rank in range(2):
+        own = tmp_path / "full" / "checkpoints" / f"rank-0000{rank}-of-00002"
+        assert (own / f"step-{SAVED:08d}").is_dir()
+
+
+OTHER = {
+    "codec": {**METHODS["int4"], "sync.codec": "lowrank"},
+    "method": METHODS["powersgd"],
+    "rank": {**METHODS["lowrank"], "sync.rank": 2},
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [("int4", "codec"), ("int4", "method"), ("lowrank", "rank")])
+def test_what_another_method_held_back_is_left_and_said(before, after, tmp_path):
+    run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, METHODS[before])
+    _back_to(SAVED, tmp_path / "run", tmp_path / "other")
+    answers = run_on_ranks(_train, 2, str(tmp_path / "other"), TOTAL, OTHER[after])
+    assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
+    said = [event["message"] for event in _events(tmp_path / "other", "warning")]
+    assert any("agreed network" in message and "made otherwise" in message for message in said)
+
+
+@pytest.mark.parametrize("name", ["int4", "powersgd", "bf16"])
+def test_what_the_rehearsal_did_not_use_is_agreed_on_when_it_is_used(name, tmp_path):
+    answers = run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, METHODS[name], False, _Rare)
+    assert not torch.equal(answers[0][1]["rare.weight"].float(), _Rare().state_dict()["rare.weight"])
+    assert all(_equal(answer[1], answers[0][1]) for answer in answers)
 
 
 @pytest.mark.parametrize("batch", [27, 29], ids=["equal shares", "unequal shares"])

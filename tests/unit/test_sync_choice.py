@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torchvision.models import resnet18
 
+from manyhands.config.job import Job, TrainOptions
 from manyhands.core.errors import UserError
 from manyhands.core.links import Link, named_link
 from manyhands.core.plugins import load_choice
 from manyhands.sync.choose import LOCAL, METHODS, choose, days_of, words_of
 from manyhands.sync.codecs import Integers, codec_named, mean_bytes
-from manyhands.sync.costs import Case
+from manyhands.sync.costs import Case, Cost
 from manyhands.sync.explain import as_plain, methods_table
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.shapes import rank_shapes
+from manyhands.train.syncing import kept_cost
 
 _MODEL = resnet18()
 RESNET18 = tuple(tuple(one.shape) for one in _MODEL.parameters())
@@ -50,6 +52,7 @@ options = st.builds(
     SyncOptions,
     codec=st.sampled_from(("auto", *CODECS)),
     every=st.integers(0, 500),
+    delay=st.integers(-1, 500),
     rank=st.integers(1, 16),
 )
 
@@ -150,6 +153,33 @@ def test_what_the_table_and_the_plan_say_is_what_was_estimated():
     assert choice.reason in text
     assert "sync.method = allreduce" in text
     assert text.count("→ local") == 1
+
+
+def test_what_the_job_rules_out_is_shown_with_its_reason_and_never_chosen():
+    case, out = case_of(named_link("10mbit"), 0.15), {"local": "not with a global norm_group"}
+    choice = choose(case, SyncOptions(), without=out)
+    assert choice.chosen.method == "powersgd"
+    assert {cost.method for cost in choice.costs if cost.refused} == {"local"}
+    shown = Console(width=140, file=io.StringIO())
+    shown.print(methods_table(as_plain(choice, case, "auto")))
+    assert shown.file.getvalue().count(out["local"]) == 3
+
+
+@given(cases(), options)
+def test_a_decision_is_found_again_in_a_checkpoint(case, wanted):
+    chosen = choose(case, wanted).chosen
+    job = Job(sync=wanted.model_copy(update={"method": "auto"}))
+    kept = json.loads(json.dumps({**asdict(chosen), "processes": case.machines}))
+    assert kept_cost(kept, job, case.machines) == chosen
+    assert kept_cost(kept, job, case.machines + 1) is None
+
+
+def test_a_decision_does_not_outlive_what_rules_it_out():
+    kept = {**asdict(Cost("powersgd", 1.0, 1.0)), "processes": 3}
+    assert kept_cost(kept, Job(sync=SyncOptions(method="auto")), 3)
+    assert kept_cost(kept, Job(sync=SyncOptions(method="auto"), train=TrainOptions(precision="fp16")), 3) is None
+    for wrong in (None, "auto", [], {**kept, "method": "magic"}, {**kept, "every": 1e999}, {**kept, "delay": 2}):
+        assert kept_cost(wrong, Job(sync=SyncOptions(method="auto")), 3) is None
 
 
 def test_a_line_carries_less_than_its_name_says():

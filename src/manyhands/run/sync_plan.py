@@ -31,6 +31,7 @@ def plan_sync(planned: "Planned", model: "nn.Module", wanted: "Wanted", within: 
     from manyhands.sync.costs import Case
     from manyhands.sync.explain import as_plain
     from manyhands.sync.measure import pass_seconds
+    from manyhands.train.syncing import ruled_out
 
     job = planned.job
     link = link_between(job, wanted)
@@ -47,7 +48,7 @@ def plan_sync(planned: "Planned", model: "nn.Module", wanted: "Wanted", within: 
         steps=_steps(job, planned.network),
         pass_s=pass_seconds(sum(one.numel() for one in trained), device_of(job)) if wanted.measure else 0.0,
     )
-    return as_plain(choose(case, job.sync), case, job.sync.method)
+    return as_plain(choose(case, job.sync, without=ruled_out(job)), case, job.sync.method)
 
 
 def link_between(job: Job, wanted: "Wanted") -> Link | None:

@@ -1,7 +1,7 @@
 """Finds a sync method by its name, says which parallel modes take one, and chooses the one that suits a link."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import load_choice, module_names, unknown_choice
@@ -67,7 +67,7 @@ class Choice:
     reason: str
 
 
-def choose(case: Case, options: SyncOptions, only: str = "", without: Collection[str] = ()) -> Choice:
+def choose(case: Case, options: SyncOptions, only: str = "", without: Mapping[str, str] | None = None) -> Choice:
     """The method that "auto" takes: the first of allreduce, bf16 and powersgd that costs little, else local steps.
 
     "Little" is 10 % of a step of the fastest method, or two minutes of the whole run: a method that agrees in every
@@ -77,10 +77,15 @@ def choose(case: Case, options: SyncOptions, only: str = "", without: Collection
         case: link, network and step.
         options: of the methods; which one they name plays no part.
         only: the one method that may be chosen; empty for any.
-        without: methods that something else in the job rules out; never allreduce.
+        without: methods that something else in the job rules out, and what that is; never allreduce.
     """
-    costs = tuple(cost for name in _ALL for cost in load_choice(METHODS, name).estimate(case, options))
-    able = [cost for cost in costs if not cost.refused and only in {"", cost.method} and cost.method not in without]
+    out = without or {}
+    costs = tuple(
+        replace(cost, refused=out.get(name, ""))
+        for name in _ALL
+        for cost in load_choice(METHODS, name).estimate(case, options)
+    )
+    able = [cost for cost in costs if not cost.refused and only in {"", cost.method}]
     best = min(able, key=lambda cost: cost.step_s)
     chosen = next((cost for cost in able if cost.method != LOCAL and _near(cost, best, case)), None)
     if chosen is None:

@@ -64,9 +64,13 @@ class Integers(Codec):
         return count * self._bits // 8 + count // BLOCK * _SCALE_BYTES
 
     def encode(self, values: Tensor) -> Tensor:
-        """Rounds to the nearest; a value beyond 16 bits' range is clipped, and comes back by error feedback."""
+        """Rounds to the nearest; a value beyond 16 bits' range is clipped, and comes back by error feedback.
+
+        A block with an infinity or a NaN becomes NaN, so that nobody takes it for a number.
+        """
         blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
-        scales = (blocks.abs().amax(-1) / self._most).clamp(max=_LARGEST)
+        scales = blocks.abs().amax(-1) / self._most
+        scales = torch.where(scales.isinf(), torch.nan, scales.clamp(max=_LARGEST))
         # Below this, 16 bits would round a scale to something else or to nothing; the block's values wait instead.
         scales = torch.where(scales < _SMALLEST * 1e-3, torch.zeros_like(scales), scales).to(torch.float16)
         factors = torch.where(scales > 0, 1 / scales.float(), torch.zeros_like(scales, dtype=torch.float32))

@@ -17,14 +17,22 @@ class PowerSgd:
     Source: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727.
 
     Args:
-        parameters: all that get a gradient on some process, in an order that is equal everywhere.
+        parameters: all that are trained, in an order that is equal everywhere.
         peers: who agrees.
         rank: columns of the factors.
         seed: equal everywhere.
+        rare: those of them that may get a gradient on no process.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, rank: int, seed: int) -> None:
-        self._parameters, self._peers = list(parameters), peers
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        peers: Peers,
+        rank: int,
+        seed: int,
+        rare: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._parameters, self._peers, self._rare = list(parameters), peers, list(rare)
         self._dtype = dtype_of(self._parameters)
         shapes = [tuple(parameter.shape) for parameter in self._parameters]
         device = str(self._parameters[0].device)
@@ -37,6 +45,10 @@ class PowerSgd:
         values = as_vector(gradients, self._dtype) + self._held
         mean, self._held = settle(self._compressor.agree(values, self._peers))
         write_vector(mean, gradients)
+        for parameter in self._rare:
+            # The optimizer leaves alone what has no gradient; the mean is the same everywhere, so all do likewise.
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """What is held back, and the factors."""

@@ -15,6 +15,8 @@ from manyhands.core.world import World
 from manyhands.train.step import Measured
 
 MOST_STEPS = 1000
+# No slow link is waited for longer: who asks a run to stop, or looks at its screen, waits as long.
+LONGEST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Agreement:
         loss, correct, count, stops, saves, seconds_sum, *summed = total.tolist()
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
         wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
-        self._next_step = -(-wanted // self.multiple) * self.multiple
+        free, latest = -(-wanted // self.multiple) * self.multiple, step + round(LONGEST_S / max(mean_s, 1e-6))
+        self._next_step = min(free, max(wanted, latest))
         verdict = Verdict(
             stop=stops > 0,
             save=saves > 0,

@@ -1,14 +1,19 @@
 """How the processes of a run agree: by the parallel mode itself, on compressed gradients, or now and then (local)."""
 
 import contextlib
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.parallel.plain import gather_plain
@@ -26,13 +31,12 @@ class Agreeing:
 
     Attributes:
         alone: True when processes train apart from each other between agreements.
-        has_own: True when each process has something that only it has, which `state` gives.
-        multiple: agreements about other things had best be at multiples of so many steps, when the link is free.
+        own: where each process has something that only it has, which `state` gives: what that goes with (method,
+            codec, who speaks …), as JSON data; else empty.
     """
 
     alone = False
-    has_own = False
-    multiple = 1
+    own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
         """`step` updates have been made, and everything that follows the last one has been done."""
@@ -74,10 +78,8 @@ class Agreeing:
 class OnLowRankGradients(Agreeing):
     """Gradients of low rank, in every update."""
 
-    has_own = True
-
-    def __init__(self, power: PowerSgd) -> None:
-        self._power = power
+    def __init__(self, power: PowerSgd, own: Mapping[str, Any]) -> None:
+        self._power, self.own = power, own
 
     def on_gradients(self) -> None:
         """Replaces them by the agreed mean."""
@@ -96,11 +98,9 @@ class NowAndThen(Agreeing):
     """Local steps."""
 
     alone = True
-    has_own = True
 
-    def __init__(self, steps: LocalSteps) -> None:
-        self.steps = steps
-        self.multiple = steps.pace.every
+    def __init__(self, steps: LocalSteps, own: Mapping[str, Any]) -> None:
+        self.steps, self.own = steps, own
 
     def before_update(self, step: int) -> None:
         """Begins an exchange."""
@@ -159,58 +159,82 @@ class Places:
     group: Any = None
 
 
-def places_of(world: World, within: str) -> Places:
+def machines_of(world: World) -> list[tuple[int, ...]]:
+    """Ranks of each machine's processes, by their first; a collective.
+
+    Launchers may deal ranks to machines in turns, and machines may share one name (raspberrypi). Each has one process
+    of each local rank, so the second of a name with the same local rank is on the second machine of that name.
+    """
+    told = gather_plain([platform.node(), world.local_size, world.local_rank], world)
+    machines: dict[tuple[Any, ...], list[int]] = {}
+    for rank, (name, size, local_rank) in enumerate(told):
+        before = told[:rank].count([name, size, local_rank])
+        machines.setdefault((name, size, before), []).append(rank)
+    return [tuple(machine) for machine in machines.values()]
+
+
+def new_group(job: Job, ranks: Sequence[int]) -> Any:
+    """Some processes' group; torch would let it wait for a silent peer longer than the job says."""
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=job.cluster.collective_timeout_s))
+
+
+def places_of(world: World, job: Job) -> Places:
     """Finds who agrees in every step and who speaks for them; a collective.
 
     Args:
         world: who takes part.
-        within: machine, process, or auto: machines if there are several and one has several processes.
+        job: of sync.within: auto takes machines together if there are several and one has several processes.
     """
-    firsts = gather_plain(world.rank - world.local_rank, world)
-    speakers = tuple(sorted(set(firsts)))
-    single = within == "process" or (within == "auto" and (len(speakers) == 1 or len(speakers) == world.size))
-    if single or len(speakers) == world.size:
+    machines, within = machines_of(world), job.sync.within
+    single = within == "process" or (within == "auto" and len(machines) == 1)
+    if single or len(machines) == world.size:
         return Places(tuple(range(world.size)), (world.rank,))
-    machines = [tuple(rank for rank, first in enumerate(firsts) if first == speaker) for speaker in speakers]
     # Every process makes all groups, in one order, as torch asks.
-    groups = [dist.new_group(list(machine)) for machine in machines]
-    place = speakers.index(firsts[world.rank])
-    return Places(speakers, machines[place], groups[place])
+    groups = [new_group(job, machine) for machine in machines]
+    place = next(place for place, machine in enumerate(machines) if world.rank in machine)
+    return Places(tuple(machine[0] for machine in machines), machines[place], groups[place])
 
 
-def make_agreeing(
-    cost: Cost, options: SyncOptions, model: nn.Module, unused: list[str], world: World, places: Places, seed: int
-) -> Agreeing:
+def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: Places) -> Agreeing:
     """What carries out a method for a network that is equal on all processes; a collective.
 
     Args:
         cost: the method, and for `local` its pace and codec.
-        options: the rest.
+        job: says the rest.
         model: the network.
-        unused: names of trainable parameters that never get a gradient.
+        unused: names of trainable parameters that got no gradient when the network was tried.
         world: who takes part.
         places: who belongs together.
-        seed: of the run.
     """
     if cost.method not in {"powersgd", "local"} or world.alone:
         return Agreeing()
-    trained = [one for name, one in model.named_parameters() if one.requires_grad and name not in unused]
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = list(named.values())
     speakers = places.speakers if cost.method == "local" else tuple(range(world.size))
     # A group of its own, so that an exchange under way never mixes with other collectives.
-    group = dist.new_group(list(speakers))
+    group = new_group(job, speakers)
     place = speakers.index(world.rank) if world.rank in speakers else 0
-    peers, seed = Peers(place, len(speakers), group), derive(seed, "sync")
+    peers, seed, options = Peers(place, len(speakers), group), derive(job.train.seed, "sync"), job.sync
+    rank = options.rank if cost.method == "powersgd" or cost.codec == "lowrank" else 0
+    own = {
+        "method": cost.method,
+        "codec": cost.codec,
+        "rank": rank,
+        "speakers": list(speakers),
+        "values": sum(one.numel() for one in trained),
+    }
     if cost.method == "powersgd":
-        return OnLowRankGradients(PowerSgd(trained, peers, options.rank, seed))
+        return OnLowRankGradients(PowerSgd(trained, peers, options.rank, seed, [named[name] for name in unused]), own)
     machine = None
     if len(places.machine) > 1:
         machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
-    buffers = [buffer for _, buffer in model.named_buffers()]
+    # One of no values, where there are none, says on which device they would be agreed on.
+    buffers = [buffer for _, buffer in model.named_buffers()] or [torch.zeros(0, device=world.device)]
     shapes = [tuple(parameter.shape) for parameter in trained]
     kind = dtype_of([*trained, *buffers])
     compressor = compressor_named(cost.codec, shapes, rank=options.rank, seed=seed, device=world.device, dtype=kind)
     weight = len(places.machine) * len(speakers) / world.size
-    return NowAndThen(LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine))
+    return NowAndThen(LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine), own)
 
 
 def pace_of(cost: Cost, options: SyncOptions) -> Pace:

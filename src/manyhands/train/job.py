@@ -26,7 +26,7 @@ from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.network import How, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.parallel.plan import Plan
 from manyhands.sync.measure import pass_seconds
 from manyhands.sync.methods.local import PASSES
@@ -147,9 +147,7 @@ def build(
         evaluate=lambda: evaluator(
             network.call if network.sharded or network.cutting else network.inner, update.autocast()
         ),
-        agreement=Agreement(
-            world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.agreeing.multiple
-        ),
+        agreement=Agreement(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every),
         progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
         total_steps=total,
         digest=training_digest(job, order.length),
@@ -249,7 +247,7 @@ def _pacer(synced: Synced, job: Job, world: World, total_steps: int) -> Pacer | 
         return None
     hosts, steps = gather_plain(platform.node(), world), synced.agreeing.steps
     work_s = PASSES[synced.cost.codec] * pass_seconds(steps.anchor.numel(), world.device)
-    return Pacer(steps, synced.cost, job.sync, world, hosts, total_steps, work_s)
+    return Pacer(steps, synced.cost, job.sync, world, hosts, total_steps, broadcast_plain(work_s, world))
 
 
 def _release(

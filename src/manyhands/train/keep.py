@@ -14,7 +14,7 @@ from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.train.cut_state import save_cut
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
-from manyhands.train.own_state import save_own
+from manyhands.train.own_state import prune_own, save_own
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 
@@ -92,6 +92,7 @@ def save(parts: Parts) -> None:
         raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
     if outcome == SAVED:
         progress.saved_step = progress.step
+        prune_own(parts)
     parts.saves += 1
     parts.agreement.saved()
     parts.agreement.reset(progress.step)

@@ -31,7 +31,7 @@ def save_own(parts: Parts) -> None:
         return
     tensors, numbers = own
     step, folder = parts.progress.step, own_folder(parts.folder.checkpoints, parts.world)
-    state: dict[str, Any] = {"belongs_to": _belongs_to(parts), "numbers": numbers}
+    state: dict[str, Any] = {"belongs_to": _belongs_to(parts), "numbers": numbers, "own": parts.agreeing.own}
     if parts.update.scaler:
         state["scaler"] = parts.update.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
@@ -39,13 +39,19 @@ def save_own(parts: Parts) -> None:
     try:
         remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
         save(folder, step, Snapshot(content, named_optimizer(parts.network.inner, parts.update.optimizer), state))
-        best = folder / f"step-{parts.progress.best_step:08d}"
-        prune(folder, parts.job.checkpoint.keep, best if best.is_dir() else None)
     except SaveError as error:
         said = error.what
     for rank, word in enumerate(gather_plain(said, parts.world)):
         if word:
             parts.journal.event("warning", f"rank {rank} could not save its own state: {word}", step)
+
+
+def prune_own(parts: Parts) -> None:
+    """Deletes what goes with checkpoints that are no longer kept; once a newer one has been committed."""
+    if parts.agreeing.own:
+        folder = own_folder(parts.folder.checkpoints, parts.world)
+        best = folder / f"step-{parts.progress.best_step:08d}"
+        prune(folder, parts.job.checkpoint.keep, best if best.is_dir() else None)
 
 
 def load_own(parts: Parts, checkpoint: Path) -> None:
@@ -55,23 +61,13 @@ def load_own(parts: Parts, checkpoint: Path) -> None:
         parts: whose network has been given the checkpoint's, and how far it had come.
         checkpoint: the folder, which may lie on another machine's disk.
     """
-    if not parts.agreeing.has_own:
-        return  # asking for the state would copy all of it
+    if not parts.agreeing.own:
+        return
     parts.agreeing.begin()
-    found, said = None, ""
-    # The run's own folder, and the one that it goes on from, which may be another run's.
-    folders = [own_folder(folder, parts.world) for folder in (parts.folder.checkpoints, checkpoint.parent)]
-    path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
-    belongs_to = _belongs_to(parts)
-    try:
-        found = load(path) if path else None
-        if found is None or found.state.get("belongs_to") != belongs_to:
-            said = f"{path} belongs to another checkpoint" if found else f"there is no {folders[0] / checkpoint.name}"
-    except (UserError, OSError) as error:
-        said = str(getattr(error, "what", error))
+    found, said = _find(parts, checkpoint)
     words = gather_plain(said, parts.world)
     missing = [rank for rank, word in enumerate(words) if word]
-    if missing or found is None:
+    if missing or not found:
         what = f"goes on from the agreed network; rank {missing[0]} has not what it alone had: {words[missing[0]]}"
         parts.journal.event("warning", what, parts.progress.step)
         return
@@ -79,6 +75,27 @@ def load_own(parts: Parts, checkpoint: Path) -> None:
     restore_optimizer(found.optimizer or {"state": {}}, parts.network, parts.update.optimizer)
     if parts.update.scaler and "scaler" in found.state:
         parts.update.scaler.load_state_dict(found.state["scaler"])
+
+
+def _find(parts: Parts, checkpoint: Path) -> tuple[Snapshot | None, str]:
+    """What this process alone had at a checkpoint, or why that can't be taken."""
+    # The run's own folder, and the one that it goes on from, which may be another run's.
+    folders = [own_folder(folder, parts.world) for folder in (parts.folder.checkpoints, checkpoint.parent)]
+    path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
+    belongs_to, own = _belongs_to(parts), parts.agreeing.own
+    if path is None:
+        return None, f"there is no {folders[0] / checkpoint.name}"
+    try:
+        found = load(path)
+    except (UserError, OSError) as error:
+        return None, str(getattr(error, "what", error))
+    if found.state.get("belongs_to") != belongs_to:
+        return None, f"{path} belongs to another checkpoint"
+    before = found.state.get("own", {})
+    changed = [
+        f"{key} was {before.get(key)}, and is {value} now" for key, value in own.items() if before.get(key) != value
+    ]
+    return found, f"{path} was made otherwise: {'; '.join(changed)}" if changed else ""
 
 
 def _belongs_to(parts: Parts) -> list[Any]:

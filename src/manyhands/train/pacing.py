@@ -12,9 +12,9 @@ from manyhands.sync.methods.local import fitting_delay, fitting_steps
 from manyhands.sync.options import SyncOptions
 from manyhands.train.agreeing import pace_of
 
-# The pace changes where another would be so many times as long or as short; less is noise.
+# The pace changes where another would be so many times as long or as short, and more than a step; less is noise.
 _CHANGE = 1.5
-# A process is slow that takes so many times as long as the median, in so many agreements one after the other.
+# A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
 _SLOW, _TIMES = 1.3, 3
 
 
@@ -29,7 +29,7 @@ class Pacer:
         world: who takes part.
         hosts: name of each rank's machine.
         total_steps: updates of the whole run.
-        compressing_s: an exchange's own work.
+        compressing_s: an exchange's own work; equal on all processes, which decide alike.
     """
 
     steps: LocalSteps
@@ -42,11 +42,12 @@ class Pacer:
     _waited_s: float = field(default=0.0, init=False)
     _slow: list[int] = field(default_factory=list[int], init=False)
     _told: set[int] = field(default_factory=set[int], init=False)
-    _exchanges_s: list[float] = field(default_factory=list[float], init=False)
+    _lengths: list[float] = field(default_factory=list[float], init=False)
+    _step_s: float = field(default=0.0, init=False)
     _rounds: int = field(default=0, init=False)
 
     def mine(self, seconds: float, steps: int) -> list[float]:
-        """Numbers to be added up over all processes: each one's seconds a step, and the pace that rank 0 wants.
+        """Numbers to be added up over all processes: each one's seconds a step, and of the last exchange.
 
         Args:
             seconds: since the last agreement.
@@ -54,37 +55,25 @@ class Pacer:
         """
         waited_s, self._waited_s = self.steps.waited_s - self._waited_s, self.steps.waited_s
         step_s = (seconds - waited_s) / max(1, steps)
-        speeds = [step_s if rank == self.world.rank else 0.0 for rank in range(self.world.size)]
-        return [*speeds, *self._wanted(step_s)]
-
-    def _wanted(self, step_s: float) -> tuple[float, float]:
-        """Rank 0's wish for (every, delay); zeros elsewhere."""
-        if self.world.rank != 0:
-            return 0.0, 0.0
-        now = float(self.cost.every), float(self.cost.delay)
-        if self.steps.rounds > self._rounds and self.steps.exchange_s:
-            self._exchanges_s = [*self._exchanges_s[-2:], self.steps.exchange_s]
-            self._rounds = self.steps.rounds
-        if len(self._exchanges_s) < 3 or self.options.every or not self.cost.delay:
-            return now
-        long = statistics.median(self._exchanges_s) / max(step_s, 1e-6)
-        every = fitting_steps(long, self.total_steps, self.compressing_s / max(step_s, 1e-6))
-        if self.cost.every / _CHANGE < every < self.cost.every * _CHANGE:
-            return now
-        self._exchanges_s.clear()
-        return float(every), float(fitting_delay(long, every))
+        own = [rank == self.world.rank for rank in range(self.world.size)]
+        return [*(step_s * one for one in own), *(self.steps.exchange_s * one for one in own)]
 
     def heed(self, told: list[float], step: int, journal: Journal) -> Cost:
-        """Does what the sums of `mine` say, alike on all processes; returns the method with its pace."""
-        speeds, (every, delay) = told[: self.world.size], (round(value) for value in told[self.world.size :])
+        """Does what the sums of `mine` ask for, alike on all processes; returns the method with its pace."""
+        speeds, exchanges_s = told[: self.world.size], told[self.world.size :]
         self._name_the_slow(speeds, step, journal)
-        if every != self.cost.every and self.steps.idle:
-            before, self.cost = self.cost, replace(self.cost, every=every, delay=delay)
+        self._note(max(*speeds, 1e-6), [one for one in exchanges_s if one > 0])
+        every, delay = self._wanted()
+        before = self.cost
+        if (every, delay) != (before.every, before.delay) and self.steps.idle:
+            self._lengths.clear()
+            self.cost = replace(before, every=every, delay=delay)
             self.steps.pace = pace_of(self.cost, self.options)
-            said = f"exchanges {'take longer' if every > before.every else 'are faster'} now"
+            said = f"exchanges {'take longer' if (every, delay) > (before.every, before.delay) else 'are faster'} now"
+            changed = f"every {every} steps instead of {before.every}, {delay} steps late instead of {before.delay}"
             journal.event(
                 "sync",
-                f"{said}: processes agree every {every} steps instead of {before.every}",
+                f"{said}: processes agree {changed}",
                 step,
                 every=every,
                 delay=delay,
@@ -92,10 +81,32 @@ class Pacer:
             )
         return self.cost
 
+    def _note(self, step_s: float, exchanges_s: list[float]) -> None:
+        """Keeps how many steps the last exchange took.
+
+        It begins for each process when that one is there. Who comes last waits for nobody, and all go on at the pace
+        of the slowest; by the others' time a slow process would make exchanges seem long, and the longer the pace the
+        longer.
+        """
+        self._step_s = step_s
+        if self.steps.rounds > self._rounds and exchanges_s:
+            self._rounds = self.steps.rounds
+            self._lengths = [*self._lengths[-2:], min(exchanges_s) / step_s]
+
+    def _wanted(self) -> tuple[int, int]:
+        """(every, delay) that suit what was noted."""
+        now = self.cost.every, self.cost.delay
+        if len(self._lengths) < _TIMES or self.options.every or not self.cost.delay:
+            return now
+        long = statistics.median(self._lengths)
+        every = fitting_steps(long, self.total_steps, self.compressing_s / self._step_s)
+        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
+        return (every, delay) if _differ(every, now[0]) or _differ(delay, now[1]) else now
+
     def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
-        usual_s = statistics.median(speeds)
         slowest = max(range(len(speeds)), key=speeds.__getitem__)
-        if not math.isfinite(usual_s) or speeds[slowest] < _SLOW * usual_s:
+        usual_s = statistics.median([*speeds[:slowest], *speeds[slowest + 1 :]])
+        if not math.isfinite(usual_s) or speeds[slowest] <= _SLOW * usual_s:
             self._slow.clear()
             return
         self._slow.append(slowest)
@@ -106,3 +117,7 @@ class Pacer:
             )
             lost = 1 - usual_s / speeds[slowest]
             journal.event("slow", f"{what}: they stand still {lost:.0%} of the time", step, rank=slowest)
+
+
+def _differ(wanted: int, now: int) -> bool:
+    return abs(wanted - now) > 1 and not now / _CHANGE < wanted < now * _CHANGE

@@ -77,22 +77,28 @@ def time_step(trial: Trial, share: int, world: World) -> tuple[float, float]:
     Returns:
         Seconds of the whole update, and of its backward pass.
     """
-    count, model = min(share, MOST_TIMED), trial.model
+    # Of a pass of micro_batch it is known that it fits into memory.
+    count, model = min(share, MOST_TIMED, trial.job.train.micro_batch or share), trial.model
     batch = _samples(trial.loader, count)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9)  # a step of no length
+    # Copies are moved: even a step of no length would spoil parameters where a gradient overflows.
+    copies = [parameter.detach().clone() for parameter in trained]
+    optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
     trial.groups.begin_pass((), (), count, count)
     kind = AUTOCAST.get(trial.job.train.precision)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
     with _unchanged(model, trial.groups), torch.random.fork_rng(devices=[]):
         for number in range(TIMED):
-            optimizer.zero_grad()
+            for parameter in trained:
+                parameter.grad = None
             marks = [_now(world)]
             with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
                 loss, _ = trial.criterion(model(batch.images), batch.labels)
             marks.append(_now(world))
             loss.backward()
             marks.append(_now(world))
+            for copy, parameter in zip(copies, trained, strict=True):
+                copy.grad = parameter.grad
             optimizer.step()
             marks.append(_now(world))
             taken[number] = torch.tensor([later - earlier for earlier, later in itertools.pairwise(marks)])

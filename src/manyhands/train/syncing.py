@@ -1,7 +1,6 @@
 """Settles how the processes of a run agree: as the user says, as the checkpoint says, or as measurements say."""
 
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
@@ -16,12 +15,12 @@ from manyhands.core.journal import Journal
 from manyhands.core.links import Link, named_link
 from manyhands.core.world import World
 from manyhands.parallel.network import How
-from manyhands.parallel.plain import broadcast_plain, gather_plain
-from manyhands.sync.choose import choose
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.sync.choose import COMBINATIONS, EXACT, LOCAL, choose
 from manyhands.sync.costs import Case, Cost
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.options import CodecName, SyncOptions
-from manyhands.train.agreeing import Agreeing, Places, hook_of, make_agreeing, places_of
+from manyhands.train.agreeing import Agreeing, Places, hook_of, machines_of, make_agreeing, new_group, places_of
 
 BY_MODE = Cost("allreduce", 0.0, 0.0)
 
@@ -74,12 +73,14 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
     options = wish.job.sync
     if world.alone or wish.mode != "data" or options.method == "allreduce":
         return Synced(BY_MODE, Agreeing(), how)
-    if options.method == "auto" and not options.link and len(set(gather_plain(platform.node(), world))) == 1:
+    if options.method == "auto" and not options.link and len(machines_of(world)) == 1:
         return Synced(BY_MODE, Agreeing(), how)  # processes of one machine talk through its memory
     _refuse(wish.job)
-    places = places_of(world, options.within)
-    cost = _kept(wish, options, world.size) or _said(options) or _measured(wish, model, world, places, journal)
-    agreeing = make_agreeing(cost, options, model, unused, world, places, wish.job.train.seed)
+    places = places_of(world, wish.job)
+    cost = (
+        kept_cost(wish.kept, wish.job, world.size) or _said(options) or _measured(wish, model, world, places, journal)
+    )
+    agreeing = make_agreeing(cost, wish.job, model, unused, world, places)
     group = places.group if agreeing.alone and len(places.machine) > 1 else None
     # Where a machine has one process, or gradients are compressed by somebody else, DDP has nothing to do.
     reduces = cost.method in {"allreduce", "bf16"} or group is not None
@@ -88,7 +89,7 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
 
 def _refuse(job: Job) -> None:
     """Raises UserError for what doesn't go together."""
-    out = _ruled_out(job)
+    out = ruled_out(job)
     if job.sync.method == "powersgd" and "powersgd" in out:
         mend = ("--precision bf16", "or --sync local")
         raise UserError("powersgd doesn't go with fp16, whose gradients may overflow", "sync.method", mend)
@@ -101,10 +102,10 @@ def _refuse(job: Job) -> None:
         raise UserError(what, "sync.delay", mend)
 
 
-def _ruled_out(job: Job) -> set[str]:
-    """Methods that don't go with the rest of the job."""
-    out = {"powersgd"} if job.train.precision == "fp16" else set[str]()
-    return out | ({"local"} if job.train.norm_group == "global" else set())
+def ruled_out(job: Job) -> dict[str, str]:
+    """Methods that don't go with the rest of a job, and what of it rules them out."""
+    out = {"powersgd": "not with fp16"} if job.train.precision == "fp16" else dict[str, str]()
+    return out | ({"local": "not with a global norm_group"} if job.train.norm_group == "global" else {})
 
 
 def _said(options: SyncOptions) -> Cost | None:
@@ -117,16 +118,15 @@ def _said(options: SyncOptions) -> Cost | None:
     return None
 
 
-def _kept(wish: Wish, options: SyncOptions, processes: int) -> Cost | None:
-    """What was decided before the run was stopped, unless the user says otherwise now."""
-    kept = wish.kept or {}
-    # allreduce that was never compared with anything says nothing of the machines that are there now.
-    if kept.get("processes") != processes or (kept.get("method") == "allreduce" and not kept.get("step_s")):
-        return None
-    if options.method != "auto" and options.method != kept.get("method"):
-        return None
-    said = {"codec": options.codec != "auto", "every": options.every > 0, "delay": options.delay >= 0}
-    if kept.get("method") == "local" and any(on and getattr(options, key) != kept.get(key) for key, on in said.items()):
+def kept_cost(kept: Any, job: Job, processes: int) -> Cost | None:
+    """What was decided before a run was stopped, unless the job or the number of processes says otherwise now.
+
+    Args:
+        kept: what the checkpoint says of it; anything, if somebody else made it.
+        job: as it is now.
+        processes: likewise.
+    """
+    if not isinstance(kept, dict) or kept.get("processes") != processes:
         return None
     try:
         cost = Cost(
@@ -138,9 +138,23 @@ def _kept(wish: Wish, options: SyncOptions, processes: int) -> Cost | None:
             int(kept["every"]),
             int(kept["delay"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None  # an older checkpoint says nothing of it
-    return cost if cost.every >= 1 and 0 <= cost.delay <= cost.every else None
+    return cost if _is_wanted(cost, job) else None
+
+
+def _is_wanted(cost: Cost, job: Job) -> bool:
+    options = job.sync
+    if cost.method not in COMBINATIONS["data"] or cost.method in ruled_out(job):
+        return False
+    # allreduce that was never compared with anything says nothing of the machines that are there now.
+    if options.method not in {"auto", cost.method} or (cost.method == EXACT and not cost.step_s):
+        return False
+    if not (cost.every >= 1 and 0 <= cost.delay <= cost.every):
+        return False
+    wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
+    late = options.delay < 0 or min(options.delay, cost.every) == cost.delay
+    return cost.method != LOCAL or (wanted and late)
 
 
 def _codec(word: Any) -> CodecName:
@@ -154,7 +168,7 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
     options = wish.job.sync
     step_s, backward_s = wish.time_step()
     machines = len(places.speakers)
-    link = named_link(options.link, "sync.link") if options.link else _link(world, places)
+    link = named_link(options.link, "sync.link") if options.link else _link(wish.job, world, places)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     case = Case(
         tuple(tuple(parameter.shape) for parameter in parameters),
@@ -168,7 +182,7 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
         pass_seconds(sum(parameter.numel() for parameter in parameters), world.device),
     )
     only = "" if options.method == "auto" else options.method
-    choice = choose(case, options, only, _ruled_out(wish.job))
+    choice = choose(case, options, only, ruled_out(wish.job))
     # One machine's processes have no link, and JSON no infinity.
     speed = link.bytes_per_s if math.isfinite(link.bytes_per_s) else None
     figures = {"bytes_per_s": speed, "latency_s": link.latency_s, "step_s": step_s}
@@ -178,9 +192,9 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
     return Cost(**{**answer, "codec": _codec(answer["codec"])})
 
 
-def _link(world: World, places: Places) -> Link:
+def _link(job: Job, world: World, places: Places) -> Link:
     """The link between machines, as one process of each measures it; equal on all processes."""
-    group: Any = dist.new_group(list(places.speakers)) if len(places.speakers) < world.size else None
+    group: Any = new_group(job, places.speakers) if len(places.speakers) < world.size else None
     found = torch.zeros(2, dtype=torch.float32 if world.device == "mps" else torch.float64, device=world.device)
     if world.rank in places.speakers:
         link = measure_link(group, world.device)

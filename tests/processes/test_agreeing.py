@@ -1,0 +1,180 @@
+"""Who agrees with whom, under any way of dealing ranks to machines; and what keeps local steps in time."""
+
+import json
+import platform
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from manyhands.config.job import ClusterOptions, Job
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.world import World
+from manyhands.sync.compress import compressor_named
+from manyhands.sync.costs import Cost
+from manyhands.sync.local import LocalSteps
+from manyhands.sync.options import SyncOptions
+from manyhands.sync.talk import Peers
+from manyhands.train.agree import LONGEST_S, Agreement
+from manyhands.train.agreeing import make_agreeing, pace_of, places_of
+from manyhands.train.pacing import Pacer
+from manyhands.train.step import Measured
+from tests.processes.ranks import run_on_ranks
+
+# By rank: (name of its machine, processes there, its local rank there).
+DEALT = {
+    "blocks": [("a", 2, 0), ("a", 2, 1), ("b", 2, 0), ("b", 2, 1)],
+    "turns": [("a", 2, 0), ("b", 2, 0), ("a", 2, 1), ("b", 2, 1)],
+    "uneven": [("b", 1, 0), ("a", 3, 0), ("a", 3, 1), ("a", 3, 2)],
+    "uneven turns": [("a", 3, 0), ("b", 1, 0), ("a", 3, 1), ("a", 3, 2)],
+    "one name": [("x", 2, 0), ("x", 2, 1), ("x", 2, 0), ("x", 2, 1)],
+    "one machine": [("a", 4, 0), ("a", 4, 1), ("a", 4, 2), ("a", 4, 3)],
+    "one each": [("x", 1, 0), ("x", 1, 0), ("x", 1, 0), ("x", 1, 0)],
+}
+MACHINES = {
+    "blocks": [(0, 1), (2, 3)],
+    "turns": [(0, 2), (1, 3)],
+    "uneven": [(0,), (1, 2, 3)],
+    "uneven turns": [(0, 2, 3), (1,)],
+    "one name": [(0, 1), (2, 3)],
+    "one machine": [(0,), (1,), (2,), (3,)],
+    "one each": [(0,), (1,), (2,), (3,)],
+}
+
+
+def _places(world, dealt):
+    name, size, local_rank = dealt[world.rank]
+    platform.node = lambda: name  # of this process alone
+    places = places_of(replace(world, local_rank=local_rank, local_size=size), Job())
+    dist.barrier()  # who is done waits for those that are still joining their group
+    return places.speakers, places.machine, dist.get_process_group_ranks(places.group) if places.group else None
+
+
+@pytest.mark.parametrize("name", DEALT)
+def test_each_machine_has_its_own_processes_and_one_that_speaks(name):
+    machines = MACHINES[name]
+    for rank, (speakers, machine, group) in enumerate(run_on_ranks(_places, 4, DEALT[name])):
+        assert speakers == tuple(one[0] for one in machines)
+        assert machine == next(one for one in machines if rank in one)
+        assert group is None or tuple(group) == machine
+        assert (group is None) == (len(machines) == 4)
+
+
+def _update(agreeing):
+    agreeing.before_update(1)
+    agreeing.on_gradients()
+    agreeing.after_update(2)
+
+
+def _silent(world, cost):
+    """Rank 1 lives, and says nothing."""
+    job = Job(cluster=ClusterOptions(collective_timeout_s=1.0), sync=SyncOptions(method=cost.method))
+    network = torch.nn.Linear(4, 4)
+    agreeing = make_agreeing(cost, job, network, [], world, places_of(world, job))
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            _update(agreeing)
+    dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("cost", [
+    Cost("powersgd", 0.0, 0.0), Cost("local", 0.0, 0.0, every=1, delay=1), Cost("local", 0.0, 0.0, every=1),
+], ids=str)  # fmt: skip
+def test_a_silent_peer_is_given_up_when_the_job_says_so(cost):
+    assert all(run_on_ranks(_silent, 2, cost))
+
+
+def _where(world):
+    """Without BatchNorm, on an accelerator; "meta" stands for one that isn't here."""
+    place, cost = replace(world, device="meta"), Cost("local", 0.0, 0.0, every=1)
+    network = torch.nn.Linear(4, 4, device="meta")
+    agreeing = make_agreeing(cost, Job(), network, [], place, places_of(world, Job()))
+    return [agreeing.steps.anchor.device.type, agreeing.steps.agreed_buffers.device.type]
+
+
+def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer():
+    assert run_on_ranks(_where, 2) == [["meta", "meta"]] * 2
+
+
+class _Paced:
+    """Rank 0 of several processes, with steps of 0.1 s and exchanges as long as it is told."""
+
+    def __init__(self, folder, now, total_steps=100_000, size=2, **said):
+        folder.mkdir(exist_ok=True)
+        self.folder, options = RunFolder(folder), SyncOptions(method="local", codec="int4", **said)
+        self.journal, cost = Journal(self.folder, 0), Cost("local", 0.1, 1.0, 0.5, "int4", *now)
+        tensors = [torch.zeros(4)]
+        compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
+        self.steps = LocalSteps(tensors, [], Peers(), compressor, pace_of(cost, options))
+        hosts = [f"host-{rank}" for rank in range(size)]
+        self.pacer = Pacer(self.steps, cost, options, World(0, size), hosts, total_steps, 0.0)
+
+    def agree(self, exchange_s, *others_s):
+        """One exchange, which takes longer by the clock of who must wait in it for the slowest."""
+        slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.pacer.world.size
+        waits_s = [pace.every * (slowest_s - step_s) for step_s in (0.1, *others_s)]
+        self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s + waits_s[0]
+        told = self.pacer.mine(1.0, 10)
+        for rank, step_s in enumerate(others_s, 1):
+            told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
+        self.pacer.heed(told, self.steps.rounds, self.journal)
+        return self.steps.pace.every, self.steps.pace.delay
+
+    def said(self, kind):
+        lines = self.folder.events.read_text().splitlines() if self.folder.events.exists() else []
+        return [event["message"] for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def test_the_pace_follows_the_link(tmp_path):
+    paced = _Paced(tmp_path / "run", (7, 6))
+    assert {paced.agree(0.5) for _ in range(5)} == {(7, 6)}
+    assert [paced.agree(5.0) for _ in range(5)][-1] == (65, 58)
+    assert len(paced.said("sync")) == 1
+
+
+def test_a_slow_process_makes_no_exchange_seem_long(tmp_path):
+    paced = _Paced(tmp_path / "run", (7, 6))
+    assert [paced.agree(0.5, 0.2) for _ in range(12)][-1] == (4, 3)
+
+
+def test_the_delay_follows_the_link_where_a_short_run_allows_no_more_steps(tmp_path):
+    paced = _Paced(tmp_path / "run", (14, 3), total_steps=14 * 60)
+    assert [paced.agree(1.1) for _ in range(5)][-1] == (14, 13)
+    assert [paced.agree(0.25) for _ in range(5)][-1] == (4, 3)
+
+
+def test_what_a_user_says_of_the_pace_is_kept(tmp_path):
+    often = _Paced(tmp_path / "every", (7, 6), every=7)
+    assert [often.agree(5.0) for _ in range(5)][-1] == (7, 6)
+    late = _Paced(tmp_path / "delay", (7, 2), delay=2)
+    assert [late.agree(5.0) for _ in range(5)][-1] == (65, 2)
+
+
+@pytest.mark.parametrize(("others_s", "named"), [
+    ((0.16,), "rank 1 on host-1 takes 0.16 s a step, others 0.1 s"),
+    ((0.1, 0.5), "rank 2 on host-2 takes 0.5 s a step, others 0.1 s"),
+    ((0.04, 0.04), "rank 0 on host-0 takes 0.1 s a step, others 0.04 s"),
+    ((0.12, 0.11), ""),
+])  # fmt: skip
+def test_who_is_slow_is_named_once(others_s, named, tmp_path):
+    paced = _Paced(tmp_path / "run", (7, 6), size=1 + len(others_s))
+    for _ in range(6):
+        paced.agree(0.5, *others_s)
+    said = paced.said("slow")
+    assert len(said) == bool(named)
+    assert all(named in message for message in said)
+
+
+def test_a_slow_link_is_waited_for_but_not_for_minutes():
+    agreement = Agreement(World(), 0.5, float("inf"), multiple=1000)
+    agreement.reset(0)
+    agreement.agree(Measured(), 100_001, stop=False)  # steps of next to no time
+    assert next(step for step in range(100_002, 103_000) if agreement.due(step, force=False)) % 1000 == 0
+    time.sleep(0.05)
+    agreement.agree(Measured(), 100_002, stop=False)
+    assert not agreement.due(100_002, force=False)
+    assert agreement.due(100_002 + round(LONGEST_S / 0.05), force=False)
