@@ -168,6 +168,29 @@ def test_links_that_fail_for_a_while_do_not_end_a_run(slow_lab, here):
         slow_lab.rate(2, "10mbit")
         assert_well(run.finish())
     assert_equal_replicas("run")
+    # Eight seconds of no cable, most of which training stood still.
+    assert max(event["data"]["seconds"] for event in events("run", "stall")) > 4
+
+
+def test_the_pace_follows_a_link(slow_lab, here):
+    """Ten times as fast a link makes agreements come sooner, and later again when it is as slow as before."""
+    steps = ["--train.epochs", 1000, "--train.max_steps", 4000, "--sync.codec", "int4", "--sync.every", 0]
+    with training(slow_lab, "run", *steps) as run:
+        wait_until(lambda: events("run", "first-step"), run.processes[0])
+        for host in slow_lab.hosts:
+            slow_lab.rate(host, "1mbit")
+        wait_until(lambda: [one for one in _paces("run") if one > _paces("run")[0]], run.processes[0])
+        for host in slow_lab.hosts:
+            slow_lab.rate(host, "100mbit")
+        longest = max(_paces("run"))
+        wait_until(lambda: _paces("run")[-1] < longest, run.processes[0])
+        assert_well(run.finish())
+    assert_equal_replicas("run")
+
+
+def _paces(out):
+    """Steps between agreements, as they were decided and changed."""
+    return [event["data"]["every"] for event in events(out, "sync")]
 
 
 def _steps_made(folder):

@@ -26,8 +26,11 @@ LEVELS = {
     "decision": "INFO",
     "resumed": "INFO",
     "restarted": "WARNING",
+    "slow": "WARNING",
+    "stall": "WARNING",
     "stopping": "INFO",
     "stopped": "INFO",
+    "sync": "INFO",
     "warning": "WARNING",
 }
 _STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}

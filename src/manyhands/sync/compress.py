@@ -153,16 +153,16 @@ def orthonormal(columns: Tensor) -> Tensor:
     """Orthonormal columns [r, n] that span those of a matrix; zeros for a column that the earlier ones explain.
 
     Gram-Schmidt in double precision, rounded to single precision: machines of different kinds add up in different
-    orders, and all must come to the same bits.
+    orders, and all must come to the same bits. On the processor, since not every device has double precision.
     """
     done: list[Tensor] = []
-    for column in columns.double():
+    for column in columns.cpu().double():
         length = column.norm()
         for other in done:
             column = column - (other * column).sum().float().double() * other
         rest = column.norm().float().double()
         done.append(column / rest if rest > 1e-6 * length else torch.zeros_like(column))
-    return torch.stack(done).to(torch.float32).to(columns.dtype)
+    return torch.stack(done).to(torch.float32).to(columns.device, columns.dtype)
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> None:

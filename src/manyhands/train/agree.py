@@ -32,6 +32,7 @@ class Verdict:
         seconds: since the last verdict, by rank 0's clock.
         data_share: part of that time that rank 0 waited for data.
         extra: sums over all processes of what `extra` gave.
+        waited_s: how long this process stood still for the verdict.
     """
 
     stop: bool
@@ -42,6 +43,7 @@ class Verdict:
     seconds: float
     data_share: float
     extra: list[float]
+    waited_s: float
 
 
 class Agreement:
@@ -88,9 +90,11 @@ class Agreement:
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
+        began_s = time.perf_counter()
         if not self._world.alone:
             dist.all_reduce(total)
         loss, correct, count, stops, saves, seconds_sum, *summed = total.tolist()
+        waited_s = time.perf_counter() - began_s
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
         wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
         free, latest = -(-wanted // self.multiple) * self.multiple, step + round(LONGEST_S / max(mean_s, 1e-6))
@@ -104,6 +108,7 @@ class Agreement:
             seconds=max(now - self._last, 1e-9),
             data_share=min(1.0, self.waiting_s / max(now - self._last, 1e-9)),
             extra=summed,
+            waited_s=waited_s,
         )
         self.reset(step)
         return verdict

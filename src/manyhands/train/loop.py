@@ -72,7 +72,7 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
         raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
     _record(parts, verdict, order.steps_per_epoch)
     if parts.pacer:
-        parts.heed(verdict.extra)
+        parts.heed(verdict.extra, verdict.waited_s)
     if verdict.stop:
         parts.journal.event("stopping", "saving", progress.step)
     improved = evaluation and not verdict.stop and evaluate(parts)

@@ -16,6 +16,8 @@ from manyhands.train.agreeing import pace_of
 _CHANGE = 1.5
 # A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
 _SLOW, _TIMES = 1.3, 3
+# Standing still is told of that takes so long, and so many times as long as it does usually.
+_STALL_S, _STALL = 3.0, 3.0
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Pacer:
     _lengths: list[float] = field(default_factory=list[float], init=False)
     _step_s: float = field(default=0.0, init=False)
     _rounds: int = field(default=0, init=False)
+    _stood_s: float = field(default=0.0, init=False)
+    _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
     def mine(self, seconds: float, steps: int) -> list[float]:
         """Numbers to be added up over all processes: each one's seconds a step, and of the last exchange.
@@ -54,6 +58,7 @@ class Pacer:
             steps: made in that time.
         """
         waited_s, self._waited_s = self.steps.waited_s - self._waited_s, self.steps.waited_s
+        self._stood_s = waited_s
         step_s = (seconds - waited_s) / max(1, steps)
         own = [rank == self.world.rank for rank in range(self.world.size)]
         return [*(step_s * one for one in own), *(self.steps.exchange_s * one for one in own)]
@@ -80,6 +85,21 @@ class Pacer:
                 method=self.cost.method,
             )
         return self.cost
+
+    def name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
+        """Says so where training has stood still much longer than it does usually, as where a link was cut.
+
+        Args:
+            waited_s: how long this process stood still while all told their numbers.
+            step: updates made.
+            journal: is told.
+        """
+        stood_s = self._stood_s + waited_s
+        usual_s = statistics.median(self._stalls_s) if self._stalls_s else 0.0
+        self._stalls_s = [*self._stalls_s[-4:], stood_s]
+        if stood_s > max(_STALL_S, _STALL * usual_s):
+            what = f"training stood still for {stood_s:.3g} s, for the link or another process (usual: {usual_s:.2g} s)"
+            journal.event("stall", what, step, seconds=stood_s)
 
     def _note(self, step_s: float, exchanges_s: list[float]) -> None:
         """Keeps how many steps the last exchange took.

@@ -93,9 +93,10 @@ class Parts:
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
 
-    def heed(self, told: list[float]) -> None:
+    def heed(self, told: list[float], waited_s: float) -> None:
         """Keeps local steps in time with the link."""
         if self.pacer:
+            self.pacer.name_a_stall(waited_s, self.progress.step, self.journal)
             self.sync = self.pacer.heed(told, self.progress.step, self.journal)
             self.agreement.multiple = self.sync.every
 

@@ -186,7 +186,9 @@ def _measured(wish: Wish, model: nn.Module, world: World, places: Places, journa
     # One machine's processes have no link, and JSON no infinity.
     speed = link.bytes_per_s if math.isfinite(link.bytes_per_s) else None
     figures = {"bytes_per_s": speed, "latency_s": link.latency_s, "step_s": step_s}
-    journal.event("sync", choice.reason, 0, **figures, method=choice.chosen.method)
+    taken = choice.chosen
+    pace = {"method": taken.method, "codec": taken.codec, "every": taken.every, "delay": taken.delay}
+    journal.event("sync", choice.reason, 0, **figures, **pace)
     # Numbers that are equal are not enough: one process decides.
     answer = broadcast_plain(asdict(choice.chosen), world)
     return Cost(**{**answer, "codec": _codec(answer["codec"])})
