@@ -23,9 +23,9 @@ from manyhands.sync.methods import allreduce, local
 HERE = Path(__file__).parent
 BASE = "data parallel"
 
-# What all settings have in common: updates of 3 x 8 samples, 4,992 of them or 1,650. "usual" has a rate as torchvision's and
-# PyTorch's examples have for ImageNet, 0.1 for 256 samples, hence 0.0094 for 24: the mean of one cycle up to 0.02.
-# "hot" has a rate five times as high, at which averaging over all samples in every update counts most.
+# What all settings have in common, but for how long they train: 4,992 or 1,650 updates of 3 x 8 samples. "usual" has
+# the rate of PyTorch's example for ImageNet, 0.1 for 256 samples, hence 0.0094 for 24: the mean of a cycle up to 0.02.
+# "hot" has more than twice that, and a third of the updates.
 RECIPES = {
     "usual": {"data.train_samples": 5000, "train.epochs": 24, "train.lr": 0.02},
     "hot": {"data.train_samples": 1600, "train.epochs": 25, "train.lr": 0.05},
