@@ -92,7 +92,8 @@ def _consequence(survey: Survey, mbps: float) -> tuple[str, ...]:
     machines = len(survey.hosts)
     seconds = 2 * (machines - 1) / machines * RESNET18_BYTES * 8 / mbps / 1e6
     size = f"{RESNET18_BYTES / 1e6:.0f} MB"
-    return (f"an update of resnet18 ({size}) takes {seconds:.1f} s on the wire, whatever the accelerators do",)
+    said = f"an update of resnet18 ({size}) takes {seconds:.1f} s on the wire, whatever the accelerators do"
+    return (said, "--sync auto sends less, or less often, where that is faster; manyhands plan --link shows it")
 
 
 def _median(survey: Survey, pairs: Iterable[Pair]) -> float:
