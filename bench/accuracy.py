@@ -77,6 +77,7 @@ SETTINGS = {
     "rank 4 every 8, waiting": slow("lowrank", 8, 0),
     "rank 4 every 8, delay 3": slow("lowrank", 8, 3),
     "rank 4 every 4, waiting": slow("lowrank", 4, 0),
+    "rank 4 every 4, delay 1": slow("lowrank", 4, 1),
     "rank 4 every 8, delay 7": slow("lowrank", 8, 7),
     "rank 4 every 12, delay 11": slow("lowrank", 12, 11),
     "rank 1 every 8, delay 3": slow("lowrank", 8, 3, rank=1),
