@@ -173,19 +173,15 @@ def test_links_that_fail_for_a_while_do_not_end_a_run(slow_lab, here):
 
 
 def test_the_pace_follows_a_link(slow_lab, here):
-    """Ten times as fast a link makes agreements come sooner, and later again when it is as slow as before."""
-    steps = ["--train.epochs", 1000, "--train.max_steps", 4000, "--sync.codec", "int4", "--sync.every", 0]
+    """A slower link makes processes agree less often, and a faster one more often; the run itself is never over."""
+    steps = ["--train.epochs", 1000, "--sync.codec", "int4", "--checkpoint.every", "never"]
     with training(slow_lab, "run", *steps) as run:
         wait_until(lambda: events("run", "first-step"), run.processes[0])
-        for host in slow_lab.hosts:
-            slow_lab.rate(host, "1mbit")
-        wait_until(lambda: [one for one in _paces("run") if one > _paces("run")[0]], run.processes[0])
-        for host in slow_lab.hosts:
-            slow_lab.rate(host, "100mbit")
-        longest = max(_paces("run"))
-        wait_until(lambda: _paces("run")[-1] < longest, run.processes[0])
-        assert_well(run.finish())
-    assert_equal_replicas("run")
+        first = _paces("run")[0]
+        for rate, changed in (("1mbit", lambda pace: pace > first), ("100mbit", lambda pace: pace < first)):
+            for host in slow_lab.hosts:
+                slow_lab.rate(host, rate)
+            wait_until(lambda changed=changed: changed(_paces("run")[-1]), run.processes[0], patience=180)
 
 
 def _paces(out):
