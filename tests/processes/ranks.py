@@ -16,6 +16,8 @@ def _child(rank, size, function, arguments, folder):
     store = dist.FileStore(str(Path(folder) / "store"), size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    # Nobody leaves before all are connected, however little it has to do.
+    dist.barrier()
     try:
         result = function(World(rank, size, rank, size, "cpu", "gloo"), *arguments)
         (Path(folder) / f"{rank}.out").write_bytes(pickle.dumps(result))
