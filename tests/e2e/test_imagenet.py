@@ -49,6 +49,7 @@ def acc(ended):
     return float(top1), float(top5)
 
 
+@pytest.mark.slow
 def test_one_node_writes_goes_on_and_evaluates(images, here):
     (here / "checkpoint.pth.tar").write_text("the user's own")
     ended = run(*JOB, "-b", "8", "--epochs", "2", "-p", "2", "--out", "run")

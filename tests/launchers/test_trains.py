@@ -59,6 +59,7 @@ def test_accelerate_launch(here):
     assert_one_run_of_two(ended, here)
 
 
+@pytest.mark.slow
 def test_a_batch_script_with_srun(slurm, here):
     command = " ".join([*MANYHANDS, *JOB])
     (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\nsrun {command}\n")

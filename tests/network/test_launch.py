@@ -118,6 +118,7 @@ def lose_checkpoints(lab, place):
     lab.start(1, prepare=f"mount -t tmpfs none {place}")
 
 
+@pytest.mark.slow
 def test_unequal_machines_without_a_shared_disk(lab, here):
     """The hosts' work folders are their own; records come to the head, checkpoints stay, and a resumed run goes on."""
     place = Path("/srv/manyhands-test")
