@@ -265,12 +265,7 @@ def test_ten_starts_and_stops_leave_nothing(lab, here):
         assert all(":22 " in line for line in listening), listening
     after = {path for path in Path("/tmp").iterdir() if path.name.startswith("manyhands-") and "lab" not in path.name}
     # Another test that runs beside this one has folders there too; those go.
-    for _ in range(2 * GONE_S):
-        left = [path for path in after - before if path.exists()]
-        if not left:
-            return
-        time.sleep(1)
-    raise AssertionError(left)
+    wait_until(lambda: not [path for path in after - before if path.exists()], patience=2 * GONE_S)
 
 
 @pytest.mark.parametrize(

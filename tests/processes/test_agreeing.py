@@ -171,9 +171,9 @@ def test_who_is_slow_is_named_once(others_s, named, tmp_path):
 
 def test_standing_still_is_told_of_unless_it_is_usual(tmp_path):
     paced = _Paced(tmp_path / "run", (7, 6))
-    for stood_s in (0.1, 0.2, 8.0, 0.1, *[5.0] * 6):
+    for stood_s in (9.0, 0.1, 0.2, 0.1, 8.0, 0.1, *[5.0] * 6):
         paced.pacer.name_a_stall(stood_s, 1, paced.journal)
-    # The cut, and the first ones of a link that stays as slow.
+    # Not the start; the cut, and the first ones of a link that stays as slow.
     assert [message.split(" s,")[0].split()[-1] for message in paced.said("stall")] == ["8", "5", "5"]
 
 

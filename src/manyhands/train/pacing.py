@@ -95,7 +95,8 @@ class Pacer:
             journal: is told.
         """
         stood_s = self._stood_s + waited_s
-        usual_s = statistics.median(self._stalls_s) if self._stalls_s else 0.0
+        # The first time counts how unequally processes have started.
+        usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
         self._stalls_s = [*self._stalls_s[-4:], stood_s]
         if stood_s > max(_STALL_S, _STALL * usual_s):
             what = f"training stood still for {stood_s:.3g} s, for the link or another process (usual: {usual_s:.2g} s)"
