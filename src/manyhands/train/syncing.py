@@ -91,7 +91,7 @@ def _refuse(job: Job) -> None:
     """Raises UserError for what doesn't go together."""
     out = ruled_out(job)
     if job.sync.method == "powersgd" and "powersgd" in out:
-        mend = ("--precision bf16", "or --sync local")
+        mend = ("--train.precision bf16", "or --sync local")
         raise UserError("powersgd doesn't go with fp16, whose gradients may overflow", "sync.method", mend)
     if job.sync.method == "local" and "local" in out:
         mend = ("leave norm_group out", "or --sync allreduce")
