@@ -18,7 +18,7 @@ from pathlib import Path
 from manyhands.config.load import load_job
 from manyhands.core.links import Link
 from manyhands.sync.costs import Case
-from manyhands.sync.methods import allreduce, local
+from manyhands.sync.methods import allreduce, local, powersgd
 
 HERE = Path(__file__).parent
 BASE = "data parallel"
@@ -71,6 +71,9 @@ SETTINGS = {
     BASE: {"cluster.processes": 1, "train.norm_group": 8},
     "data parallel on 3 processes": {"train.norm_group": "local"},
     "data parallel, BatchNorm over 24": {"cluster.processes": 1},
+    "gradients of rank 4": {"sync.method": "powersgd", "sync.rank": 4},
+    "gradients of rank 3": {"sync.method": "powersgd", "sync.rank": 3},
+    "gradients of rank 2": {"sync.method": "powersgd", "sync.rank": 2},
     "plain every 8, waiting": slow("none", 8, 0),
     "rank 4 every 4, delay 3": slow("lowrank", 4, 3),
     "rank 4 every 4, delay 3, outer momentum 0.5": slow("lowrank", 4, 3, outer_momentum=0.5),
@@ -122,7 +125,7 @@ def sent_kb(setting):
     shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())
     buffers = sum(buffer.numel() for buffer in model.buffers())
     case = Case(shapes, 4, buffers, 3, step_s=0.15, backward_s=0.1, link=Link(1.2e6, 1e-3), steps=10_000)
-    method = local if options.method == "local" else allreduce
+    method = {"local": local, "powersgd": powersgd}.get(options.method, allreduce)
     return method.estimate(case, options)[0].sent_bytes / 1000
 
 

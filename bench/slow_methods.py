@@ -137,6 +137,9 @@ class PowerSgdWay(Way):
         self.peers = Peers(world.rank, world.size)
         self.agreement = PowerSgd(self.parameters, self.peers, rank=spec.rank, seed=0)
 
+    def before_update(self, step):  # noqa: ARG002 - every update is alike
+        self.agreement.expect()
+
     def agree(self):
         self.agreement.agree()
 
@@ -146,6 +149,7 @@ class PowerSgdWay(Way):
 
 class LocalWay(Way):
     def __init__(self, spec, module, world):
+        from manyhands.sync.buffers import Buffers
         from manyhands.sync.compress import compressor_named
         from manyhands.sync.local import LocalSteps, Pace
         from manyhands.sync.talk import Peers
@@ -157,7 +161,7 @@ class LocalWay(Way):
             spec.codec, shapes, rank=spec.rank, seed=0, device="cpu", dtype=self.parameters[0].dtype
         )
         pace = Pace(spec.every, spec.delay)
-        self.steps = LocalSteps(self.parameters, averaged(module), self.peers, compressor, pace)
+        self.steps = LocalSteps(self.parameters, Buffers(averaged(module), self.peers), self.peers, compressor, pace)
         self.made = 0
 
     def before_update(self, step):

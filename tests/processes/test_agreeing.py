@@ -13,6 +13,7 @@ from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.world import World
+from manyhands.sync.buffers import Buffers
 from manyhands.sync.compress import compressor_named
 from manyhands.sync.costs import Cost
 from manyhands.sync.local import LocalSteps
@@ -93,7 +94,7 @@ def _where(world):
     place, cost = replace(world, device="meta"), Cost("local", 0.0, 0.0, every=1)
     network = torch.nn.Linear(4, 4, device="meta")
     agreeing = make_agreeing(cost, Job(), network, [], place, places_of(world, Job()))
-    return [agreeing.steps.anchor.device.type, agreeing.steps.agreed_buffers.device.type]
+    return [agreeing.steps.anchor.device.type, agreeing.steps.buffers.agreed.device.type]
 
 
 def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer():
@@ -109,7 +110,7 @@ class _Paced:
         self.journal, cost = Journal(self.folder, 0), Cost("local", 0.1, 1.0, 0.5, "int4", *now)
         tensors = [torch.zeros(4)]
         compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
-        self.steps = LocalSteps(tensors, [], Peers(), compressor, pace_of(cost, options))
+        self.steps = LocalSteps(tensors, Buffers([], Peers()), Peers(), compressor, pace_of(cost, options))
         hosts = [f"host-{rank}" for rank in range(size)]
         self.pacer = Pacer(self.steps, cost, options, World(0, size), hosts, total_steps, 0.0)
 

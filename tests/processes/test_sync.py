@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from manyhands.core.errors import RunError
+from manyhands.sync.buffers import Buffers, Machine
 from manyhands.sync.codecs import codec_named, mean_bytes
 from manyhands.sync.compress import compressor_named
-from manyhands.sync.local import LocalSteps, Machine, Pace
+from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.talk import Peers, mean_of, settle
 from tests.processes.ranks import run_on_ranks
@@ -143,7 +146,8 @@ class _Trainer:
         compressor = compressor_named(name, shapes, rank=1, seed=1, device="cpu", dtype=torch.float64)
         # A group of its own: exchanges of two networks may be under way at a time.
         peers = peers or Peers(world.rank, world.size, dist.new_group())
-        self.sync = LocalSteps(self.trained, list(self.network.buffers()), peers, compressor, pace, machine=machine)
+        buffers = Buffers(list(self.network.buffers()), peers, machine)
+        self.sync = LocalSteps(self.trained, buffers, peers, compressor, pace, machine=machine)
 
     def gradient(self, step):
         self.optimizer.zero_grad()
@@ -270,21 +274,87 @@ def _finished_after_ten(world):
     return _everything(trainer)
 
 
-def _power(world):
-    trainer = _Trainer(world, "none", Pace(1000))
-    power = PowerSgd(trainer.trained, Peers(world.rank, world.size), 1, 7)
-    went_in = came_out = 0.0
+class _Deep(nn.Module):
+    """Enough values for several batches of gradients; a layer that is used twice, and one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
+        self.conv = nn.Conv2d(32, 64, 3, padding=1).to(memory_format=torch.channels_last)
+        self.unused = nn.Linear(128, 128)
+        self.head = nn.Linear(128, 150)
+
+    def forward(self, values):
+        for layer in self.layers:
+            values = layer(values).relu()
+        values = self.layers[1](values) + self.conv(values.view(-1, 32, 2, 2)).reshape(-1, 256)[:, :128]
+        return self.head(values)
+
+
+def _gradients(network, world, step, *, passes=1):
+    for parameter in network.parameters():
+        parameter.grad = None
+    for number in range(passes):
+        values = _own(world, seed=10 * step + number, count=5 * 128).view(5, 128)
+        yield number, network(values).square().mean()
+
+
+def _power(world, beside, passes):
+    """What six updates send, and whether anything of what went in is lost."""
+    network = _Deep().double()
+    named = dict(network.named_parameters())
+    rare = [one for name, one in named.items() if name.startswith("unused")]
+    power = PowerSgd(list(named.values()), Peers(world.rank, world.size), 16, 7, rare)
+    names, went_in, came_out = list(named), {}, {}
     for step in range(6):
-        trainer.gradient(step)
-        went_in = went_in + torch.cat([_sum(p.grad).flatten() / world.size for p in trainer.trained])
+        own = _Deep().double()
+        for _, loss in _gradients(own, world, step, passes=passes):
+            loss.backward()
+        for name, one in own.named_parameters():
+            if one.grad is not None:
+                went_in[name] = went_in.get(name, 0) + _sum(one.grad) / world.size
+        for number, loss in _gradients(network, world, step, passes=passes):
+            if beside and number == passes - 1:
+                power.expect()
+            loss.backward()
         power.agree()
-        came_out = came_out + torch.cat([p.grad.flatten() for p in trainer.trained])
-    lost = (came_out + _sum(power.state()["held"]) / world.size - went_in).abs().max().item()
-    return came_out, lost
+        for name, one in named.items():
+            if one.grad is not None:
+                came_out[name] = came_out.get(name, 0) + one.grad
+    state, lost, missing = power.state(), 0.0, 0.0
+    batches = sorted({key.partition(".")[0] for key in state}, key=int)
+    held = torch.cat([state[f"{number}.held"] for number in batches])
+    held = dict(zip(reversed(names), held.split([named[name].numel() for name in reversed(names)]), strict=True))
+    for name in went_in:
+        kept = (_sum(held[name]) / world.size).view(named[name].shape)
+        lost = max(lost, (came_out[name] + kept - went_in[name]).abs().max().item())
+        missing = max(missing, kept.abs().max().item())
+    power.close()
+    return {name: one.clone() for name, one in came_out.items()}, len(batches), lost, missing
 
 
-def test_gradients_of_low_rank_come_late_and_are_equal_everywhere():
-    answers = run_on_ranks(_power, 3)
-    for came_out, lost in answers:
-        assert torch.equal(came_out, answers[0][0])
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes):
+    answers = run_on_ranks(_power, size, True, passes)
+    for came_out, batches, lost, missing in answers:
+        assert batches > 2
+        assert not any(name.startswith("unused") for name in came_out)
+        assert _same(came_out, answers[0][0])
         assert lost < 1e-10
+        assert missing > 1e-6, "a low rank leaves something out"
+    waited_for = run_on_ranks(_power, size, False, passes)
+    assert _same(answers[0][0], waited_for[0][0]), "what goes on beside the backward pass changes no bit"
+
+
+def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
+    layer = nn.Linear(64, 64)
+    power = PowerSgd(list(layer.parameters()), Peers(), 1, 0)
+    values = torch.zeros(2, 64, requires_grad=True)
+    for _ in range(2):
+        values = checkpoint(layer, values, use_reentrant=True)
+    power.expect()
+    with pytest.raises(RunError, match="twice"):
+        values.sum().backward()
+    power.close()

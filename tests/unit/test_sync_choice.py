@@ -21,7 +21,7 @@ from manyhands.sync.codecs import Integers, codec_named, mean_bytes
 from manyhands.sync.costs import Case, Cost
 from manyhands.sync.explain import as_plain, methods_table
 from manyhands.sync.options import SyncOptions
-from manyhands.sync.shapes import rank_shapes
+from manyhands.sync.shapes import batches, rank_shapes
 from manyhands.train.syncing import kept_cost
 
 _MODEL = resnet18()
@@ -58,12 +58,15 @@ options = st.builds(
 
 
 @given(cases(), options)
-def test_the_chosen_method_loses_a_tenth_or_two_minutes_at_most(case, wanted):
+def test_exactness_may_cost_a_tenth_and_accuracy_half_or_two_minutes(case, wanted):
     choice = choose(case, wanted)
-    best_s = min(cost.step_s for cost in choice.costs)
-    lost_s = choice.chosen.step_s - best_s
     assert choice.chosen in choice.costs
-    assert lost_s <= max(0.002, 0.1000001 * best_s) or lost_s * case.steps < 120
+    for cost in choice.costs:
+        share = 0.5 if cost.method == LOCAL != choice.chosen.method else 0.1
+        lost_s = choice.chosen.step_s - cost.step_s
+        if choice.chosen.method == LOCAL != cost.method:
+            assert lost_s <= 0, "local steps are for those who gain by them"
+        assert lost_s <= max(0.002, (share + 1e-7) * cost.step_s) or lost_s * case.steps < 120
     assert words_of(choice.chosen) in choice.reason
     assert f"{case.link.bytes_per_s * 8e-6:.4g} Mbit/s" in choice.reason
 
@@ -116,17 +119,32 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     values = sum(math.prod(shape) for shape in RESNET18)
     statistics = 2 * (machines - 1) / machines * 8 * BUFFERS
     ranks, bytewise = rank_shapes(RESNET18, rank), Integers(8)
-    thin = mean_bytes(ranks.left_values, machines, bytewise) + mean_bytes(ranks.right_values, machines, bytewise)
+    control = 2 * (machines - 1) * 220
+    thin = sum(mean_bytes(ranks.values(turn), machines, bytewise) for turn in (0, 1)) / 2 + control
     costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
-    int4 = mean_bytes(values, machines, codec_named("int4", torch.float32))
+    int4 = mean_bytes(values, machines, codec_named("int4", torch.float32)) + control
     expected = {
         ("allreduce", "none"): 2 * (machines - 1) / machines * 4 * values + statistics,
         ("bf16", "none"): 2 * (machines - 1) / machines * 2 * values + statistics,
-        ("powersgd", "none"): thin + statistics,
         ("local", "lowrank"): thin / 10,
         ("local", "int4"): int4 / 10,
     }
     assert {key: costs[key].sent_bytes for key in expected} == pytest.approx(expected)
+    # In batches, of which each is filled up and has its own messages.
+    number = len(batches(RESNET18, rank))
+    assert thin <= costs["powersgd", "none"].sent_bytes <= thin + number * (control + 2 * (machines - 1) * 2 * 258)
+
+
+@given(shapes, st.integers(1, 16))
+def test_batches_have_every_tensor_once_and_turns_send_about_equally_much(shapes, rank):
+    places = batches(shapes, rank)
+    assert [place for batch in places for place in batch] == list(reversed(range(len(shapes))))
+    ranks = rank_shapes(shapes, rank)
+    for matrix in ranks.matrices:
+        assert matrix.rows * matrix.columns == math.prod(shapes[matrix.place])
+        assert 2 * rank * (matrix.rows + matrix.columns) <= matrix.rows * matrix.columns
+    longest = max((abs(matrix.rows - matrix.columns) for matrix in ranks.matrices), default=0)
+    assert abs(ranks.values(0) - ranks.values(1)) <= rank * longest
 
 
 def test_resnet18_on_three_machines():
@@ -145,7 +163,8 @@ def test_what_the_table_and_the_plan_say_is_what_was_estimated():
     plain = as_plain(choice, case, "allreduce")
     assert json.loads(json.dumps(plain)) == plain
     for row, cost in zip(plain["methods"], choice.costs, strict=True):
-        assert (row["method"], row["step_s"], row["sent_mb"] * 1e6) == (cost.method, cost.step_s, cost.sent_bytes)
+        assert (row["method"], row["step_s"]) == (cost.method, cost.step_s)
+        assert row["sent_mb"] * 1e6 == pytest.approx(cost.sent_bytes)
         assert row["chosen"] == (cost is choice.chosen)
     shown = Console(width=120, file=io.StringIO())
     shown.print(methods_table(plain))

@@ -297,13 +297,15 @@ def exceptions(parts: Any) -> list[str]:
     modules = list(parts.network.inner.modules())
     found: list[str] = []
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules) and (
-        parts.job.train.norm_group == "local" or not normalises_in_groups(parts.mode)
+        parts.job.train.norm_group == "local" or parts.agreeing.own_statistics or not normalises_in_groups(parts.mode)
     ):
         found.append("BatchNorm takes its statistics over what each process has (norm_group = local).")
     if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
         found.append("Dropout draws other masks at another number of processes.")
     if parts.agreeing.alone:
         found.append("Local steps (sync.method = local): results depend on the number of machines.")
+    elif parts.agreeing.own:
+        found.append(f"Compressed gradients (sync.method = {parts.sync.method}): results depend on who sends what.")
     return found
 
 

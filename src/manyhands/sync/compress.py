@@ -4,15 +4,21 @@ The law of each: the mean of what went in (values and what was held before) is w
 is held now, so nothing is ever lost, only late.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from manyhands.core.seeds import mix
 from manyhands.sync.codecs import Integers, codec_named
-from manyhands.sync.shapes import FACTOR_BITS, rank_shapes
-from manyhands.sync.talk import Conversation, Peers, mean_of
+from manyhands.sync.products import Multiply, fastest_alike, term_by_term, write_product
+from manyhands.sync.shapes import FACTOR_BITS, Matrix, Ranks, rank_shapes
+from manyhands.sync.talk import Conversation, Held, Peers, mean_of
+
+# What is left of a column of length one that the ones before it explain, but for rounding.
+_EXPLAINED = 1e-6
 
 
 class Compressor(Protocol):
@@ -59,68 +65,139 @@ class Rounded:
 
 
 class LowRank:
-    """Each matrix as a product of two thin ones, by one step of a power iteration from the last exchange's.
+    """Each matrix as a product of two thin ones, of which one is known everywhere from the turn before.
 
-    Source: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727. The left factors and all tensors that
-    are no matrices go first, then the right factors, as integers of 8 bits: what that loses is held back like the
-    rest. A factor travels column by column, since those of one scale belong together.
+    Left and right factors go in turns, so that two turns make one step of a power iteration, and each takes one
+    exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
+    optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors
+    travel as integers of 8 bits: what that loses is held back like the rest. A factor travels column by column, since
+    those of one scale belong together.
 
     Args:
         shapes: of the tensors that make up the vector, in order.
         rank: columns of the thin matrices.
-        seed: of the first right factors; equal everywhere.
+        seed: of the first factors; equal everywhere.
         device: where the tensors lie.
         dtype: of the values.
+        turn: 0 or 1; several vectors that are sent together had better not all send their longer factors at a time.
+
+    Attributes:
+        ranks: how the tensors are sent.
+        multiply: how factors are multiplied, alike on all peers; see `multiply_alike`.
     """
 
     def __init__(
-        self, shapes: list[tuple[int, ...]], rank: int, seed: int, device: str, dtype: torch.dtype = torch.float32
+        self,
+        shapes: list[tuple[int, ...]],
+        rank: int,
+        seed: int,
+        device: str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        turn: int = 0,
     ) -> None:
-        self._ranks = rank_shapes(shapes, rank)
+        self.multiply: Multiply = term_by_term
+        self.ranks = rank_shapes(shapes, rank)
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
         self._codec = Integers(FACTOR_BITS)
         generator = torch.Generator().manual_seed(mix(seed))
-        # Columns, here and below: [rank, n] for a factor of [n, rank].
-        self._first = [
-            torch.randn(rank, columns, generator=generator).to(device, dtype) for _, _, columns in self._ranks.matrices
-        ]
-        self._rights = self._first
+        # Columns, here and below: [rank, n] for a factor of [n, rank]; for both kinds of turns, see `orthonormal`.
+        self._first = [_random_columns(self.ranks, turn, generator).to(device, dtype) for turn in (0, 1)]
+        self._turn = turn
+        self._agreed: list[Tensor] | None = None  # those of this turn, until they are made ready for the next
+        # The factors that are known, those of the turn before, as orthonormal columns.
+        first = self._first[1 - turn]
+        matrices = self.ranks.matrices
+        before = [columns[:, : one.length(1 - turn)] for columns, one in zip(first, matrices, strict=True)]
+        self._known = orthonormal(before, first)
 
     def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
         """See `Compressor`."""
-        pieces = values.split(self._sizes)
-        matrices = [pieces[place].view(rows, columns) for place, rows, columns in self._ranks.matrices]
-        starts = [_directions(*both) for both in zip(self._rights, self._first, strict=True)]
-        lefts = [start @ matrix.T for matrix, start in zip(matrices, starts, strict=True)]
-        plain = [pieces[place] for place in self._ranks.rest]
-        first, held = yield from mean_of(_flat([*lefts, *plain], values), self._codec, peers)
-        _, unsent = _unflat(held.together(peers), lefts, plain)
-        lefts, plain = _unflat(first, lefts, plain)
-        lefts = [orthonormal(left) for left in lefts]
-        rights = [left @ matrix for matrix, left in zip(matrices, lefts, strict=True)]
-        second, held = yield from mean_of(_flat(rights, values), self._codec, peers)
-        own, _ = _unflat(_flat(rights, values) - held.together(peers), rights, [])
-        self._rights, _ = _unflat(second, rights, [])
+        sent = self.begin(values)
+        mean, held = yield from self.send(sent, peers)
         agreed = torch.empty_like(values)
-        slots = agreed.split(self._sizes)
-        for (place, rows, columns), left, right in zip(self._ranks.matrices, lefts, self._rights, strict=True):
-            product(left, right, out=slots[place].view(rows, columns))
-        for place, piece, kept in zip(self._ranks.rest, plain, unsent, strict=True):
-            slots[place].copy_(piece)
-            pieces[place].copy_(kept)
-        # What its own factors lack, not what the agreed ones lack: else each process's distance from the mean, which
-        # nobody needs to know, would pile up in what it holds.
-        for matrix, left, right in zip(matrices, lefts, own, strict=True):
-            matrix.addmm_(left.T, right, alpha=-1)
+        shapes = self.ranks.shapes
+        slots = [piece.view(shape) for piece, shape in zip(agreed.split(self._sizes), shapes, strict=True)]
+        self.end(values, sent, (mean, held.together(peers)), slots)
         return agreed, values
 
+    def begin(self, values: Tensor) -> Tensor:
+        """What is to be sent of values [n]: this turn's factors, and the tensors that are no matrices."""
+        self.prepare()
+        pieces = values.split(self._sizes)
+        thin = [
+            known @ (matrix if self._sends_right(one) else matrix.T)
+            for one, known, matrix in zip(self.ranks.matrices, self._known, self._matrices(pieces), strict=True)
+        ]
+        return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
+
+    def send(self, sent: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Held]]:
+        """The mean over all peers of what `begin` gave, and what rounding kept back of it; two messages."""
+        return (yield from mean_of(sent, self._codec, peers))
+
+    def end(
+        self,
+        values: Tensor,
+        sent: Tensor,
+        received: tuple[Tensor, Tensor],
+        slots: Sequence[Tensor],
+        between: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Writes what was agreed on, and leaves in the values what of them was not sent.
+
+        Args:
+            values: those that `begin` was given.
+            sent: what it gave.
+            received: the mean of what all sent, and what rounding kept back of this process's part.
+            slots: tensors for the agreed values, of the shapes.
+            between: called now and then, since this takes a while.
+        """
+        mean, lost = received
+        pieces = values.split(self._sizes)
+        agreed, own, unsent = self._unflat(mean), self._unflat(sent - lost), self._unflat(lost)
+        for number, (one, matrix) in enumerate(zip(self.ranks.matrices, self._matrices(pieces), strict=True)):
+            known = self._known[number]
+            left, right = (known, agreed[number]) if self._sends_right(one) else (agreed[number], known)
+            write_product(self.multiply, left, right, slots[one.place])
+            between()
+            # What its own factor lacks, not what the agreed one lacks: else each process's distance from the mean,
+            # which nobody needs to know, would pile up in what it holds.
+            left, right = (known, own[number]) if self._sends_right(one) else (own[number], known)
+            matrix.addmm_(left.T, right, alpha=-1)
+            between()
+        for number, place in enumerate(self.ranks.rest, len(self.ranks.matrices)):
+            slots[place].copy_(agreed[number].view(slots[place].shape))
+            pieces[place].copy_(unsent[number])
+        self._agreed, self._turn = agreed[: len(self._known)], self._turn + 1
+
+    def prepare(self) -> None:
+        """Makes the factors that all have just got ready for the next turn; `begin` does, if nobody has done so."""
+        if self._agreed is not None:
+            self._known, self._agreed = orthonormal(self._agreed, self._first[1 - self._turn % 2]), None
+
     def state(self) -> dict[str, Tensor]:
-        """The right factors."""
-        return {f"right.{number}": right for number, right in enumerate(self._rights)}
+        """The factors that are known, and whose turn it is."""
+        self.prepare()
+        known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
+        return {"turn": torch.tensor(self._turn), **known}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Takes them back."""
-        self._rights = [state[f"right.{number}"] for number in range(len(self._rights))]
+        self._turn, self._agreed = int(state["turn"]), None
+        self._known = [state[f"known.{number}"] for number in range(len(self._known))]
+
+    def _sends_right(self, one: Matrix) -> bool:
+        return bool((one.first + self._turn) % 2)
+
+    def _matrices(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        return [pieces[one.place].view(one.rows, one.columns) for one in self.ranks.matrices]
+
+    def _unflat(self, sent: Tensor) -> list[Tensor]:
+        lengths = [one.length(self._turn) for one in self.ranks.matrices]
+        thin = [length * self.ranks.rank for length in lengths]
+        pieces = sent.split([*thin, *(self._sizes[place] for place in self.ranks.rest)])
+        shaped = [piece.view(-1, length) for piece, length in zip(pieces, lengths, strict=False)]
+        return [*shaped, *pieces[len(shaped) :]]
 
 
 def compressor_named(
@@ -139,45 +216,62 @@ def compressor_named(
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
-def _directions(right: Tensor, first: Tensor) -> Tensor:
-    """Right columns [r, n] of length one; the first ones in place of those that have come to nothing, which would stay.
+def multiply_alike(compressors: Sequence[Compressor], peers: Peers, like: Tensor) -> None:
+    """Has them multiply as fast as all peers can to equal bits; a collective.
 
-    A matrix that has moved in fewer than r directions, or not at all yet, leaves such columns.
+    Args:
+        compressors: of which some may be of low rank.
+        peers: those whose bits must be equal.
+        like: of the device and type of the values.
     """
-    lengths = right.norm(dim=1, keepdim=True)
+    thin = [one for one in compressors if isinstance(one, LowRank)]
+    if thin:
+        shapes = [(matrix.rows, matrix.columns) for one in thin for matrix in one.ranks.matrices]
+        multiply = fastest_alike(shapes, thin[0].ranks.rank, peers, like)
+        for one in thin:
+            one.multiply = multiply
+
+
+def orthonormal(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
+    """Orthonormal columns that span those of each factor; zeros for a column that the earlier ones explain.
+
+    A column that has come to nothing is replaced by that of `first`, or it would stay so for good: a matrix that has
+    moved in fewer than r directions, or not at all yet, leaves such columns.
+
+    Gram-Schmidt of all factors at once. Sums are taken in double precision and rounded: machines of different kinds add
+    up in different orders, and all must come to the same bits.
+
+    Args:
+        factors: columns [r, n], each of its own n.
+        first: columns [factors, r, the longest n] of length one, filled up with zeros.
+    """
+    padded = torch.zeros_like(first)
+    for place, factor in zip(padded, factors, strict=True):
+        place[:, : factor.shape[1]] = factor
+    lengths = _sum(padded * padded).sqrt()
     live = lengths > 0
-    return torch.where(live, right / torch.where(live, lengths, 1), first / first.norm(dim=1, keepdim=True))
-
-
-def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns [r, n] that span those of a matrix; zeros for a column that the earlier ones explain.
-
-    Gram-Schmidt in double precision, rounded to single precision: machines of different kinds add up in different
-    orders, and all must come to the same bits. On the processor, since not every device has double precision.
-    """
     done: list[Tensor] = []
-    for column in columns.cpu().double():
-        length = column.norm()
+    for column in torch.where(live, padded / torch.where(live, lengths, 1), first).unbind(1):
+        rest = column
         for other in done:
-            column = column - (other * column).sum().float().double() * other
-        rest = column.norm().float().double()
-        done.append(column / rest if rest > 1e-6 * length else torch.zeros_like(column))
-    return torch.stack(done).to(torch.float32).to(columns.device, columns.dtype)
+            rest = rest - _sum(other * rest) * other
+        length = _sum(rest * rest).sqrt()
+        done.append(torch.where(length <= _EXPLAINED, 0.0, rest / length))
+    whole = torch.stack(done, 1) if len(factors) else padded
+    return [piece[:, : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)]
 
 
-def product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Columns [r, n] times columns [r, m], into out [n, m]; term by term, so that all machines get equal bits."""
-    torch.mul(left[0][:, None], right[0], out=out)
-    for one, other in zip(left[1:], right[1:], strict=True):
-        out.addr_(one, other)
+def _random_columns(ranks: Ranks, turn: int, generator: torch.Generator) -> Tensor:
+    """For the factor of each matrix that goes in a turn: see `orthonormal`."""
+    lengths = [one.length(turn) for one in ranks.matrices]
+    columns = torch.zeros(len(lengths), ranks.rank, max(lengths, default=0))
+    for place, length in zip(columns, lengths, strict=True):
+        place[:, :length] = F.normalize(torch.randn(ranks.rank, length, generator=generator), dim=1)
+    return columns
 
 
-def _flat(tensors: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like[:0]
-
-
-def _unflat(flat: Tensor, first: list[Tensor], second: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    both = [*first, *second]
-    pieces: Any = flat.split([tensor.numel() for tensor in both])
-    shaped = [piece.view(tensor.shape) for piece, tensor in zip(pieces, both, strict=True)]
-    return shaped[: len(first)], shaped[len(first) :]
+def _sum(products: Tensor) -> Tensor:
+    # Not every kind of device has double precision.
+    if products.device.type in {"cpu", "cuda"}:
+        return products.sum(-1, keepdim=True, dtype=torch.float64).to(products.dtype)
+    return products.cpu().sum(-1, keepdim=True, dtype=torch.float64).to(products.device, products.dtype)

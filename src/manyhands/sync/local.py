@@ -10,15 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.sync.codecs import Plain
+from manyhands.sync.buffers import Buffers, Machine
 from manyhands.sync.compress import Compressor
-from manyhands.sync.talk import Peers, Talk, mean_of, settle
+from manyhands.sync.talk import Peers, Talk
 from manyhands.sync.vector import add_vector, as_vector, dtype_of, write_vector
 
 
@@ -58,34 +57,13 @@ class Pace:
     momentum: float = 0.0
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Processes that agree in every step by other means, of which one speaks for all.
-
-    Attributes:
-        group: their process group.
-        speaker: the rank, among all processes of the run, of the one that speaks.
-        size: how many they are.
-        speaks: True on that process.
-    """
-
-    group: Any
-    speaker: int
-    size: int
-    speaks: bool
-
-
 @dataclass
 class LocalSteps:
     """Keeps the agreed point, and has processes agree.
 
-    The buffers of a network (BatchNorm's statistics) are agreed on when somebody is to look at them, for evaluation and
-    checkpoints; a process trains on with its own. Since they are running means, the mean of all is what it would be if
-    they had been averaged all along.
-
     Attributes:
         parameters: the trainable ones, in an order that is equal everywhere.
-        buffers: likewise.
+        buffers: of the network; agreed on where an exchange isn't under way.
         peers: who agrees: one process of each machine.
         compressor: how the movement is sent.
         pace: how often.
@@ -97,7 +75,7 @@ class LocalSteps:
     """
 
     parameters: Sequence[Tensor]
-    buffers: Sequence[Tensor]
+    buffers: Buffers
     peers: Peers
     compressor: Compressor
     pace: Pace
@@ -108,19 +86,18 @@ class LocalSteps:
     exchange_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._dtype = dtype_of([*self.parameters, *self.buffers])
+        self._dtype = dtype_of(self.parameters)
         self.begin()
 
     def begin(self) -> None:
         """Takes the parameters and buffers, which are equal everywhere, as agreed; nothing is held back."""
         self.anchor = as_vector(self.parameters, self._dtype)
-        self.agreed_buffers = as_vector(self.buffers, self._dtype)
+        self.buffers.begin()
         self._held = torch.zeros_like(self.anchor)
         self._speed = torch.zeros_like(self.anchor if self.pace.momentum else self.anchor[:0])
         # Memory that is used again and again: asking the system for new pages costs more than the sums.
         self._moved, self._spare = torch.empty_like(self.anchor), torch.empty_like(self.anchor)
         self._flight: Flight | None = None
-        self._buffers_of = -1
 
     @property
     def idle(self) -> bool:
@@ -146,23 +123,13 @@ class LocalSteps:
             self._land()
         self._agree_now(step)
         self.agree_on_buffers(step)
-        self._write(self.anchor, self.agreed_buffers)
+        self._write(self.anchor, self.buffers.agreed)
 
     def agree_on_buffers(self, step: int) -> None:
         """Takes the mean of all buffers, once in each step; waits for an exchange under way; a collective."""
-        if step == self._buffers_of:
-            return
         if self._flight and self._flight.talk:
             self._flight.talk.result()  # both use one group, in which messages must not meet
-        buffers = as_vector(self.buffers, self._dtype)
-        if self.machine:
-            dist.all_reduce(buffers, group=self.machine.group)
-            buffers /= self.machine.size
-        if self.machine is None or self.machine.speaks:
-            buffers, _ = settle(mean_of(buffers, Plain(self._dtype), self.peers))
-        if self.machine:
-            dist.broadcast(buffers, self.machine.speaker, group=self.machine.group)
-        self.agreed_buffers, self._buffers_of = buffers, step
+        self.buffers.agree(step)
 
     def close(self) -> None:
         """Waits for an exchange under way and drops it; its process group may be given back then."""
@@ -173,8 +140,8 @@ class LocalSteps:
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Has the network be the agreed one, with the buffers last agreed on, for evaluation and checkpoints."""
-        own = as_vector(self.parameters, self._dtype), as_vector(self.buffers, self._dtype)
-        self._write(self.anchor, self.agreed_buffers)
+        own = as_vector(self.parameters, self._dtype), self.buffers.own()
+        self._write(self.anchor, self.buffers.agreed)
         try:
             yield
         finally:
@@ -185,7 +152,7 @@ class LocalSteps:
         flight = self._flight
         tensors = {
             "parameters": as_vector(self.parameters, self._dtype),
-            "buffers": as_vector(self.buffers, self._dtype),
+            "buffers": self.buffers.own(),
             "held": flight.held if flight else self._held,
             "speed": self._speed,
         }
@@ -254,4 +221,4 @@ class LocalSteps:
 
     def _write(self, parameters: Tensor, buffers: Tensor) -> None:
         write_vector(parameters, self.parameters)
-        write_vector(buffers, self.buffers)
+        self.buffers.write(buffers)

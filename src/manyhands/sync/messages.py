@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from manyhands.core.links import link_seconds, rounds, sent_bytes
 from manyhands.sync.codecs import Codec, Integers, mean_bytes
 from manyhands.sync.costs import Case
-from manyhands.sync.shapes import FACTOR_BITS, rank_shapes
+from manyhands.sync.shapes import FACTOR_BITS, Ranks, batches, rank_shapes
 
 # torch's DDP sends gradients in buckets of about this size, each of which waits for its own first byte.
 _BUCKET_BYTES = 25 << 20
@@ -13,6 +13,8 @@ _STATISTIC_BYTES = 8
 # Where all send to all at once, streams meet at a receiver: 1.1 to 1.5 times the bytes' own time was measured with gloo
 # between three machines at 10, 100 and 1000 Mbit/s.
 _CROSSING = 1.3
+# What gloo sends beside the values, to each peer in each collective: measured between three machines.
+_CONTROL_BYTES = 220
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,26 @@ def mean(case: Case, count: int, codec: Codec) -> Message:
     """The mean of so many values: parts to their owners, then each owner's mean to all."""
     if not count:
         return Message()
-    sent = mean_bytes(count, case.machines, codec)
+    sent = mean_bytes(count, case.machines, codec) + 2 * (case.machines - 1) * _CONTROL_BYTES
     messages = 2 * rounds("all_to_all", case.machines)[0]
     crossing = _CROSSING if case.machines > 2 else 1.0
     return Message(sent, crossing * sent / case.link.bytes_per_s + messages * case.link.latency_s)
 
 
 def low_rank(case: Case, rank: int) -> Message:
-    """All parameters' values as products of thin matrices: left factors, then right ones."""
-    ranks, codec = rank_shapes(case.shapes, rank), Integers(FACTOR_BITS)
-    return mean(case, ranks.left_values, codec) + mean(case, ranks.right_values, codec)
+    """All parameters' values, one thin factor of each matrix, in the mean of two turns."""
+    return _turns(case, rank_shapes(case.shapes, rank))
+
+
+def low_rank_batches(case: Case, rank: int) -> list[Message]:
+    """The same in batches, as they leave during a backward pass."""
+    places = batches(case.shapes, rank)
+    return [_turns(case, rank_shapes([case.shapes[place] for place in batch], rank)) for batch in places]
+
+
+def _turns(case: Case, ranks: Ranks) -> Message:
+    both = [mean(case, ranks.values(turn), Integers(FACTOR_BITS)) for turn in (0, 1)]
+    return Message(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
 def _all_reduce(case: Case, size_bytes: float, calls: int) -> Message:

@@ -1,23 +1,39 @@
 """Gradients of low rank: every process sends thin factors of its gradients in every update, and gets their mean."""
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.sync.compress import LowRank
-from manyhands.sync.talk import Peers, settle
-from manyhands.sync.vector import as_vector, dtype_of, write_vector
+from manyhands.core.errors import RunError
+from manyhands.core.seeds import mix
+from manyhands.sync.compress import LowRank, multiply_alike
+from manyhands.sync.shapes import batches
+from manyhands.sync.talk import Held, Peers, Relay
+from manyhands.sync.vector import dtype_of
+
+# Between two looks at what has come.
+_LOOK_S = 5e-4
+# How long a process that ends waits for what its thread is at.
+_CLOSING_S = 10.0
 
 
 class PowerSgd:
-    """Agrees on gradients after each backward pass; what the factors lack is sent with the next gradients.
+    """Agrees on gradients while the backward pass goes on; what the factors lack is sent with the next gradients.
 
-    Not torch's own hook: with several buckets that starts collectives in an order that differs between processes.
-    Source: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727.
+    Batches of gradients leave as soon as the last pass of an update has come to them, and are the agreed ones before
+    the optimizer sees them, so that no update works with old ones. Not torch's own hook: with several buckets that
+    starts collectives in an order that differs between processes. Sources: Vogels, Karimireddy and Jaggi 2019,
+    arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
+
+    Making one is a collective.
 
     Args:
-        parameters: all that are trained, in an order that is equal everywhere.
+        parameters: all that are trained, in an order that is equal everywhere, best that of the forward pass.
         peers: who agrees.
         rank: columns of the factors.
         seed: equal everywhere.
@@ -32,19 +48,47 @@ class PowerSgd:
         seed: int,
         rare: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._parameters, self._peers, self._rare = list(parameters), peers, list(rare)
-        self._dtype = dtype_of(self._parameters)
-        shapes = [tuple(parameter.shape) for parameter in self._parameters]
-        device = str(self._parameters[0].device)
-        self._compressor = LowRank(shapes, rank, seed, device, self._dtype)
-        self._held = torch.zeros(sum(one.numel() for one in self._parameters), dtype=self._dtype, device=device)
+        self._peers, self._rare = peers, list(rare)
+        dtype, device = dtype_of(parameters), str(parameters[0].device)
+        shapes = [tuple(parameter.shape) for parameter in parameters]
+        self._batches: list[_Batch] = []
+        for number, places in enumerate(batches(shapes, rank)):
+            own, turn = [shapes[place] for place in places], number % 2
+            compressor = LowRank(own, rank, mix(seed + number), device, dtype, turn=turn)
+            self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
+        multiply_alike([batch.compressor for batch in self._batches], peers, self._batches[0].held)
+        self._expecting, self._offered = False, 0
+        self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no more updates come
+        self._complete: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._ended: SimpleQueue[Exception | None] = SimpleQueue()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, batch))
+            for batch in self._batches
+            for parameter in batch.parameters
+        ]
+        self._thread = threading.Thread(target=self._serve, name="manyhands gradients", daemon=True)
+        self._thread.start()
+
+    def expect(self) -> None:
+        """The next backward pass is the last one before `agree`: gradients may leave as they come."""
+        self._expecting, self._offered = True, 0
+        for batch in self._batches:
+            batch.expect()
+        self._begun.put(True)
 
     def agree(self) -> None:
-        """Replaces the gradients by the agreed mean; a collective."""
-        gradients = [self._gradient(parameter) for parameter in self._parameters]
-        values = as_vector(gradients, self._dtype) + self._held
-        mean, self._held = settle(self._compressor.agree(values, self._peers))
-        write_vector(mean, gradients)
+        """Waits until the gradients are the agreed mean; a collective.
+
+        Raises:
+            RuntimeError: a collective failed; as it said.
+        """
+        if not self._expecting:
+            self.expect()
+        self._offer(nothing_comes=True)
+        self._expecting = False
+        error = self._ended.get()
+        if error:
+            raise error
         for parameter in self._rare:
             # The optimizer leaves alone what has no gradient; the mean is the same everywhere, so all do likewise.
             if parameter.grad is not None and not parameter.grad.any():
@@ -52,18 +96,127 @@ class PowerSgd:
 
     def state(self) -> dict[str, Tensor]:
         """What is held back, and the factors."""
-        return {"held": self._held, **{f"compressor.{name}": t for name, t in self._compressor.state().items()}}
+        state: dict[str, Tensor] = {}
+        for number, batch in enumerate(self._batches):
+            state[f"{number}.held"] = batch.held
+            state |= {f"{number}.{name}": tensor for name, tensor in batch.compressor.state().items()}
+        return state
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Takes back what `state` gave."""
-        self._held = state["held"].to(self._held.device)
-        prefix = "compressor."
-        factors = {name[len(prefix) :]: t.to(self._held.device) for name, t in state.items() if name.startswith(prefix)}
-        self._compressor.load(factors)
+        for number, batch in enumerate(self._batches):
+            prefix = f"{number}."
+            own = {name[len(prefix) :]: one for name, one in state.items() if name.startswith(prefix)}
+            batch.held.copy_(own.pop("held"))
+            batch.compressor.load({name: one.to(batch.held.device) for name, one in own.items()})
 
-    @staticmethod
-    def _gradient(parameter: nn.Parameter) -> Tensor:
-        """The gradient; zeros for a parameter that this process did not use."""
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+    def close(self) -> None:
+        """Leaves the parameters without hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._begun.put(False)
+        self._complete.put(None)
+        self._thread.join(_CLOSING_S)
+
+    def _arrived(self, batch: "_Batch", parameter: Tensor) -> None:
+        """A backward pass has come to a parameter's gradient."""
+        if not self._expecting:
+            return  # a pass that isn't the last one
+        if id(parameter) not in batch.missing:
+            what = "a parameter got its gradient twice in one backward pass, after it may have been sent"
+            raise RunError(what, "sync.method", ("--sync allreduce", "or use_reentrant=False where it is checkpointed"))
+        batch.missing.remove(id(parameter))
+        self._offer()
+
+    def _offer(self, *, nothing_comes: bool = False) -> None:
+        """Hands on each batch, in order, that is complete, or as complete as it will be."""
+        while self._offered < len(self._batches):
+            batch = self._batches[self._offered]
+            if batch.missing and not nothing_comes:
+                return
+            self._complete.put(batch)
+            self._offered += 1
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        """A thread's work: one update after the other, until there are no more."""
+        try:
+            while True:
+                self._serve_update()
+                self._ended.put(None)
+        except _ClosedError:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the gradients are wanted
+            self._ended.put(error)
+
+    def _serve_update(self) -> None:
+        """Sends each batch as it comes, and writes what was agreed on as that comes."""
+        if not self._begun.get():
+            raise _ClosedError
+        # While the forward pass goes on.
+        for batch in self._batches:
+            batch.compressor.prepare()
+        relay = Relay[tuple[Tensor, Held]](len(self._batches))
+        for number, batch in enumerate(self._batches):
+            while number not in relay.results:
+                self._send(relay, _LOOK_S)
+            mean, held = relay.results[number]
+            # What comes meanwhile is sent first.
+            batch.give(mean, held.together(self._peers), lambda: self._send(relay))
+
+    def _send(self, relay: Relay[tuple[Tensor, Held]], wait_s: float | None = 0.0) -> None:
+        """Sends a batch if one comes within this time (None: however late), and moves on what has been sent."""
+        with contextlib.suppress(Empty):
+            batch = self._complete.get(timeout=wait_s)
+            if batch is None:
+                raise _ClosedError
+            relay.add(batch.compressor.send(batch.take(), self._peers))
+        relay.advance()
+
+
+class _ClosedError(Exception):
+    """No more updates come."""
+
+
+class _Batch:
+    """Parameters whose gradients leave together.
+
+    Attributes:
+        parameters: in the order in which they are sent.
+        compressor: what sends them.
+        held: what was left out of earlier gradients, and the gradients themselves while they are sent [n].
+        missing: those that have no gradient of this update yet.
+        sent: what is sent of this update; None before.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], compressor: LowRank, dtype: torch.dtype) -> None:
+        self.parameters, self.compressor = list(parameters), compressor
+        sizes = [parameter.numel() for parameter in parameters]
+        self.held = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
+        self._slots = [
+            piece.view(parameter.shape) for piece, parameter in zip(self.held.split(sizes), parameters, strict=True)
+        ]
+        self.missing: set[int] = set()
+        self.sent: Tensor | None = None
+
+    def expect(self) -> None:
+        """Another update begins."""
+        self.missing, self.sent = {id(parameter) for parameter in self.parameters}, None
+
+    def take(self) -> Tensor:
+        """Adds the gradients to what is held; what is to be sent of that."""
+        for parameter, slot in zip(self.parameters, self._slots, strict=True):
+            if parameter.grad is not None:
+                slot.add_(parameter.grad)
+        self.sent = self.compressor.begin(self.held)
+        return self.sent
+
+    def give(self, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:
+        """Writes the agreed gradients in place of this process's own."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.sent is None:
+            raise RuntimeError("gradients can't be given before they were taken")
+        self.compressor.end(self.held, self.sent, (mean, lost), gradients, between)

@@ -6,6 +6,29 @@ from dataclasses import dataclass
 
 # Of a factor's value on its way; what rounding loses is held back with what the rank leaves out.
 FACTOR_BITS = 8
+# Gradients leave in batches, each so much of what is still to be sent, so that little is left when the last ones come.
+_SHARE, _MOST, _FEWEST_VALUES = 0.4, 0.15, 4096
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor that is sent as a thin factor.
+
+    Attributes:
+        place: of the tensor.
+        rows: of the matrix that it is taken for.
+        columns: likewise.
+        first: the factor that goes in the first turn: 0 the left one [rows, rank], 1 the right one [columns, rank].
+    """
+
+    place: int
+    rows: int
+    columns: int
+    first: int
+
+    def length(self, turn: int) -> int:
+        """Values in a column of the factor that goes in a turn."""
+        return self.columns if (self.first + turn) % 2 else self.rows
 
 
 @dataclass(frozen=True)
@@ -13,38 +36,69 @@ class Ranks:
     """How the tensors of a vector are sent.
 
     Attributes:
-        matrices: (place, rows, columns) of each tensor that goes as a product of two thin matrices.
+        matrices: those that go as products of two thin matrices, of which one is sent in each turn.
         rest: places of those that go as they are.
         rank: columns of the thin matrices.
         shapes: of all tensors.
     """
 
-    matrices: tuple[tuple[int, int, int], ...]
+    matrices: tuple[Matrix, ...]
     rest: tuple[int, ...]
     rank: int
     shapes: tuple[tuple[int, ...], ...]
 
-    @property
-    def left_values(self) -> int:
-        """Values of the first message: left factors, and the tensors that go as they are."""
-        return sum(rows * self.rank for _, rows, _ in self.matrices) + sum(
-            math.prod(self.shapes[place]) for place in self.rest
-        )
-
-    @property
-    def right_values(self) -> int:
-        """Values of the second message: right factors."""
-        return sum(columns * self.rank for _, _, columns in self.matrices)
+    def values(self, turn: int) -> int:
+        """How many are sent in a turn: one factor of each matrix, and the tensors that go as they are."""
+        thin = sum(matrix.length(turn) for matrix in self.matrices)
+        return self.rank * thin + sum(math.prod(self.shapes[place]) for place in self.rest)
 
 
 def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
-    """Sends a tensor [n, …] as [n, rank] x [rank, the rest] where that is at most half of it."""
-    matrices: list[tuple[int, int, int]] = []
+    """Sends tensors as [rows, rank] x [rank, columns] where both together are at most half of it.
+
+    The matrix is as square as halving the columns makes it, since its factors are shortest so; all turns send about
+    equally much.
+    """
+    found: list[tuple[int, int, int]] = []
     rest: list[int] = []
     for place, shape in enumerate(shapes):
-        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        # A vector has no structure that factors could follow.
+        rows, columns = _nearly_square(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
         if 2 * rank * (rows + columns) <= rows * columns:
-            matrices.append((place, rows, columns))
+            found.append((place, rows, columns))
         else:
             rest.append(place)
-    return Ranks(tuple(matrices), tuple(rest), rank, tuple(shapes))
+    matrices: list[Matrix] = []
+    ahead = 0  # values by which even turns send more than odd ones
+    for place, rows, columns in sorted(found, key=lambda matrix: -abs(matrix[1] - matrix[2])):
+        first = int((rows > columns) == (ahead > 0))
+        ahead += columns - rows if first else rows - columns
+        matrices.append(Matrix(place, rows, columns, first))
+    return Ranks(tuple(sorted(matrices, key=lambda matrix: matrix.place)), tuple(rest), rank, tuple(shapes))
+
+
+def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
+    while columns % 2 == 0 and 4 * rows <= columns:
+        rows, columns = 2 * rows, columns // 2
+    return rows, columns
+
+
+def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
+    """Places of tensors whose gradients leave together, in the order of a backward pass: from the last on.
+
+    Args:
+        shapes: of all parameters, in the order of the forward pass.
+        rank: of those that are sent as thin factors.
+    """
+    ranks = rank_shapes(shapes, rank)
+    sent = {matrix.place: rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
+    sent |= {place: float(math.prod(shapes[place])) for place in ranks.rest}
+    whole = sum(sent.values())
+    left, found, gathered = whole, [list[int]()], 0.0
+    for place in reversed(range(len(shapes))):
+        found[-1].append(place)
+        gathered += sent[place]
+        if gathered >= max(min(_SHARE * left, _MOST * whole), _FEWEST_VALUES) and place:
+            left, gathered = left - gathered, 0.0
+            found.append([])
+    return found

@@ -6,6 +6,7 @@ after it. Each process takes the same steps in the same order, so the result doe
 
 import threading
 import time
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -125,6 +126,62 @@ class Talk(Generic[T]):
             self.seconds = time.perf_counter() - self._began_s
             self._ended.set()
         return None
+
+
+class Relay(Generic[T]):
+    """Conversations in one group whose collectives begin in one order everywhere, however fast anybody is.
+
+    The first collective of a conversation comes before the last of the one that was added before it, so that the link
+    is never idle while there is something to send.
+
+    Args:
+        conversations: how many there will be.
+        messages: collectives of each.
+
+    Attributes:
+        results: of the conversations that have ended, by number, counted from 0.
+    """
+
+    def __init__(self, conversations: int, messages: int = 2) -> None:
+        places = sorted(
+            (number + 1.5 * message, number) for number in range(conversations) for message in range(messages)
+        )
+        self._order = deque(number for _, number in places)
+        self._conversations: list[Conversation[T]] = []
+        self._works: dict[int, Any] = {}
+        self.results: dict[int, T] = {}
+
+    def add(self, conversation: Conversation[T]) -> None:
+        """Appends one; it begins when its turn comes."""
+        self._conversations.append(conversation)
+
+    def advance(self) -> None:
+        """Begins each collective whose turn has come; waits for none.
+
+        Raises:
+            RuntimeError: a collective failed; as it said.
+        """
+        while self._order and self._moves(self._order[0]):
+            self._order.popleft()
+        for number in range(len(self._conversations)):
+            if number not in self.results and number not in self._order:
+                self._moves(number)
+
+    def _moves(self, number: int) -> bool:
+        if number in self.results:
+            return True
+        if number >= len(self._conversations):
+            return False
+        work = self._works.get(number)
+        if work is not None:
+            if not work.is_completed():
+                return False
+            work.wait()
+        try:
+            self._works[number] = next(self._conversations[number])
+        except StopIteration as stop:
+            self.results[number] = stop.value
+        return True
 
 
 @dataclass

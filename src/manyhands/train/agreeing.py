@@ -2,7 +2,7 @@
 
 import contextlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +17,10 @@ from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.parallel.plain import gather_plain
-from manyhands.sync.compress import compressor_named
+from manyhands.sync.buffers import Buffers, Machine
+from manyhands.sync.compress import compressor_named, multiply_alike
 from manyhands.sync.costs import Cost
-from manyhands.sync.local import LocalSteps, Machine, Pace
+from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.talk import Peers
@@ -31,15 +32,20 @@ class Agreeing:
 
     Attributes:
         alone: True when processes train apart from each other between agreements.
+        own_statistics: True when each process's BatchNorm normalises its own samples and keeps its own statistics.
         own: where each process has something that only it has, which `state` gives: what that goes with (method,
             codec, who speaks …), as JSON data; else empty.
     """
 
     alone = False
+    own_statistics = False
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
         """`step` updates have been made, and everything that follows the last one has been done."""
+
+    def before_last_pass(self) -> None:
+        """The backward pass that comes next is the update's last one."""
 
     def on_gradients(self) -> None:
         """An update's gradients are there."""
@@ -78,26 +84,66 @@ class Agreeing:
 class OnLowRankGradients(Agreeing):
     """Gradients of low rank, in every update."""
 
-    def __init__(self, power: PowerSgd, own: Mapping[str, Any]) -> None:
-        self._power, self.own = power, own
+    own_statistics = True
+
+    def __init__(self, power: PowerSgd, buffers: Buffers, own: Mapping[str, Any]) -> None:
+        self._power, self._buffers, self.own = power, buffers, own
+
+    def before_last_pass(self) -> None:
+        """Gradients leave as they come."""
+        self._power.expect()
 
     def on_gradients(self) -> None:
         """Replaces them by the agreed mean."""
         self._power.agree()
 
+    def finish(self, step: int) -> None:
+        """The mean of BatchNorm's statistics."""
+        self._buffers.agree(step)
+        self._buffers.write(self._buffers.agreed)
+
+    def agree_on_buffers(self, step: int) -> None:
+        """Likewise."""
+        self._buffers.agree(step)
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """The agreed statistics in place of this process's own."""
+        own = self._buffers.own()
+        self._buffers.write(self._buffers.agreed)
+        try:
+            yield
+        finally:
+            self._buffers.write(own)
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        """All parameters."""
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What is held back."""
-        return self._power.state(), {}
+        """What is held back, and this process's own statistics."""
+        return {**self._power.state(), "buffers": self._buffers.own()}, {}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:  # noqa: ARG002 - none here
-        """Takes it back."""
-        self._power.load(dict(tensors))
+        """Takes them back."""
+        mine = dict(tensors)
+        self._buffers.write(mine.pop("buffers"))
+        self._power.load(mine)
+
+    def close(self) -> None:
+        """Ends the thread that sends."""
+        self._power.close()
+
+    def begin(self) -> None:
+        """Starts from the network as it is."""
+        self._buffers.begin()
 
 
 class NowAndThen(Agreeing):
     """Local steps."""
 
     alone = True
+    own_statistics = True
 
     def __init__(self, steps: LocalSteps, own: Mapping[str, Any]) -> None:
         self.steps, self.own = steps, own
@@ -223,18 +269,24 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
         "speakers": list(speakers),
         "values": sum(one.numel() for one in trained),
     }
+    # One of no values, where there are none, says on which device they would be agreed on.
+    buffers = [buffer for _, buffer in model.named_buffers()] or [torch.zeros(0, device=world.device)]
     if cost.method == "powersgd":
-        return OnLowRankGradients(PowerSgd(trained, peers, options.rank, seed, [named[name] for name in unused]), own)
+        power = PowerSgd(trained, peers, options.rank, seed, [named[name] for name in unused])
+        return OnLowRankGradients(power, Buffers(buffers, peers), own)
     machine = None
     if len(places.machine) > 1:
         machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
-    # One of no values, where there are none, says on which device they would be agreed on.
-    buffers = [buffer for _, buffer in model.named_buffers()] or [torch.zeros(0, device=world.device)]
     shapes = [tuple(parameter.shape) for parameter in trained]
-    kind = dtype_of([*trained, *buffers])
+    kind = dtype_of(trained)
     compressor = compressor_named(cost.codec, shapes, rank=options.rank, seed=seed, device=world.device, dtype=kind)
+    if world.rank in speakers:
+        multiply_alike([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
     weight = len(places.machine) * len(speakers) / world.size
-    return NowAndThen(LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine), own)
+    steps = LocalSteps(
+        trained, Buffers(buffers, peers, machine), peers, compressor, pace_of(cost, options), weight, machine
+    )
+    return NowAndThen(steps, own)
 
 
 def pace_of(cost: Cost, options: SyncOptions) -> Pace:

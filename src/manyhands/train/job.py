@@ -106,7 +106,7 @@ def build(
         synced = _rehearse_and_settle(trial, len(classes), len(splits.train), mode, world, journal, found, grid)
     network = apply_mode(mode, model, world, synced.how)
     _tell_of_cutting(network, len(classes), journal, of_plan=plan is not None)
-    order, cut = order_and_cut(job, splits, world, mode, network, together=not synced.agreeing.alone)
+    order, cut = order_and_cut(job, splits, world, mode, network, together=not synced.agreeing.own_statistics)
     _refuse_small_passes(order, cut, network)
     if job.train.compile:
         model.compile()

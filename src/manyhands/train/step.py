@@ -3,7 +3,7 @@
 import contextlib
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +117,7 @@ class Updater:
         for parameter in self.parameters:
             parameter.grad = None
         self.agreeing.before_update(step)
-        self.gradients(update, step)
+        self.gradients(update, step, before_last=self.agreeing.before_last_pass)
         self.agreeing.on_gradients()
         if self.scaler:
             if self.cutting and not self.world.alone:
@@ -132,14 +132,18 @@ class Updater:
         if self.cutting:
             self.cutting.finish_update()
         else:
-            self.norm.finish_update(1 if self.agreeing.alone else self.world.size)
+            self.norm.finish_update(1 if self.agreeing.own_statistics else self.world.size)
         self.agreeing.after_update(step + 1)
 
-    def gradients(self, update: Update, step: int, *, agree: bool = True) -> None:
-        """Adds up the gradients of all passes; processes agree on them in the last one."""
+    def gradients(
+        self, update: Update, step: int, *, agree: bool = True, before_last: Callable[[], None] = lambda: None
+    ) -> None:
+        """Adds up the gradients of all passes; processes agree on them in the last one, by what the mode does."""
         last = len(update.passes) - 1
         for number, part in enumerate(update.passes):
             held_back = number < last or not agree
+            if number == last:
+                before_last()
             with self.network.hold_back() if held_back else contextlib.nullcontext():
                 self._pass(part, update.count, mix(self._pass_seed ^ (step << 8) ^ number), step)
         if self.cutting and agree:
@@ -151,7 +155,7 @@ class Updater:
             # What others hold of the same samples must fit, so a share of no samples is empty here.
             images, labels = images[: share.count], labels[: share.count]
             self.cutting.begin_pass(part.shape(count, seed))
-        elif self.agreeing.alone:
+        elif self.agreeing.own_statistics:
             self.norm.begin_pass((), (), share.count, count)
         else:
             self.norm.begin_pass(share.spans, share.shared_groups, share.count, count)

@@ -90,12 +90,13 @@ def settle(wish: Wish, model: nn.Module, unused: list[str], world: World, journa
 def _refuse(job: Job) -> None:
     """Raises UserError for what doesn't go together."""
     out = ruled_out(job)
-    if job.sync.method == "powersgd" and "powersgd" in out:
+    if job.sync.method == "powersgd" and job.train.precision == "fp16":
         mend = ("--train.precision bf16", "or --sync local")
         raise UserError("powersgd doesn't go with fp16, whose gradients may overflow", "sync.method", mend)
-    if job.sync.method == "local" and "local" in out:
+    if job.train.norm_group == "global" and job.sync.method in out:
         mend = ("leave norm_group out", "or --sync allreduce")
-        raise UserError("local steps have no global batch to normalise over", "train.norm_group", mend)
+        what = f"{job.sync.method} has no global batch to normalise over: each process takes its own samples"
+        raise UserError(what, "train.norm_group", mend)
     if job.sync.delay > job.sync.every > 0:
         mend = (f"--set sync.delay={job.sync.every} or less",)
         what = f"an exchange every {job.sync.every} steps can't be applied {job.sync.delay} steps late"
@@ -104,8 +105,8 @@ def _refuse(job: Job) -> None:
 
 def ruled_out(job: Job) -> dict[str, str]:
     """Methods that don't go with the rest of a job, and what of it rules them out."""
-    out = {"powersgd": "not with fp16"} if job.train.precision == "fp16" else dict[str, str]()
-    return out | ({"local": "not with a global norm_group"} if job.train.norm_group == "global" else {})
+    out = dict.fromkeys(("powersgd", LOCAL), "not with a global norm_group") if job.train.norm_group == "global" else {}
+    return out | ({"powersgd": "not with fp16"} if job.train.precision == "fp16" else {})
 
 
 def _said(options: SyncOptions) -> Cost | None:

@@ -1,0 +1,77 @@
+"""A network's buffers (BatchNorm's statistics) where each process has its own: the mean, when somebody looks at them.
+
+A process trains on with its own. Since they are running means, the mean of all is what it would be if they had been
+averaged all along.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.sync.codecs import Plain
+from manyhands.sync.talk import Peers, mean_of, settle
+from manyhands.sync.vector import as_vector, dtype_of, write_vector
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processes that agree in every step by other means, of which one speaks for all.
+
+    Attributes:
+        group: their process group.
+        speaker: the rank, among all processes of the run, of the one that speaks.
+        size: how many they are.
+        speaks: True on that process.
+    """
+
+    group: Any
+    speaker: int
+    size: int
+    speaks: bool
+
+
+class Buffers:
+    """What is agreed on of them.
+
+    Args:
+        buffers: in an order that is equal everywhere; equal everywhere.
+        peers: who agrees: one process of each machine.
+        machine: where several processes go together.
+
+    Attributes:
+        agreed: the mean, as of the last agreement [n].
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], peers: Peers, machine: Machine | None = None) -> None:
+        self._buffers, self._peers, self._machine = buffers, peers, machine
+        self._dtype = dtype_of(buffers)
+        self.begin()
+
+    def begin(self) -> None:
+        """Takes them, which are equal everywhere, as agreed."""
+        self.agreed, self._step = self.own(), -1
+
+    def own(self) -> Tensor:
+        """This process's own [n]; a copy."""
+        return as_vector(self._buffers, self._dtype)
+
+    def write(self, values: Tensor) -> None:
+        """Has them be these [n]."""
+        write_vector(values, self._buffers)
+
+    def agree(self, step: int) -> None:
+        """Takes the mean of all, once in each step; a collective."""
+        if step == self._step:
+            return
+        mean, machine = self.own(), self._machine
+        if machine:
+            dist.all_reduce(mean, group=machine.group)
+            mean /= machine.size
+        if machine is None or machine.speaks:
+            mean, _ = settle(mean_of(mean, Plain(self._dtype), self._peers))
+        if machine:
+            dist.broadcast(mean, machine.speaker, group=machine.group)
+        self.agreed, self._step = mean, step
