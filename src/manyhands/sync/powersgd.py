@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
@@ -159,15 +160,19 @@ class PowerSgd:
         relay = Relay[tuple[Tensor, Held]](len(self._batches))
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
-                self._send(relay, _LOOK_S)
+                # Not get(timeout=…), which waits for ever where its thread is held up for longer than that (CPython
+                # 3.11, on a busy machine).
+                if relay.under_way:
+                    time.sleep(_LOOK_S)
+                self._send(relay, wait=not relay.under_way)
             mean, held = relay.results[number]
             # What comes meanwhile is sent first.
             batch.give(mean, held.together(self._peers), lambda: self._send(relay))
 
-    def _send(self, relay: Relay[tuple[Tensor, Held]], wait_s: float | None = 0.0) -> None:
-        """Sends a batch if one comes within this time (None: however late), and moves on what has been sent."""
+    def _send(self, relay: Relay[tuple[Tensor, Held]], *, wait: bool = False) -> None:
+        """Sends a batch if one has come, or waits for one, and moves on what has been sent."""
         with contextlib.suppress(Empty):
-            batch = self._complete.get(timeout=wait_s)
+            batch = self._complete.get(block=wait)
             if batch is None:
                 raise _ClosedError
             relay.add(batch.compressor.send(batch.take(), self._peers))

@@ -151,6 +151,11 @@ class Relay(Generic[T]):
         self._works: dict[int, Any] = {}
         self.results: dict[int, T] = {}
 
+    @property
+    def under_way(self) -> bool:
+        """True while one that was added hasn't ended."""
+        return len(self.results) < len(self._conversations)
+
     def add(self, conversation: Conversation[T]) -> None:
         """Appends one; it begins when its turn comes."""
         self._conversations.append(conversation)
