@@ -300,12 +300,21 @@ def _gradients(network, world, step, *, passes=1):
         yield number, network(values).square().mean()
 
 
-def _power(world, beside, passes):
+def _machine(world):
+    """Ranks 0 and 1 are one machine, rank 2 or 2 and 3 the other."""
+    groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, world.size)))]
+    speakers, place = dist.new_group([0, 2]), world.rank // 2
+    size = 2 if place == 0 else world.size - 2
+    return Peers(place, 2, speakers), Machine(groups[place], 2 * place, size, world.rank % 2 == 0)
+
+
+def _power(world, beside, passes, machines=False):
     """What six updates send, and whether anything of what went in is lost."""
     network = _Deep().double()
     named = dict(network.named_parameters())
     rare = [one for name, one in named.items() if name.startswith("unused")]
-    power = PowerSgd(list(named.values()), Peers(world.rank, world.size), 16, 7, rare)
+    peers, machine = _machine(world) if machines else (Peers(world.rank, world.size), None)
+    power = PowerSgd(list(named.values()), peers, 16, 7, rare, machine=machine, processes=world.size)
     names, went_in, came_out = list(named), {}, {}
     for step in range(6):
         own = _Deep().double()
@@ -334,17 +343,18 @@ def _power(world, beside, passes):
     return {name: one.clone() for name, one in came_out.items()}, len(batches), lost, missing
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes):
-    answers = run_on_ranks(_power, size, True, passes)
+@pytest.mark.parametrize(("size", "passes", "machines"), [
+    (1, 1, False), (2, 3, False), (3, 1, False), (3, 1, True), (4, 3, True),
+])  # fmt: skip
+def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes, machines):
+    answers = run_on_ranks(_power, size, True, passes, machines)
     for came_out, batches, lost, missing in answers:
         assert batches > 2
         assert not any(name.startswith("unused") for name in came_out)
         assert _same(came_out, answers[0][0])
         assert lost < 1e-10
         assert missing > 1e-6, "a low rank leaves something out"
-    waited_for = run_on_ranks(_power, size, False, passes)
+    waited_for = run_on_ranks(_power, size, False, passes, machines)
     assert _same(answers[0][0], waited_for[0][0]), "what goes on beside the backward pass changes no bit"
 
 

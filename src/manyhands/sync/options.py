@@ -25,6 +25,6 @@ class SyncOptions(Options):
         default=0.0, ge=0, lt=1, description="local: Nesterov's momentum of the agreed movements"
     )
     within: Literal["auto", "machine", "process"] = Field(
-        default="auto", description="local: who agrees in every step; auto: the processes of a machine, if several have"
+        default="auto", description="who goes together over the link; auto: the processes of a machine, if several have"
     )
     link: str = Field(default="", description="speed between machines, such as 10mbit; empty measures it")

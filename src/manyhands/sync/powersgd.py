@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
 from manyhands.core.seeds import mix
+from manyhands.sync.buffers import Machine
 from manyhands.sync.compress import LowRank, multiply_alike
 from manyhands.sync.shapes import batches
-from manyhands.sync.talk import Held, Peers, Relay
+from manyhands.sync.talk import Conversation, Peers, Relay
 from manyhands.sync.vector import dtype_of
 
 # Between two looks at what has come.
@@ -35,10 +37,12 @@ class PowerSgd:
 
     Args:
         parameters: all that are trained, in an order that is equal everywhere, best that of the forward pass.
-        peers: who agrees.
+        peers: who agrees: one process of each machine.
         rank: columns of the factors.
         seed: equal everywhere.
         rare: those of them that may get a gradient on no process.
+        machine: where several processes send as one; they add up their factors first.
+        processes: how many there are on all machines; 0 for as many as peers.
     """
 
     def __init__(
@@ -48,8 +52,12 @@ class PowerSgd:
         rank: int,
         seed: int,
         rare: Sequence[nn.Parameter] = (),
+        *,
+        machine: Machine | None = None,
+        processes: int = 0,
     ) -> None:
-        self._peers, self._rare = peers, list(rare)
+        self._peers, self._rare, self._machine = peers, list(rare), machine
+        self._weight = peers.size / (processes or peers.size)
         dtype, device = dtype_of(parameters), str(parameters[0].device)
         shapes = [tuple(parameter.shape) for parameter in parameters]
         self._batches: list[_Batch] = []
@@ -57,7 +65,8 @@ class PowerSgd:
             own, turn = [shapes[place] for place in places], number % 2
             compressor = LowRank(own, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
-        multiply_alike([batch.compressor for batch in self._batches], peers, self._batches[0].held)
+        if machine is None:
+            multiply_alike([batch.compressor for batch in self._batches], peers, self._batches[0].held)
         self._expecting, self._offered = False, 0
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no more updates come
         self._complete: SimpleQueue[_Batch | None] = SimpleQueue()
@@ -157,7 +166,7 @@ class PowerSgd:
         # While the forward pass goes on.
         for batch in self._batches:
             batch.compressor.prepare()
-        relay = Relay[tuple[Tensor, Held]](len(self._batches))
+        relay = Relay[tuple[Tensor, Tensor]](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
                 # Not get(timeout=…), which waits for ever where its thread is held up for longer than that (CPython
@@ -165,18 +174,33 @@ class PowerSgd:
                 if relay.under_way:
                     time.sleep(_LOOK_S)
                 self._send(relay, wait=not relay.under_way)
-            mean, held = relay.results[number]
             # What comes meanwhile is sent first.
-            batch.give(mean, held.together(self._peers), lambda: self._send(relay))
+            batch.give(*relay.results[number], lambda: self._send(relay))
 
-    def _send(self, relay: Relay[tuple[Tensor, Held]], *, wait: bool = False) -> None:
+    def _send(self, relay: Relay[tuple[Tensor, Tensor]], *, wait: bool = False) -> None:
         """Sends a batch if one has come, or waits for one, and moves on what has been sent."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
             if batch is None:
                 raise _ClosedError
-            relay.add(batch.compressor.send(batch.take(), self._peers))
+            relay.add(self._mean(batch))
         relay.advance()
+
+    def _mean(self, batch: "_Batch") -> Conversation[tuple[Tensor, Tensor]]:
+        """The mean of what all send of a batch, and what of this process's part rounding kept back."""
+        sent, machine = batch.take(), self._machine
+        if machine is None:
+            mean, held = yield from batch.compressor.send(sent, self._peers)
+            return mean, held.together(self._peers)
+        mean, lost = sent * self._weight, torch.zeros_like(sent)
+        yield dist.all_reduce(mean, group=machine.group, async_op=True)
+        if machine.speaks and self._peers.size > 1:
+            mean, held = yield from batch.compressor.send(mean, self._peers)
+            lost = held.together(self._peers) / self._weight  # one process holds it for all of its machine
+        else:
+            yield from (None, None)  # as many messages as the one that speaks has, since their order is by number
+        yield dist.broadcast(mean, machine.speaker, group=machine.group, async_op=True)
+        return mean, lost
 
 
 class _ClosedError(Exception):

@@ -256,7 +256,7 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
         return Agreeing()
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trained = list(named.values())
-    speakers = places.speakers if cost.method == "local" else tuple(range(world.size))
+    speakers = places.speakers
     # A group of its own, so that an exchange under way never mixes with other collectives.
     group = new_group(job, speakers)
     place = speakers.index(world.rank) if world.rank in speakers else 0
@@ -271,21 +271,21 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
     }
     # One of no values, where there are none, says on which device they would be agreed on.
     buffers = [buffer for _, buffer in model.named_buffers()] or [torch.zeros(0, device=world.device)]
-    if cost.method == "powersgd":
-        power = PowerSgd(trained, peers, options.rank, seed, [named[name] for name in unused])
-        return OnLowRankGradients(power, Buffers(buffers, peers), own)
     machine = None
     if len(places.machine) > 1:
         machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
+    shared = Buffers(buffers, peers, machine)
+    if cost.method == "powersgd":
+        rare = [named[name] for name in unused]
+        power = PowerSgd(trained, peers, options.rank, seed, rare, machine=machine, processes=world.size)
+        return OnLowRankGradients(power, shared, own)
     shapes = [tuple(parameter.shape) for parameter in trained]
     kind = dtype_of(trained)
     compressor = compressor_named(cost.codec, shapes, rank=options.rank, seed=seed, device=world.device, dtype=kind)
     if world.rank in speakers:
         multiply_alike([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
     weight = len(places.machine) * len(speakers) / world.size
-    steps = LocalSteps(
-        trained, Buffers(buffers, peers, machine), peers, compressor, pace_of(cost, options), weight, machine
-    )
+    steps = LocalSteps(trained, shared, peers, compressor, pace_of(cost, options), weight, machine)
     return NowAndThen(steps, own)
 
 
