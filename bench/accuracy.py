@@ -71,6 +71,7 @@ SETTINGS = {
     BASE: {"cluster.processes": 1, "train.norm_group": 8},
     "data parallel on 3 processes": {"train.norm_group": "local"},
     "data parallel, BatchNorm over 24": {"cluster.processes": 1},
+    "gradients of rank 6": {"sync.method": "powersgd", "sync.rank": 6},
     "gradients of rank 4": {"sync.method": "powersgd", "sync.rank": 4},
     "gradients of rank 3": {"sync.method": "powersgd", "sync.rank": 3},
     "gradients of rank 2": {"sync.method": "powersgd", "sync.rank": 2},
