@@ -1,4 +1,4 @@
-"""Local steps over slow links: what they send, links that fail for a while, and a process that dies."""
+"""Local steps and compressed gradients over slow links: what they send, links that fail for a while, and a process that dies."""
 
 import contextlib
 import json
@@ -13,8 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from manyhands.core.links import Link
+from manyhands.core.plugins import load_choice
+from manyhands.sync.choose import METHODS
 from manyhands.sync.costs import Case
-from manyhands.sync.methods.local import estimate
 from manyhands.sync.options import SyncOptions
 from tests.e2e.command import (
     Ended,
@@ -60,7 +61,15 @@ SHAPES = ((256, 3072), (256,), (256,), (256,), (10, 256), (10,))
 STATISTICS = 2 * 256
 # An epoch is 40 updates.
 JOB = ["synthetic:960x3x32x32x10", "net.py:Net", "--batch", "24", "--train.evaluate_every", "0"]
-LOCAL = ["--sync", "local"]
+GRADIENTS = ["--sync", "powersgd"]
+
+
+def local(codec, every=0):
+    """Flags of local steps."""
+    return ["--sync", "local", "--sync.codec", codec, *(["--sync.every", every] if every else [])]
+
+
+both = pytest.mark.parametrize("sync", [local("int4", 24), GRADIENTS], ids=["local", "powersgd"])
 
 
 @pytest.fixture
@@ -95,7 +104,7 @@ class Started:
 def training(lab, out, *more):
     """A run on all hosts, that meets by hand; it is ended with the block if it hasn't ended before."""
     init = f"tcp://{lab.address(1)}:{free_port()}"
-    command = [sys.executable, "-m", "manyhands", "train", *JOB, *LOCAL, *more, "--out", out, "--init", init]
+    command = [sys.executable, "-m", "manyhands", "train", *JOB, *more, "--out", out, "--init", init]
     processes = [
         lab.exec(
             host, [*command, "--world-size", MACHINES, "--rank", host - 1], text=True,
@@ -137,24 +146,27 @@ def spread(before, after):
     return [late - early for early, late in zip(before, after, strict=True)]
 
 
-@pytest.mark.parametrize("codec", ["int4", "lowrank"])
-def test_what_is_sent_is_what_was_estimated(codec, slow_lab, here):
+@pytest.mark.parametrize("sync", [local("int4", 16), local("lowrank", 16), GRADIENTS], ids=["int4", "lowrank", "power"])
+def test_what_is_sent_is_what_was_estimated(sync, slow_lab, here):
     """Two runs that differ by some exchanges alone; all else that they say is the same, but for its own few bytes."""
-    every, exchanges, sent = 16, 8, []
-    for name, rounds in (("short", 2), ("long", 2 + exchanges)):
+    options = dict(zip((word.removeprefix("--sync").strip(".") for word in sync[::2]), sync[1::2], strict=True))
+    options = SyncOptions(method=options.pop(""), **options)
+    every, more, sent = 16, 8, []
+    for name, rounds in (("short", 2), ("long", 2 + more)):
         before = sent_data(slow_lab)
         steps = ["--train.max_steps", every * rounds, "--checkpoint.every", "never"]
-        train(slow_lab, name, *steps, "--train.epochs", 10, "--sync.codec", codec, "--sync.every", every)
+        train(slow_lab, name, *steps, "--train.epochs", 10, *sync)
         sent.append(spread(before, sent_data(slow_lab)))
     case = Case(SHAPES, 4, STATISTICS, MACHINES, 0.05, 0.03, Link(1.2e6, 1e-3), 1000)
-    (cost,) = estimate(case, SyncOptions(method="local", codec=codec, every=every))
-    steps = every * exchanges
+    (cost,) = load_choice(METHODS, options.method).estimate(case, options)
+    steps = every * more
     for host_sent in spread(*sent):
         assert abs(host_sent - cost.sent_bytes * steps) < 0.02 * cost.sent_bytes * steps + RECORDS_BYTES * steps
 
 
-def test_links_that_fail_for_a_while_do_not_end_a_run(slow_lab, here):
-    steps = ["--train.epochs", 1000, "--train.max_steps", 600, "--sync.codec", "int4", "--sync.every", 24]
+@both
+def test_links_that_fail_for_a_while_do_not_end_a_run(sync, slow_lab, here):
+    steps = ["--train.epochs", 1000, "--train.max_steps", 600, *sync]
     with training(slow_lab, "run", *steps) as run:
         wait_until(lambda: events("run", "first-step"), run.processes[0])
         wait_until(lambda: _steps_made(run.folder) >= 48, run.processes[0])
@@ -174,7 +186,7 @@ def test_links_that_fail_for_a_while_do_not_end_a_run(slow_lab, here):
 
 def test_the_pace_follows_a_link(slow_lab, here):
     """A slower link makes processes agree less often, and a faster one more often; the run itself is never over."""
-    steps = ["--train.epochs", 1000, "--sync.codec", "int4", "--checkpoint.every", "never"]
+    steps = ["--train.epochs", 1000, *local("int4"), "--checkpoint.every", "never"]
     with training(slow_lab, "run", *steps) as run:
         wait_until(lambda: events("run", "first-step"), run.processes[0])
         first = _paces("run")[0]
@@ -195,8 +207,9 @@ def _steps_made(folder):
     return lines[-1]["step"]
 
 
-def test_after_a_kill_a_resumed_run_comes_to_the_same_bits(slow_lab, here):
-    steps = ["--train.epochs", 1000, "--train.max_steps", 240, "--sync.codec", "int4", "--sync.every", 24]
+@both
+def test_after_a_kill_a_resumed_run_comes_to_the_same_bits(sync, slow_lab, here):
+    steps = ["--train.epochs", 1000, "--train.max_steps", 240, *sync]
     steps += ["--checkpoint.every", "60steps"]
     train(slow_lab, "whole", *steps)
     assert_equal_replicas("whole")

@@ -112,7 +112,10 @@ class _Paced:
         compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
         self.steps = LocalSteps(tensors, Buffers([], Peers()), Peers(), compressor, pace_of(cost, options))
         hosts = [f"host-{rank}" for rank in range(size)]
-        self.pacer = Pacer(self.steps, cost, options, World(0, size), hosts, total_steps, 0.0)
+        self.pacer = Pacer(
+            self.steps, cost, World(0, size), hosts, steps=self.steps, options=options, total_steps=total_steps,
+            compressing_s=0.0,
+        )  # fmt: skip
 
     def agree(self, exchange_s, *others_s):
         """One exchange, which takes longer by the clock of who must wait in it for the slowest."""

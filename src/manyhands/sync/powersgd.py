@@ -43,6 +43,10 @@ class PowerSgd:
         rare: those of them that may get a gradient on no process.
         machine: where several processes send as one; they add up their factors first.
         processes: how many there are on all machines; 0 for as many as peers.
+
+    Attributes:
+        waited_s: time that training stood still for agreed gradients.
+        exchange_s: 0, since no exchange outlasts an update.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class PowerSgd:
         machine: Machine | None = None,
         processes: int = 0,
     ) -> None:
+        self.waited_s, self.exchange_s = 0.0, 0.0
         self._peers, self._rare, self._machine = peers, list(rare), machine
         self._weight = peers.size / (processes or peers.size)
         dtype, device = dtype_of(parameters), str(parameters[0].device)
@@ -96,7 +101,9 @@ class PowerSgd:
             self.expect()
         self._offer(nothing_comes=True)
         self._expecting = False
+        began_s = time.perf_counter()
         error = self._ended.get()
+        self.waited_s += time.perf_counter() - began_s
         if error:
             raise error
         for parameter in self._rare:

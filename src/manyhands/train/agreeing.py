@@ -33,12 +33,14 @@ class Agreeing:
     Attributes:
         alone: True when processes train apart from each other between agreements.
         own_statistics: True when each process's BatchNorm normalises its own samples and keeps its own statistics.
+        timed: tells how long this process has waited for others; None where the mode waits.
         own: where each process has something that only it has, which `state` gives: what that goes with (method,
             codec, who speaks …), as JSON data; else empty.
     """
 
     alone = False
     own_statistics = False
+    timed: LocalSteps | PowerSgd | None = None
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
@@ -88,6 +90,7 @@ class OnLowRankGradients(Agreeing):
 
     def __init__(self, power: PowerSgd, buffers: Buffers, own: Mapping[str, Any]) -> None:
         self._power, self._buffers, self.own = power, buffers, own
+        self.timed = power
 
     def before_last_pass(self) -> None:
         """Gradients leave as they come."""
@@ -147,6 +150,7 @@ class NowAndThen(Agreeing):
 
     def __init__(self, steps: LocalSteps, own: Mapping[str, Any]) -> None:
         self.steps, self.own = steps, own
+        self.timed = steps
 
     def before_update(self, step: int) -> None:
         """Begins an exchange."""

@@ -37,7 +37,7 @@ from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.optimize import make_optimizer
 from manyhands.train.own_state import load_own
-from manyhands.train.pacing import Pacer
+from manyhands.train.pacing import Pacer, Watcher
 from manyhands.train.parts import Parts, seconds_between_saves
 from manyhands.train.pth_tar import check_same_training
 from manyhands.train.recover import (
@@ -152,7 +152,7 @@ def build(
         total_steps=total,
         digest=training_digest(job, order.length),
         sync=synced.cost,
-        pacer=_pacer(synced, job, world, total),
+        watcher=_watcher(synced, job, world, total),
         release=lambda: _release(train_loader, test_loader, restore_norms, network, synced.agreeing),
     )
     if found:
@@ -241,13 +241,19 @@ def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal, *
         journal.event("note", note)
 
 
-def _pacer(synced: Synced, job: Job, world: World, total_steps: int) -> Pacer | None:
-    """What keeps local steps in time with the link; a collective."""
-    if not isinstance(synced.agreeing, NowAndThen):
+def _watcher(synced: Synced, job: Job, world: World, total_steps: int) -> Watcher | None:
+    """What says who is slow, and keeps local steps in time with the link; a collective."""
+    agreeing, cost = synced.agreeing, synced.cost
+    if agreeing.timed is None:
         return None
-    hosts, steps = gather_plain(platform.node(), world), synced.agreeing.steps
-    work_s = PASSES[synced.cost.codec] * pass_seconds(steps.anchor.numel(), world.device)
-    return Pacer(steps, synced.cost, job.sync, world, hosts, total_steps, broadcast_plain(work_s, world))
+    hosts = gather_plain(platform.node(), world)
+    if not isinstance(agreeing, NowAndThen):
+        return Watcher(agreeing.timed, cost, world, hosts)
+    steps = agreeing.steps
+    work_s = broadcast_plain(PASSES[cost.codec] * pass_seconds(steps.anchor.numel(), world.device), world)
+    return Pacer(
+        steps, cost, world, hosts, steps=steps, options=job.sync, total_steps=total_steps, compressing_s=work_s
+    )
 
 
 def _release(

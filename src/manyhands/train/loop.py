@@ -66,12 +66,12 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
         if parts.save_due_by_step():
             save(parts)
         return False
-    extra = parts.pacer.mine if parts.pacer else None
+    extra = parts.watcher.mine if parts.watcher else None
     verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop), extra=extra)
     if not math.isfinite(verdict.loss):
         raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
     _record(parts, verdict, order.steps_per_epoch)
-    if parts.pacer:
+    if parts.watcher:
         parts.heed(verdict.extra, verdict.waited_s)
     if verdict.stop:
         parts.journal.event("stopping", "saving", progress.step)

@@ -16,7 +16,7 @@ from manyhands.train.agree import Agreement
 from manyhands.train.agreeing import Agreeing
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
-from manyhands.train.pacing import Pacer
+from manyhands.train.pacing import Watcher
 from manyhands.train.state import Progress
 from manyhands.train.step import Updater
 
@@ -43,7 +43,7 @@ class Parts:
         total_steps: updates of the whole job.
         digest: of what decides the order of samples.
         sync: how processes agree, decided.
-        pacer: of local steps.
+        watcher: where processes wait for exchanges that the mode doesn't make.
         release: gives back what was taken (worker processes, changed classes).
         phase: what is going on, for a failure's record.
         saves: checkpoints tried in this run.
@@ -65,7 +65,7 @@ class Parts:
     digest: str
     sync: Cost
     release: Callable[[], None]
-    pacer: Pacer | None = None
+    watcher: Watcher | None = None
     phase: str = "train"
     saves: int = field(default=0)
 
@@ -94,10 +94,10 @@ class Parts:
         return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
 
     def heed(self, told: list[float], waited_s: float) -> None:
-        """Keeps local steps in time with the link."""
-        if self.pacer:
-            self.pacer.name_a_stall(waited_s, self.progress.step, self.journal)
-            self.sync = self.pacer.heed(told, self.progress.step, self.journal)
+        """Says who is slow and when training stood still, and keeps local steps in time with the link."""
+        if self.watcher:
+            self.watcher.name_a_stall(waited_s, self.progress.step, self.journal)
+            self.sync = self.watcher.heed(told, self.progress.step, self.journal)
             self.agreement.multiple = self.sync.every
 
     def prove_replicas(self) -> None:
