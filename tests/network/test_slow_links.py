@@ -1,4 +1,4 @@
-"""Local steps and compressed gradients over slow links: what they send, links that fail for a while, and a process that dies."""
+"""Slow links: what local steps and compressed gradients send, links that fail, and a process that dies."""
 
 import contextlib
 import json
