@@ -1,5 +1,9 @@
 """Laws of agreeing: nothing is lost, all come to the same bits, and an exchange can be begun again."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -356,6 +360,27 @@ def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, pa
         assert missing > 1e-6, "a low rank leaves something out"
     waited_for = run_on_ranks(_power, size, False, passes, machines)
     assert _same(answers[0][0], waited_for[0][0]), "what goes on beside the backward pass changes no bit"
+
+
+OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+FACTORS = """
+import hashlib, torch
+from manyhands.sync.compress import LowRank
+from manyhands.sync.products import term_by_term
+thin, whole = LowRank([(64, 96)], 4, 1, "cpu"), torch.empty(64, 96)
+term_by_term(thin._known[0], torch.rand(4, 96, generator=torch.Generator().manual_seed(1)), whole)
+parts = [thin._first[0], thin._first[1], thin._known[0], whole]
+print(*(hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest() for part in parts))
+"""
+
+
+def test_factors_and_their_products_are_equal_on_other_processors():
+    """torch does as an older processor does if it is told so; on one that knows no other way nothing is proven."""
+    said = [
+        subprocess.run([sys.executable, "-c", FACTORS], env=env, capture_output=True, text=True, check=True).stdout
+        for env in (dict(os.environ), {**os.environ, **OLDER})
+    ]
+    assert said[0].split() == said[1].split()
 
 
 def test_a_gradient_that_comes_twice_in_a_pass_is_refused():

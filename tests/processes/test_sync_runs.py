@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.save import remove_step, save
+from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
@@ -205,6 +208,27 @@ def test_what_another_method_held_back_is_left_and_said(before, after, tmp_path)
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
     assert any("agreed network" in message and "made otherwise" in message for message in said)
+
+
+@pytest.mark.parametrize("name", ["powersgd", "lowrank"])
+def test_what_another_version_kept_with_factors_is_left_and_said(name, tmp_path):
+    run_on_ranks(_train, 2, str(tmp_path / "run"), TOTAL, METHODS[name])
+    _back_to(SAVED, tmp_path / "run", tmp_path / "other")
+    for path in (tmp_path / "other").glob("checkpoints/rank-*/step-*"):
+        _as_before_factors_had_a_format(path)
+    answers = run_on_ranks(_train, 2, str(tmp_path / "other"), TOTAL, METHODS[name])
+    assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
+    said = [event["message"] for event in _events(tmp_path / "other", "warning")]
+    assert any("agreed network" in message and "format of factors" in message for message in said)
+
+
+def _as_before_factors_had_a_format(path):
+    """Names and contents as they were, committed anew."""
+    found = load(path)
+    del found.state["own"]["format of factors"]
+    held = {name: tensor for name, tensor in found.model.items() if name.endswith("held")}
+    remove_step(path.parent, SAVED)
+    save(path.parent, SAVED, Snapshot(held, found.optimizer, found.state))
 
 
 @pytest.mark.parametrize("name", ["int4", "powersgd", "bf16"])

@@ -205,3 +205,8 @@ def test_a_line_carries_less_than_its_name_says():
     assert 0.9e9 / 8 < named_link("1gbit").bytes_per_s < 1e9 / 8
     with pytest.raises(UserError, match="no speed"):
         named_link("fast")
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 8), (8, 0)])
+def test_what_holds_no_values_is_sent_as_it_is(shape):
+    assert rank_shapes([shape], 1).rest == (0,)

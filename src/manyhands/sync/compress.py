@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from manyhands.core.seeds import mix
@@ -248,14 +247,14 @@ def orthonormal(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
     padded = torch.zeros_like(first)
     for place, factor in zip(padded, factors, strict=True):
         place[:, : factor.shape[1]] = factor
-    lengths = _sum(padded * padded).sqrt()
+    lengths = _length(padded)
     live = lengths > 0
     done: list[Tensor] = []
     for column in torch.where(live, padded / torch.where(live, lengths, 1), first).unbind(1):
         rest = column
         for other in done:
             rest = rest - _sum(other * rest) * other
-        length = _sum(rest * rest).sqrt()
+        length = _length(rest)
         done.append(torch.where(length <= _EXPLAINED, 0.0, rest / length))
     whole = torch.stack(done, 1) if len(factors) else padded
     return [piece[:, : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)]
@@ -266,12 +265,25 @@ def _random_columns(ranks: Ranks, turn: int, generator: torch.Generator) -> Tens
     lengths = [one.length(turn) for one in ranks.matrices]
     columns = torch.zeros(len(lengths), ranks.rank, max(lengths, default=0))
     for place, length in zip(columns, lengths, strict=True):
-        place[:, :length] = F.normalize(torch.randn(ranks.rank, length, generator=generator), dim=1)
-    return columns
+        # Uniform numbers, which have the same bits on every processor; normal ones don't.
+        place[:, :length] = torch.rand(ranks.rank, length, generator=generator) - 0.5
+    return columns / _length(columns)
 
 
 def _sum(products: Tensor) -> Tensor:
-    # Not every kind of device has double precision.
-    if products.device.type in {"cpu", "cuda"}:
-        return products.sum(-1, keepdim=True, dtype=torch.float64).to(products.dtype)
-    return products.cpu().sum(-1, keepdim=True, dtype=torch.float64).to(products.device, products.dtype)
+    return _rounded(_double(products).sum(-1, keepdim=True, dtype=torch.float64), products)
+
+
+def _length(columns: Tensor) -> Tensor:
+    # Roots are no more equal on all processors than sums are.
+    return _rounded(_double(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
+
+
+def _double(values: Tensor) -> Tensor:
+    """Where double precision is known, which it isn't on every kind of device."""
+    return values if values.device.type in {"cpu", "cuda"} else values.cpu()
+
+
+def _rounded(exact: Tensor, like: Tensor) -> Tensor:
+    """To single precision, whatever the type: that is what makes the bits equal."""
+    return exact.to(torch.float32).to(like.device, like.dtype)

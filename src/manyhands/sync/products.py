@@ -20,10 +20,13 @@ def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """The same in the order of the columns, to the same bits on every machine."""
+    """The same in the order of the columns, to the same bits on every machine.
+
+    Products are rounded before they are added: some processors would round but once for both, and others can't.
+    """
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
-        out.addcmul_(one[:, None], other)
+        out.add_(one[:, None] * other)
 
 
 def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -50,7 +53,7 @@ def fastest_alike(shapes: Iterable[tuple[int, int]], rank: int, peers: Peers, li
         return at_once
     generator, seen = torch.Generator().manual_seed(0), 0
     for rows, columns in sorted(set(shapes)):
-        left, right = (torch.randn(rank, n, generator=generator).to(like) for n in (rows, columns))
+        left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
         out = left.new_empty(rows, columns)
         at_once(left, right, out)
         # Of the bits, in wrapping arithmetic.
@@ -59,3 +62,8 @@ def fastest_alike(shapes: Iterable[tuple[int, int]], rank: int, peers: Peers, li
     theirs, work = peers.gather(mine)
     work.wait()
     return at_once if bool((theirs == mine).all()) else term_by_term
+
+
+def _random(rank: int, length: int, generator: torch.Generator) -> Tensor:
+    """Equal bits on every processor, which normal numbers aren't; with as many digits as any type holds."""
+    return torch.rand(rank, length, generator=generator, dtype=torch.float64) - 0.5

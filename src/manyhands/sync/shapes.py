@@ -64,7 +64,7 @@ def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
     for place, shape in enumerate(shapes):
         # A vector has no structure that factors could follow.
         rows, columns = _nearly_square(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-        if 2 * rank * (rows + columns) <= rows * columns:
+        if 0 < 2 * rank * (rows + columns) <= rows * columns:
             found.append((place, rows, columns))
         else:
             rest.append(place)
@@ -78,7 +78,7 @@ def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
 
 
 def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
-    while columns % 2 == 0 and 4 * rows <= columns:
+    while columns and columns % 2 == 0 and 4 * rows <= columns:
         rows, columns = 2 * rows, columns // 2
     return rows, columns
 

@@ -26,6 +26,10 @@ from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.talk import Peers
 from manyhands.sync.vector import dtype_of
 
+# Of what is kept with factors: counted up when its names, its batches or their order change, so that what another
+# version of this program has kept is left and said.
+FACTORS_FORMAT = 2
+
 
 class Agreeing:
     """What a training step and the loop ask of a sync method; here for methods that the mode carries out by itself.
@@ -272,6 +276,7 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
         "rank": rank,
         "speakers": list(speakers),
         "values": sum(one.numel() for one in trained),
+        **({"format of factors": FACTORS_FORMAT} if rank else {}),
     }
     # One of no values, where there are none, says on which device they would be agreed on.
     buffers = [buffer for _, buffer in model.named_buffers()] or [torch.zeros(0, device=world.device)]
