@@ -383,6 +383,54 @@ def test_factors_and_their_products_are_equal_on_other_processors():
     assert said[0].split() == said[1].split()
 
 
+def _power_again(world, stop):
+    """What updates send from `stop` on, going on and beginning again from what was saved then."""
+
+    def send(power, network, steps):
+        sent = []
+        for step in steps:
+            for _, loss in _gradients(network, world, step):
+                power.expect()
+                loss.backward()
+            power.agree()
+            sent.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
+        return sent
+
+    networks = [_Deep().double() for _ in range(2)]
+    first, other = (
+        PowerSgd(list(one.parameters()), Peers(world.rank, world.size, dist.new_group()), 16, 7) for one in networks
+    )
+    send(first, networks[0], range(stop))
+    state = {name: tensor.clone() for name, tensor in first.state().items()}
+    whole = send(first, networks[0], range(stop, stop + 3))
+    other.load(state)
+    again = send(other, networks[1], range(stop, stop + 3))
+    first.close()
+    other.close()
+    return all(_same(one, two) for one, two in zip(whole, again, strict=True))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_what_is_held_of_several_batches_goes_on_to_the_same_bits(stop):
+    assert run_on_ranks(_power_again, 2, stop) == [True, True]
+
+
+def _averaged(world):
+    whole, running = torch.tensor(2**24 + 1 + world.rank), torch.full((3,), float(world.rank))
+    buffers = Buffers([whole, running], Peers(world.rank, world.size))
+    buffers.agree(1)
+    own = buffers.own()
+    buffers.write(buffers.agreed)
+    seen = running.tolist()
+    buffers.write(own)
+    return int(whole), seen, running.tolist()
+
+
+def test_the_mean_of_statistics_leaves_whole_numbers_alone():
+    answers = run_on_ranks(_averaged, 2)
+    assert answers == [(2**24 + 1 + rank, [0.5] * 3, [float(rank)] * 3) for rank in range(2)]
+
+
 def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     layer = nn.Linear(64, 64)
     power = PowerSgd(list(layer.parameters()), Peers(), 1, 0)

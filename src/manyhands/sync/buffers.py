@@ -1,13 +1,14 @@
 """A network's buffers (BatchNorm's statistics) where each process has its own: the mean, when somebody looks at them.
 
 A process trains on with its own. Since they are running means, the mean of all is what it would be if they had been
-averaged all along.
+averaged all along. Whole numbers (how many batches there were) have no mean; each process keeps its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -46,8 +47,10 @@ class Buffers:
     """
 
     def __init__(self, buffers: Sequence[Tensor], peers: Peers, machine: Machine | None = None) -> None:
-        self._buffers, self._peers, self._machine = buffers, peers, machine
-        self._dtype = dtype_of(buffers)
+        # One of no values, where there are none, says on which device they would be.
+        nothing = torch.zeros(0, device=buffers[0].device if buffers else None)
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()] or [nothing]
+        self._peers, self._machine, self._dtype = peers, machine, dtype_of(self._buffers)
         self.begin()
 
     def begin(self) -> None:

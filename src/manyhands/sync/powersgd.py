@@ -5,6 +5,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
@@ -23,6 +24,21 @@ from manyhands.sync.vector import dtype_of
 _LOOK_S = 5e-4
 # How long a process that ends waits for what its thread is at.
 _CLOSING_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What came of sending a batch.
+
+    Attributes:
+        sent: what this process sent.
+        mean: of what all sent.
+        lost: what of this process's part rounding kept back.
+    """
+
+    sent: Tensor
+    mean: Tensor
+    lost: Tensor
 
 
 class PowerSgd:
@@ -173,7 +189,7 @@ class PowerSgd:
         # While the forward pass goes on.
         for batch in self._batches:
             batch.compressor.prepare()
-        relay = Relay[tuple[Tensor, Tensor]](len(self._batches), 2 if self._machine is None else 4)
+        relay = Relay[_Answer](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
                 # Not get(timeout=…), which waits for ever where its thread is held up for longer than that (CPython
@@ -182,9 +198,9 @@ class PowerSgd:
                     time.sleep(_LOOK_S)
                 self._send(relay, wait=not relay.under_way)
             # What comes meanwhile is sent first.
-            batch.give(*relay.results[number], lambda: self._send(relay))
+            batch.give(relay.results[number], lambda: self._send(relay))
 
-    def _send(self, relay: Relay[tuple[Tensor, Tensor]], *, wait: bool = False) -> None:
+    def _send(self, relay: Relay[_Answer], *, wait: bool = False) -> None:
         """Sends a batch if one has come, or waits for one, and moves on what has been sent."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
@@ -193,12 +209,12 @@ class PowerSgd:
             relay.add(self._mean(batch))
         relay.advance()
 
-    def _mean(self, batch: "_Batch") -> Conversation[tuple[Tensor, Tensor]]:
-        """The mean of what all send of a batch, and what of this process's part rounding kept back."""
+    def _mean(self, batch: "_Batch") -> Conversation[_Answer]:
+        """Has all agree on a batch."""
         sent, machine = batch.take(), self._machine
         if machine is None:
             mean, held = yield from batch.compressor.send(sent, self._peers)
-            return mean, held.together(self._peers)
+            return _Answer(sent, mean, held.together(self._peers))
         mean, lost = sent * self._weight, torch.zeros_like(sent)
         yield dist.all_reduce(mean, group=machine.group, async_op=True)
         if machine.speaks and self._peers.size > 1:
@@ -207,7 +223,7 @@ class PowerSgd:
         else:
             yield from (None, None)  # as many messages as the one that speaks has, since their order is by number
         yield dist.broadcast(mean, machine.speaker, group=machine.group, async_op=True)
-        return mean, lost
+        return _Answer(sent, mean, lost)
 
 
 class _ClosedError(Exception):
@@ -222,7 +238,6 @@ class _Batch:
         compressor: what sends them.
         held: what was left out of earlier gradients, and the gradients themselves while they are sent [n].
         missing: those that have no gradient of this update yet.
-        sent: what is sent of this update; None before.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], compressor: LowRank, dtype: torch.dtype) -> None:
@@ -233,26 +248,22 @@ class _Batch:
             piece.view(parameter.shape) for piece, parameter in zip(self.held.split(sizes), parameters, strict=True)
         ]
         self.missing: set[int] = set()
-        self.sent: Tensor | None = None
 
     def expect(self) -> None:
         """Another update begins."""
-        self.missing, self.sent = {id(parameter) for parameter in self.parameters}, None
+        self.missing = {id(parameter) for parameter in self.parameters}
 
     def take(self) -> Tensor:
         """Adds the gradients to what is held; what is to be sent of that."""
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             if parameter.grad is not None:
                 slot.add_(parameter.grad)
-        self.sent = self.compressor.begin(self.held)
-        return self.sent
+        return self.compressor.begin(self.held)
 
-    def give(self, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:
+    def give(self, answer: _Answer, between: Callable[[], object]) -> None:
         """Writes the agreed gradients in place of this process's own."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if self.sent is None:
-            raise RuntimeError("gradients can't be given before they were taken")
-        self.compressor.end(self.held, self.sent, (mean, lost), gradients, between)
+        self.compressor.end(self.held, answer.sent, (answer.mean, answer.lost), gradients, between)

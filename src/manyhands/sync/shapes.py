@@ -56,7 +56,7 @@ class Ranks:
 def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
     """Sends tensors as [rows, rank] x [rank, columns] where both together are at most half of it.
 
-    The matrix is as square as halving the columns makes it, since its factors are shortest so; all turns send about
+    The matrix is as square as halving one side makes it, since its factors are shortest so; all turns send about
     equally much.
     """
     found: list[tuple[int, int, int]] = []
@@ -80,6 +80,8 @@ def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
 def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
     while columns and columns % 2 == 0 and 4 * rows <= columns:
         rows, columns = 2 * rows, columns // 2
+    while rows and rows % 2 == 0 and 4 * columns <= rows:
+        rows, columns = rows // 2, 2 * columns
     return rows, columns
 
 

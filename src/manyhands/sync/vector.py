@@ -19,11 +19,10 @@ def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None 
 
 
 def write_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Writes a vector's values [n] into the tensors; whole numbers are rounded."""
+    """Writes a vector's values [n] into the tensors."""
     with torch.no_grad():
         for tensor, piece in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
-            shaped = piece.view(tensor.shape)
-            tensor.copy_(shaped if tensor.is_floating_point() else shaped.round())
+            tensor.copy_(piece.view(tensor.shape))
 
 
 def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
