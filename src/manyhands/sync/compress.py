@@ -18,8 +18,6 @@ from manyhands.sync.talk import Conversation, Held, Peers, mean_of
 
 # What is left of a column of length one that the ones before it explain, but for rounding.
 _EXPLAINED = 1e-6
-# How far expectations of what is sent may lie apart, in powers of two.
-_SPREAD = 12
 
 
 class Compressor(Protocol):
@@ -71,8 +69,8 @@ class LowRank:
     Left and right factors go in turns, so that two turns make one step of a power iteration, and each takes one
     exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
     optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors
-    travel as integers of 8 bits: what that loses is held back like the rest. They travel column by column, each divided
-    by how large it was the last time, which all know: beside a large column a small one would be rounded to nothing.
+    travel as integers of 8 bits: what that loses is held back like the rest. A factor travels column by column, since
+    those of one scale belong together.
 
     Args:
         shapes: of the tensors that make up the vector, in order.
@@ -106,7 +104,6 @@ class LowRank:
         self._first = [_random_columns(self.ranks, turn, generator).to(device, dtype) for turn in (0, 1)]
         self._turn = turn
         self._agreed: list[Tensor] | None = None  # those of this turn, until they are made ready for the next
-        self._scales = torch.ones(self.ranks.values(turn), device=device, dtype=dtype)
         # The factors that are known, those of the turn before, as orthonormal columns.
         first = self._first[1 - turn]
         matrices = self.ranks.matrices
@@ -131,8 +128,7 @@ class LowRank:
             known @ (matrix if self._sends_right(one) else matrix.T)
             for one, known, matrix in zip(self.ranks.matrices, self._known, self._matrices(pieces), strict=True)
         ]
-        whole = torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
-        return whole.div_(self._scales)
+        return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
     def send(self, sent: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Held]]:
         """The mean over all peers of what `begin` gave, and what rounding kept back of it; two messages."""
@@ -157,7 +153,7 @@ class LowRank:
         """
         mean, lost = received
         pieces = values.split(self._sizes)
-        agreed, own, unsent = (self._unflat(part.mul_(self._scales)) for part in (mean, sent - lost, lost))
+        agreed, own, unsent = self._unflat(mean), self._unflat(sent - lost), self._unflat(lost)
         for number, (one, matrix) in enumerate(zip(self.ranks.matrices, self._matrices(pieces), strict=True)):
             known = self._known[number]
             left, right = (known, agreed[number]) if self._sends_right(one) else (agreed[number], known)
@@ -171,26 +167,22 @@ class LowRank:
         for number, place in enumerate(self.ranks.rest, len(self.ranks.matrices)):
             slots[place].copy_(agreed[number].view(slots[place].shape))
             pieces[place].copy_(unsent[number])
-        self._agreed, self._turn = agreed, self._turn + 1
+        self._agreed, self._turn = agreed[: len(self._known)], self._turn + 1
 
     def prepare(self) -> None:
         """Makes the factors that all have just got ready for the next turn; `begin` does, if nobody has done so."""
-        if self._agreed is None:
-            return
-        agreed, self._agreed = self._agreed, None
-        self._known = orthonormal(agreed[: len(self._known)], self._first[1 - self._turn % 2])
-        lengths = [*(one.length(self._turn) for one in self.ranks.matrices), *(0 for _ in self.ranks.rest)]
-        self._scales = _expected(agreed, lengths)
+        if self._agreed is not None:
+            self._known, self._agreed = orthonormal(self._agreed, self._first[1 - self._turn % 2]), None
 
     def state(self) -> dict[str, Tensor]:
         """The factors that are known, and whose turn it is."""
         self.prepare()
         known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
-        return {"turn": torch.tensor(self._turn), "scales": self._scales, **known}
+        return {"turn": torch.tensor(self._turn), **known}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Takes them back."""
-        self._turn, self._agreed, self._scales = int(state["turn"]), None, state["scales"]
+        self._turn, self._agreed = int(state["turn"]), None
         self._known = [state[f"known.{number}"] for number in range(len(self._known))]
 
     def _sends_right(self, one: Matrix) -> bool:
@@ -266,29 +258,6 @@ def orthonormal(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
         done.append(torch.where(length <= _EXPLAINED, 0.0, rest / length))
     whole = torch.stack(done, 1) if len(factors) else padded
     return [piece[:, : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)]
-
-
-def _expected(agreed: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """How large each value of the next turn should be, by what was agreed on in this one: powers of two, one vector.
-
-    Args:
-        agreed: columns [r, n] of factors, and tensors [n] that go as they are.
-        lengths: of the columns that answer a factor; 0 for what goes as it is.
-    """
-    norms = torch.cat(
-        [
-            _sum(one * one).sqrt().view(-1) / (n or one.numel() or 1) ** 0.5
-            for one, n in zip(agreed, lengths, strict=True)
-        ]
-    )
-    _, exponents = torch.frexp(torch.where(norms.isfinite(), norms, 0.0))
-    # What hasn't moved may do so next: not all too far below the largest.
-    exponents = exponents.clamp(min=int(exponents.max()) - _SPREAD)
-    counts = [
-        count for one, n in zip(agreed, lengths, strict=True) for count in ([n] * len(one) if n else [one.numel()])
-    ]
-    scales = torch.ldexp(torch.ones_like(norms), exponents)
-    return scales.repeat_interleave(torch.tensor(counts, device=scales.device))
 
 
 def _random_columns(ranks: Ranks, turn: int, generator: torch.Generator) -> Tensor:
