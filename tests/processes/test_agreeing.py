@@ -113,7 +113,7 @@ class _Paced:
         self.steps = LocalSteps(tensors, Buffers([], Peers()), Peers(), compressor, pace_of(cost, options))
         hosts = [f"host-{rank}" for rank in range(size)]
         self.pacer = Pacer(
-            self.steps, cost, World(0, size), hosts, steps=self.steps, options=options, total_steps=total_steps,
+            self.steps, cost, World(0, size), hosts, options=options, total_steps=total_steps,
             compressing_s=0.0,
         )  # fmt: skip
 

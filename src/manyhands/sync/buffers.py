@@ -41,15 +41,17 @@ class Buffers:
         buffers: in an order that is equal everywhere; equal everywhere.
         peers: who agrees: one process of each machine.
         machine: where several processes go together.
+        device: where the mean would lie if there were no buffers.
 
     Attributes:
         agreed: the mean, as of the last agreement [n].
     """
 
-    def __init__(self, buffers: Sequence[Tensor], peers: Peers, machine: Machine | None = None) -> None:
-        # One of no values, where there are none, says on which device they would be.
-        nothing = torch.zeros(0, device=buffers[0].device if buffers else None)
-        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()] or [nothing]
+    def __init__(
+        self, buffers: Sequence[Tensor], peers: Peers, machine: Machine | None = None, device: str = "cpu"
+    ) -> None:
+        floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._buffers = floating or [torch.zeros(0, device=device)]
         self._peers, self._machine, self._dtype = peers, machine, dtype_of(self._buffers)
         self.begin()
 

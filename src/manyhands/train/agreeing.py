@@ -278,12 +278,10 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
         "values": sum(one.numel() for one in trained),
         **({"format of factors": FACTORS_FORMAT} if rank else {}),
     }
-    # One of no values, where there are none, says on which device they would be agreed on.
-    buffers = [buffer for _, buffer in model.named_buffers()] or [torch.zeros(0, device=world.device)]
     machine = None
     if len(places.machine) > 1:
         machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
-    shared = Buffers(buffers, peers, machine)
+    shared = Buffers(list(model.buffers()), peers, machine, world.device)
     if cost.method == "powersgd":
         rare = [named[name] for name in unused]
         power = PowerSgd(trained, peers, options.rank, seed, rare, machine=machine, processes=world.size)

@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -241,7 +242,7 @@ def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal, *
         journal.event("note", note)
 
 
-def _watcher(synced: Synced, job: Job, world: World, total_steps: int) -> Watcher | None:
+def _watcher(synced: Synced, job: Job, world: World, total_steps: int) -> Watcher[Any] | None:
     """What says who is slow, and keeps local steps in time with the link; a collective."""
     agreeing, cost = synced.agreeing, synced.cost
     if agreeing.timed is None:
@@ -251,9 +252,7 @@ def _watcher(synced: Synced, job: Job, world: World, total_steps: int) -> Watche
         return Watcher(agreeing.timed, cost, world, hosts)
     steps = agreeing.steps
     work_s = broadcast_plain(PASSES[cost.codec] * pass_seconds(steps.anchor.numel(), world.device), world)
-    return Pacer(
-        steps, cost, world, hosts, steps=steps, options=job.sync, total_steps=total_steps, compressing_s=work_s
-    )
+    return Pacer(steps, cost, world, hosts, options=job.sync, total_steps=total_steps, compressing_s=work_s)
 
 
 def _release(

@@ -3,7 +3,7 @@
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from manyhands.core.journal import Journal
 from manyhands.core.world import World
@@ -33,8 +33,11 @@ class Timed(Protocol):
     exchange_s: float
 
 
+T = TypeVar("T", bound=Timed)
+
+
 @dataclass
-class Watcher:
+class Watcher(Generic[T]):
     """What all processes tell each other of their speed, and what is said of it.
 
     Attributes:
@@ -44,7 +47,7 @@ class Watcher:
         hosts: name of each rank's machine.
     """
 
-    timed: Timed
+    timed: T
     cost: Cost
     world: World
     hosts: list[str]
@@ -105,17 +108,15 @@ class Watcher:
 
 
 @dataclass(kw_only=True)
-class Pacer(Watcher):
+class Pacer(Watcher[LocalSteps]):
     """What the pace of local steps follows.
 
     Attributes:
-        steps: the local steps that are paced.
         options: what the user says of it.
         total_steps: updates of the whole run.
         compressing_s: an exchange's own work; equal on all processes, which decide alike.
     """
 
-    steps: LocalSteps
     options: SyncOptions
     total_steps: int
     compressing_s: float
@@ -130,10 +131,10 @@ class Pacer(Watcher):
         self._note(max(*speeds, 1e-6), [one for one in exchanges_s if one > 0])
         every, delay = self._wanted()
         before = self.cost
-        if (every, delay) != (before.every, before.delay) and self.steps.idle:
+        if (every, delay) != (before.every, before.delay) and self.timed.idle:
             self._lengths.clear()
             self.cost = replace(before, every=every, delay=delay)
-            self.steps.pace = pace_of(self.cost, self.options)
+            self.timed.pace = pace_of(self.cost, self.options)
             said = f"exchanges {'take longer' if (every, delay) > (before.every, before.delay) else 'are faster'} now"
             changed = f"every {every} steps instead of {before.every}, {delay} steps late instead of {before.delay}"
             journal.event(
@@ -154,8 +155,8 @@ class Pacer(Watcher):
         longer.
         """
         self._step_s = step_s
-        if self.steps.rounds > self._rounds and exchanges_s:
-            self._rounds = self.steps.rounds
+        if self.timed.rounds > self._rounds and exchanges_s:
+            self._rounds = self.timed.rounds
             self._lengths = [*self._lengths[-2:], min(exchanges_s) / step_s]
 
     def _wanted(self) -> tuple[int, int]:

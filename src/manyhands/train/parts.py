@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
@@ -65,7 +66,7 @@ class Parts:
     digest: str
     sync: Cost
     release: Callable[[], None]
-    watcher: Watcher | None = None
+    watcher: Watcher[Any] | None = None
     phase: str = "train"
     saves: int = field(default=0)
 
