@@ -103,6 +103,7 @@ def take_turn(lab, workers, about, given):
         **made,
         "updates": updates,
         "seconds": max(each["seconds"] for each in measured),
+        "cpu_s": mean("cpu_s"),
         "agreeing_s": mean("agreeing_s"),
         **{name: mean(name) for name in measured[0] if name.startswith(("received", "sent"))},
         "payload_bytes": None if measured[0]["payload_bytes"] is None else mean("payload_bytes"),

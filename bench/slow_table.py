@@ -6,7 +6,7 @@ from bench.slow_prediction import choice, predict
 from manyhands.sync.choose import words_of
 
 HEAD = [
-    "link", "method", "rounds", "images/s", "s/step", "predicted", "of DDP on none", "of itself on none",
+    "link", "method", "rounds", "images/s", "s/step", "predicted", "CPU s/step", "of DDP on none", "of itself on none",
     "received kB/step", "sent kB/step", "without headers", "predicted", "payload", "agreeing s/step",
     "finish s", "equal", "load",
 ]  # fmt: skip
@@ -50,7 +50,7 @@ def row(records, rate, method):
             "",
             "",
             number(step_s, ".3f"),
-            *[""] * 4,
+            *[""] * 5,
             kilo(sent_bytes),
             *[""] * 5,
         ]
@@ -64,6 +64,7 @@ def row(records, rate, method):
         f"{statistics.median(speed(one) for one in found.values()):.1f}",
         f"{per_step('seconds'):.3f}",
         number(step_s, ".3f"),
+        f"{per_step('cpu_s'):.3f}" if "cpu_s" in first else "",
         ratio(found, chosen(records, "none", "allreduce")),
         ratio(found, chosen(records, "none", method)),
         kilo(per_step("received_bytes")),

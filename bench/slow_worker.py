@@ -68,14 +68,15 @@ class Turn:
         """Times whole steps; those of local steps begin with an exchange and end before the next."""
         dist.barrier()
         self.agreeing_s, payload, before = 0.0, self.way.payload_bytes(), wire()
-        started = time.perf_counter()
+        started, computed = time.perf_counter(), time.process_time()
         for _ in range(updates):
             self.step()
-        seconds, after = time.perf_counter() - started, wire()
+        seconds, cpu_s, after = time.perf_counter() - started, time.process_time() - computed, wire()
         sent = self.way.payload_bytes()
         return {
             "updates": updates,
             "seconds": seconds,
+            "cpu_s": cpu_s,
             "agreeing_s": self.agreeing_s,
             **{name: count - before[name] for name, count in after.items()},
             "payload_bytes": None if sent is None else sent - payload,

@@ -21,7 +21,7 @@ from manyhands.sync.codecs import Integers, codec_named, mean_bytes
 from manyhands.sync.costs import Case, Cost
 from manyhands.sync.explain import as_plain, methods_table
 from manyhands.sync.options import SyncOptions
-from manyhands.sync.shapes import batches, rank_shapes
+from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, batches, rank_shapes
 from manyhands.train.syncing import kept_cost
 
 _MODEL = resnet18()
@@ -118,9 +118,9 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     case = case_of(Link(1e6, 0.0), machines=machines)
     values = sum(math.prod(shape) for shape in RESNET18)
     statistics = 2 * (machines - 1) / machines * 8 * BUFFERS
-    ranks, bytewise = rank_shapes(RESNET18, rank), Integers(8)
+    ranks, codec = rank_shapes(RESNET18, rank), Integers(FACTOR_BITS, FACTOR_BLOCK)
     control = 2 * (machines - 1) * 220
-    thin = sum(mean_bytes(ranks.values(turn), machines, bytewise) for turn in (0, 1)) / 2 + control
+    thin = sum(mean_bytes(ranks.values(turn), machines, codec) for turn in (0, 1)) / 2 + control
     costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
     int4 = mean_bytes(values, machines, codec_named("int4", torch.float32)) + control
     expected = {

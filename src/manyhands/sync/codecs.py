@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-# Values that share a scale, and the unit in which vectors are cut. A scale is of 16 bits, so 4 bits become 4.0625.
+# The unit in which vectors are cut, and how many values share a scale unless told otherwise. A scale is of 16 bits, so 4
+# bits become 4.0625.
 BLOCK = 256
 _SCALE_BYTES = 2
-# The least and the greatest scale that 16 bits hold with full precision.
-_SMALLEST, _LARGEST = 6.2e-5, 65504.0
+# The least scale whose inverse is a number.
+_SMALLEST = 1e-35
 
 
 class Codec(ABC):
@@ -53,27 +54,31 @@ class Plain(Codec):
 
 
 class Integers(Codec):
-    """Whole numbers of 8 or 4 bits times a scale for each block."""
+    """Whole numbers of 8 or 4 bits times a scale for each block.
 
-    def __init__(self, bits: int) -> None:
-        self._bits = bits
+    Args:
+        bits: of a number.
+        block: values that share a scale; divides BLOCK.
+    """
+
+    def __init__(self, bits: int, block: int = BLOCK) -> None:
+        self._bits, self._block = bits, block
         self._most = 2 ** (bits - 1) - 1
 
     def bytes_of(self, count: int) -> int:
         """The numbers, then the scales."""
-        return count * self._bits // 8 + count // BLOCK * _SCALE_BYTES
+        return count * self._bits // 8 + count // self._block * _SCALE_BYTES
 
     def encode(self, values: Tensor) -> Tensor:
-        """Rounds to the nearest; a value beyond 16 bits' range is clipped, and comes back by error feedback.
+        """Rounds to the nearest.
 
         A block with an infinity or a NaN becomes NaN, so that nobody takes it for a number.
         """
-        blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
-        scales = blocks.abs().amax(-1) / self._most
-        scales = torch.where(scales.isinf(), torch.nan, scales.clamp(max=_LARGEST))
-        # Below this, 16 bits would round a scale to something else or to nothing; the block's values wait instead.
-        scales = torch.where(scales < _SMALLEST * 1e-3, torch.zeros_like(scales), scales).to(torch.float16)
-        factors = torch.where(scales > 0, 1 / scales.float(), torch.zeros_like(scales, dtype=torch.float32))
+        blocks = values.to(torch.float32).unflatten(-1, (-1, self._block))
+        # Of bfloat16, which has the range of a float32: gradients may be small.
+        scales = (blocks.abs().amax(-1) / self._most).to(torch.bfloat16)
+        scales = torch.where(scales.isinf(), torch.nan, torch.where(scales < _SMALLEST, 0, scales))
+        factors = torch.where(scales > 0, 1 / scales.float(), 0)
         whole = (blocks * factors[..., None]).round_().clamp_(-self._most, self._most).flatten(-2).to(torch.int8)
         if self._bits == 4:
             low, high = whole.add_(8).view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
@@ -84,15 +89,15 @@ class Integers(Codec):
 
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """Numbers times their scales."""
-        per_block = BLOCK * self._bits // 8 + _SCALE_BYTES
+        per_block = self._block * self._bits // 8 + _SCALE_BYTES
         blocks = coded.shape[-1] // per_block
         packed, scales = coded.split([coded.shape[-1] - blocks * _SCALE_BYTES, blocks * _SCALE_BYTES], -1)
         if self._bits == 4:
             whole = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).view(torch.int8) - 8
         else:
             whole = packed.view(torch.int8)
-        factors = scales.contiguous().view(torch.float16).to(torch.float32)
-        return (whole.unflatten(-1, (-1, BLOCK)).to(torch.float32) * factors[..., None]).flatten(-2).to(dtype)
+        factors = scales.contiguous().view(torch.bfloat16).to(torch.float32)
+        return (whole.unflatten(-1, (-1, self._block)).to(torch.float32) * factors[..., None]).flatten(-2).to(dtype)
 
 
 def codec_named(name: str, dtype: torch.dtype) -> Codec:

@@ -13,7 +13,7 @@ from torch import Tensor
 from manyhands.core.seeds import mix
 from manyhands.sync.codecs import Integers, codec_named
 from manyhands.sync.products import Multiply, fastest_alike, term_by_term, write_product
-from manyhands.sync.shapes import FACTOR_BITS, Matrix, Ranks, rank_shapes
+from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Matrix, Ranks, rank_shapes
 from manyhands.sync.talk import Conversation, Held, Peers, mean_of
 
 # What is left of a column of length one that the ones before it explain, but for rounding.
@@ -98,7 +98,7 @@ class LowRank:
         self.multiply: Multiply = term_by_term
         self.ranks = rank_shapes(shapes, rank)
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-        self._codec = Integers(FACTOR_BITS)
+        self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
         generator = torch.Generator().manual_seed(mix(seed))
         # Columns, here and below: [rank, n] for a factor of [n, rank]; for both kinds of turns, see `orthonormal`.
         self._first = [_random_columns(self.ranks, turn, generator).to(device, dtype) for turn in (0, 1)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from manyhands.core.links import link_seconds, rounds, sent_bytes
 from manyhands.sync.codecs import Codec, Integers, mean_bytes
 from manyhands.sync.costs import Case
-from manyhands.sync.shapes import FACTOR_BITS, Ranks, batches, rank_shapes
+from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Ranks, batches, rank_shapes
 
 # torch's DDP sends gradients in buckets of about this size, each of which waits for its own first byte.
 _BUCKET_BYTES = 25 << 20
@@ -68,7 +68,7 @@ def low_rank_batches(case: Case, rank: int) -> list[Message]:
 
 
 def _turns(case: Case, ranks: Ranks) -> Message:
-    both = [mean(case, ranks.values(turn), Integers(FACTOR_BITS)) for turn in (0, 1)]
+    both = [mean(case, ranks.values(turn), Integers(FACTOR_BITS, FACTOR_BLOCK)) for turn in (0, 1)]
     return Message(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 

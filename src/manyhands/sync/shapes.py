@@ -4,10 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of a factor's value on its way; what rounding loses is held back with what the rank leaves out.
-FACTOR_BITS = 8
+# Of a factor's value on its way, and how many values share a scale: few, since columns differ much in size. What rounding
+# loses is held back with what the rank leaves out.
+FACTOR_BITS, FACTOR_BLOCK = 4, 32
+# A tensor of fewer values goes as it is: next to the time that a message takes to arrive, thin factors would save nothing.
+_WORTH_FACTORS = 4096
 # Gradients leave in batches, each so much of what is still to be sent, so that little is left when the last ones come.
-_SHARE, _MOST, _FEWEST_VALUES = 0.4, 0.15, 4096
+_SHARE, _MOST, _FEWEST_VALUES = 0.4, 0.15, 8192
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Ranks:
 
 
 def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
-    """Sends tensors as [rows, rank] x [rank, columns] where both together are at most half of it.
+    """Sends large tensors as [rows, rank] x [rank, columns] where both together are at most half of it.
 
     The matrix is as square as halving one side makes it, since its factors are shortest so; all turns send about
     equally much.
@@ -64,7 +67,7 @@ def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
     for place, shape in enumerate(shapes):
         # A vector has no structure that factors could follow.
         rows, columns = _nearly_square(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-        if 0 < 2 * rank * (rows + columns) <= rows * columns:
+        if rows * columns >= _WORTH_FACTORS and 2 * rank * (rows + columns) <= rows * columns:
             found.append((place, rows, columns))
         else:
             rest.append(place)

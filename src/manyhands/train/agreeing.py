@@ -28,7 +28,7 @@ from manyhands.sync.vector import dtype_of
 
 # Of what is kept with factors: counted up when its names, its batches or their order change, so that what another
 # version of this program has kept is left and said.
-FACTORS_FORMAT = 2
+FACTORS_FORMAT = 3
 
 
 class Agreeing:
