@@ -1,8 +1,8 @@
 """Do local steps reach data parallel's accuracy? python -m bench.accuracy OUT.jsonl [--settings …] [--seeds 0 1 2].
 
-Runs the program itself, `manyhands train -n 3`, on a part of CIFAR-10, appends a line for each setting and seed to
-OUT.jsonl, goes on where it was stopped, and prints the table of all lines: what each setting sends per step with
-ResNet-18, and how far its top-1 is from plain data parallel's at the same seed and as many epochs.
+Runs the program itself, `manyhands train -n 3`, on a part of CIFAR-10; all other pictures judge. Appends a line for each
+setting and seed to OUT.jsonl, goes on where it was stopped, and prints the table of all lines: what each setting sends
+per step with ResNet-18, and how far its top-1 is from plain data parallel's at the same seed and as many epochs.
 """
 
 import argparse
@@ -27,8 +27,8 @@ BASE = "data parallel"
 # the rate of PyTorch's example for ImageNet, 0.1 for 256 samples, hence 0.0094 for 24: the mean of a cycle up to 0.02.
 # "hot" has more than twice that, and a third of the updates.
 RECIPES = {
-    "usual": {"data.train_samples": 5000, "train.epochs": 24, "train.lr": 0.02},
-    "hot": {"data.train_samples": 1600, "train.epochs": 25, "train.lr": 0.05},
+    "usual": {"data": "of_5000", "train.epochs": 24, "train.lr": 0.02},
+    "hot": {"data": "of_1600", "train.epochs": 25, "train.lr": 0.05},
 }
 COMMON = {
     "data.augment": "crop-flip",
@@ -97,10 +97,11 @@ def train(recipe, setting, seed):
     began_s = time.monotonic()
     flags = COMMON | RECIPES[recipe] | SETTINGS[setting] | {"train.seed": seed}
     network = f"{HERE / flags.pop('network', 'small_resnet.py')}:SmallResNet"
+    data = f"{HERE / 'unseen_cifar10.py'}:{flags.pop('data')}"
     words = [word for name, value in flags.items() for word in ("--set", f"{name}={value}")]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "manyhands", "train", "cifar10", network, "--out", str(out), *words]
+        command = [sys.executable, "-m", "manyhands", "train", data, network, "--out", str(out), *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{setting}, seed {seed}: {done.stderr[-2000:]}")
@@ -111,6 +112,7 @@ def train(recipe, setting, seed):
         "seed": seed,
         "top1": last["top1"],
         "loss": last["loss"],
+        "judged_by": last["count"],
         "step": last["step"],
         "took_s": round(time.monotonic() - began_s),
     }

@@ -368,7 +368,7 @@ import hashlib, torch
 from manyhands.sync.compress import LowRank
 from manyhands.sync.products import term_by_term
 thin, whole = LowRank([(64, 96)], 4, 1, "cpu"), torch.empty(64, 96)
-term_by_term(thin._known[0], torch.rand(4, 96, generator=torch.Generator().manual_seed(1)), whole)
+term_by_term(thin._known[0], torch.rand(len(thin._known[0]), 96, generator=torch.Generator().manual_seed(1)), whole)
 parts = [thin._first[0], thin._first[1], thin._known[0], whole]
 print(*(hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest() for part in parts))
 """

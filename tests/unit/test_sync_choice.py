@@ -142,9 +142,10 @@ def test_batches_have_every_tensor_once_and_turns_send_about_equally_much(shapes
     ranks = rank_shapes(shapes, rank)
     for matrix in ranks.matrices:
         assert matrix.rows * matrix.columns == math.prod(shapes[matrix.place])
-        assert 2 * rank * (matrix.rows + matrix.columns) <= matrix.rows * matrix.columns
-    longest = max((abs(matrix.rows - matrix.columns) for matrix in ranks.matrices), default=0)
-    assert abs(ranks.values(0) - ranks.values(1)) <= rank * longest
+        assert matrix.rank >= rank
+        assert 2 * matrix.rank * (matrix.rows + matrix.columns) <= matrix.rows * matrix.columns
+    longest = max((one.rank * abs(one.rows - one.columns) for one in ranks.matrices), default=0)
+    assert abs(ranks.values(0) - ranks.values(1)) <= longest
 
 
 def test_resnet18_on_three_machines():

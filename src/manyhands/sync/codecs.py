@@ -14,8 +14,10 @@ from torch import Tensor
 # bits become 4.0625.
 BLOCK = 256
 _SCALE_BYTES = 2
-# The least scale whose inverse is a number.
+# The least scale by which one may divide.
 _SMALLEST = 1e-35
+# What makes two numbers from -8 to 7 one byte: 8 for the lower, 8 * 16 for the upper.
+_BIAS = 136
 
 
 class Codec(ABC):
@@ -26,8 +28,8 @@ class Codec(ABC):
         """Bytes for `count` values, a multiple of BLOCK."""
 
     @abstractmethod
-    def encode(self, values: Tensor) -> Tensor:
-        """Values [..., n] to uint8 [..., bytes_of(n)]; n is a multiple of BLOCK."""
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [..., n] to uint8 [..., bytes_of(n)], and what of them is rounded away; n is a multiple of BLOCK."""
 
     @abstractmethod
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,9 +46,10 @@ class Plain(Codec):
         """The type's own size."""
         return count * self._dtype.itemsize
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Rounds to the type, which may be the values' own."""
-        return values.to(self._dtype).contiguous().view(torch.uint8)
+        coded = values.to(self._dtype).contiguous()
+        return coded.view(torch.uint8), values - coded.to(values.dtype)
 
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """Exact."""
@@ -69,23 +72,24 @@ class Integers(Codec):
         """The numbers, then the scales."""
         return count * self._bits // 8 + count // self._block * _SCALE_BYTES
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Rounds to the nearest.
 
         A block with an infinity or a NaN becomes NaN, so that nobody takes it for a number.
         """
         blocks = values.to(torch.float32).unflatten(-1, (-1, self._block))
-        # Of bfloat16, which has the range of a float32: gradients may be small.
-        scales = (blocks.abs().amax(-1) / self._most).to(torch.bfloat16)
-        scales = torch.where(scales.isinf(), torch.nan, torch.where(scales < _SMALLEST, 0, scales))
-        factors = torch.where(scales > 0, 1 / scales.float(), 0)
-        whole = (blocks * factors[..., None]).round_().clamp_(-self._most, self._most).flatten(-2).to(torch.int8)
+        # bfloat16 has the range of a float32, and gradients may be small.
+        scales = (blocks.abs().amax(-1, keepdim=True) / self._most).to(torch.bfloat16)
+        scales = torch.where(scales.isinf(), torch.nan, scales.clamp(min=_SMALLEST))
+        factors = scales.float()
+        whole = (blocks / factors).round_().clamp_(-self._most, self._most)
+        lost = values - (whole * factors).flatten(-2).to(values.dtype)
         if self._bits == 4:
-            low, high = whole.add_(8).view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-            packed = high.mul(16).bitwise_or_(low)
+            pairs = whole.flatten(-2).unflatten(-1, (-1, 2))
+            packed = torch.add(pairs[..., 0], pairs[..., 1], alpha=16).add_(_BIAS).to(torch.uint8)
         else:
-            packed = whole.view(torch.uint8)
-        return torch.cat([packed, scales.contiguous().view(torch.uint8)], -1)
+            packed = whole.flatten(-2).to(torch.int8).view(torch.uint8)
+        return torch.cat([packed, scales.flatten(-2).view(torch.uint8)], -1), lost
 
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """Numbers times their scales."""
@@ -93,11 +97,11 @@ class Integers(Codec):
         blocks = coded.shape[-1] // per_block
         packed, scales = coded.split([coded.shape[-1] - blocks * _SCALE_BYTES, blocks * _SCALE_BYTES], -1)
         if self._bits == 4:
-            whole = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).view(torch.int8) - 8
+            whole = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).to(torch.float32).sub_(8)
         else:
-            whole = packed.view(torch.int8)
+            whole = packed.view(torch.int8).to(torch.float32)
         factors = scales.contiguous().view(torch.bfloat16).to(torch.float32)
-        return (whole.unflatten(-1, (-1, self._block)).to(torch.float32) * factors[..., None]).flatten(-2).to(dtype)
+        return whole.unflatten(-1, (-1, self._block)).mul_(factors[..., None]).flatten(-2).to(dtype)
 
 
 def codec_named(name: str, dtype: torch.dtype) -> Codec:

@@ -107,7 +107,7 @@ class LowRank:
         # The factors that are known, those of the turn before, as orthonormal columns.
         first = self._first[1 - turn]
         matrices = self.ranks.matrices
-        before = [columns[:, : one.length(1 - turn)] for columns, one in zip(first, matrices, strict=True)]
+        before = [columns[: one.rank, : one.length(1 - turn)] for columns, one in zip(first, matrices, strict=True)]
         self._known = orthonormal(before, first)
 
     def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
@@ -193,7 +193,7 @@ class LowRank:
 
     def _unflat(self, sent: Tensor) -> list[Tensor]:
         lengths = [one.length(self._turn) for one in self.ranks.matrices]
-        thin = [length * self.ranks.rank for length in lengths]
+        thin = [length * one.rank for length, one in zip(lengths, self.ranks.matrices, strict=True)]
         pieces = sent.split([*thin, *(self._sizes[place] for place in self.ranks.rest)])
         shaped = [piece.view(-1, length) for piece, length in zip(pieces, lengths, strict=False)]
         return [*shaped, *pieces[len(shaped) :]]
@@ -225,8 +225,8 @@ def multiply_alike(compressors: Sequence[Compressor], peers: Peers, like: Tensor
     """
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if thin:
-        shapes = [(matrix.rows, matrix.columns) for one in thin for matrix in one.ranks.matrices]
-        multiply = fastest_alike(shapes, thin[0].ranks.rank, peers, like)
+        shapes = [(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices]
+        multiply = fastest_alike(shapes, peers, like)
         for one in thin:
             one.multiply = multiply
 
@@ -241,33 +241,35 @@ def orthonormal(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
     up in different orders, and all must come to the same bits.
 
     Args:
-        factors: columns [r, n], each of its own n.
-        first: columns [factors, r, the longest n] of length one, filled up with zeros.
+        factors: columns [r, n], each of its own r and n.
+        first: columns [factors, the largest r, the longest n] of length one, filled up with zeros.
     """
     padded = torch.zeros_like(first)
     for place, factor in zip(padded, factors, strict=True):
-        place[:, : factor.shape[1]] = factor
+        place[: factor.shape[0], : factor.shape[1]] = factor
     lengths = _length(padded)
     live = lengths > 0
-    done: list[Tensor] = []
-    for column in torch.where(live, padded / torch.where(live, lengths, 1), first).unbind(1):
-        rest = column
-        for other in done:
-            rest = rest - _sum(other * rest) * other
-        length = _length(rest)
-        done.append(torch.where(length <= _EXPLAINED, 0.0, rest / length))
-    whole = torch.stack(done, 1) if len(factors) else padded
-    return [piece[:, : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)]
+    whole = torch.where(live, padded / torch.where(live, lengths, 1), first)
+    for number in range(whole.shape[1]):
+        column, later = whole[:, number : number + 1], whole[:, number + 1 :]
+        length = _length(column)
+        column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
+        later.sub_(_sum(column * later) * column)
+    return [
+        piece[: factor.shape[0], : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)
+    ]
 
 
 def _random_columns(ranks: Ranks, turn: int, generator: torch.Generator) -> Tensor:
     """For the factor of each matrix that goes in a turn: see `orthonormal`."""
     lengths = [one.length(turn) for one in ranks.matrices]
-    columns = torch.zeros(len(lengths), ranks.rank, max(lengths, default=0))
-    for place, length in zip(columns, lengths, strict=True):
+    most = max((one.rank for one in ranks.matrices), default=0)
+    columns = torch.zeros(len(lengths), most, max(lengths, default=0))
+    for place, one, length in zip(columns, ranks.matrices, lengths, strict=True):
         # Uniform numbers, which have the same bits on every processor; normal ones don't.
-        place[:, :length] = torch.rand(ranks.rank, length, generator=generator) - 0.5
-    return columns / _length(columns)
+        place[: one.rank, :length] = torch.rand(one.rank, length, generator=generator) - 0.5
+    sizes = _length(columns)
+    return columns / torch.where(sizes > 0, sizes, 1)
 
 
 def _sum(products: Tensor) -> Tensor:

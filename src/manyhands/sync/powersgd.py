@@ -21,7 +21,7 @@ from manyhands.sync.talk import Conversation, Peers, Relay
 from manyhands.sync.vector import dtype_of
 
 # Between two looks at what has come.
-_LOOK_S = 5e-4
+_LOOK_S = 1e-3
 # How long a process that ends waits for what its thread is at.
 _CLOSING_S = 10.0
 
@@ -247,23 +247,35 @@ class _Batch:
         self._slots = [
             piece.view(parameter.shape) for piece, parameter in zip(self.held.split(sizes), parameters, strict=True)
         ]
+        # Where the backward pass can add to what is held, agreed gradients need a place of their own.
+        self._agreed = [
+            torch.empty_like(slot) if parameter.is_contiguous() and parameter.dtype == dtype else None
+            for parameter, slot in zip(parameters, self._slots, strict=True)
+        ]
         self.missing: set[int] = set()
 
     def expect(self) -> None:
-        """Another update begins."""
+        """Another update begins: the backward pass adds its gradients to what is held, where it can."""
         self.missing = {id(parameter) for parameter in self.parameters}
+        for parameter, slot, agreed in zip(self.parameters, self._slots, self._agreed, strict=True):
+            if agreed is not None:
+                if parameter.grad is not None:
+                    slot.add_(parameter.grad)  # of earlier passes
+                parameter.grad = slot
 
     def take(self) -> Tensor:
         """Adds the gradients to what is held; what is to be sent of that."""
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.grad is not slot:
                 slot.add_(parameter.grad)
         return self.compressor.begin(self.held)
 
     def give(self, answer: _Answer, between: Callable[[], object]) -> None:
-        """Writes the agreed gradients in place of this process's own."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
+        """Has the agreed gradients take the place of this process's own."""
+        for parameter, agreed in zip(self.parameters, self._agreed, strict=True):
+            if agreed is not None:
+                parameter.grad = agreed
+            elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self.compressor.end(self.held, answer.sent, (answer.mean, answer.lost), gradients, between)

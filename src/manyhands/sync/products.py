@@ -40,19 +40,18 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
         out.copy_(whole.view(out.shape))
 
 
-def fastest_alike(shapes: Iterable[tuple[int, int]], rank: int, peers: Peers, like: Tensor) -> Multiply:
+def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: Peers, like: Tensor) -> Multiply:
     """The fastest way to multiply that gives all peers equal bits; a collective.
 
     Args:
-        shapes: rows and columns of the matrices to come.
-        rank: columns of their factors.
+        shapes: rows and columns of the matrices to come, and columns of their factors.
         peers: who must have equal bits.
         like: of the device and type of the factors.
     """
     if peers.size == 1:
         return at_once
     generator, seen = torch.Generator().manual_seed(0), 0
-    for rows, columns in sorted(set(shapes)):
+    for rows, columns, rank in sorted(set(shapes)):
         left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
         out = left.new_empty(rows, columns)
         at_once(left, right, out)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 # Of a factor's value on its way, and how many values share a scale: few, since columns differ much in size. What rounding
 # loses is held back with what the rank leaves out.
 FACTOR_BITS, FACTOR_BLOCK = 4, 32
-# A tensor of fewer values goes as it is: next to the time that a message takes to arrive, thin factors would save nothing.
-_WORTH_FACTORS = 4096
+# Tensors of fewer values go as they are, and factors aren't thinner than that: next to the time that a message takes to
+# arrive, nothing would be saved. In a ResNet-18 that concerns the first layers, and makes a twentieth of its bytes.
+_FEWEST_IN_MATRIX, _FEWEST_IN_FACTOR = 4096, 1536
 # Gradients leave in batches, each so much of what is still to be sent, so that little is left when the last ones come.
-_SHARE, _MOST, _FEWEST_VALUES = 0.4, 0.15, 8192
+_SHARE, _MOST, _FEWEST_VALUES = 0.4, 0.25, 8192
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Matrix:
         place: of the tensor.
         rows: of the matrix that it is taken for.
         columns: likewise.
+        rank: columns of its factors.
         first: the factor that goes in the first turn: 0 the left one [rows, rank], 1 the right one [columns, rank].
     """
 
     place: int
     rows: int
     columns: int
+    rank: int
     first: int
 
     def length(self, turn: int) -> int:
@@ -41,43 +44,42 @@ class Ranks:
     Attributes:
         matrices: those that go as products of two thin matrices, of which one is sent in each turn.
         rest: places of those that go as they are.
-        rank: columns of the thin matrices.
         shapes: of all tensors.
     """
 
     matrices: tuple[Matrix, ...]
     rest: tuple[int, ...]
-    rank: int
     shapes: tuple[tuple[int, ...], ...]
 
     def values(self, turn: int) -> int:
         """How many are sent in a turn: one factor of each matrix, and the tensors that go as they are."""
-        thin = sum(matrix.length(turn) for matrix in self.matrices)
-        return self.rank * thin + sum(math.prod(self.shapes[place]) for place in self.rest)
+        thin = sum(matrix.rank * matrix.length(turn) for matrix in self.matrices)
+        return thin + sum(math.prod(self.shapes[place]) for place in self.rest)
 
 
 def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
     """Sends large tensors as [rows, rank] x [rank, columns] where both together are at most half of it.
 
     The matrix is as square as halving one side makes it, since its factors are shortest so; all turns send about
-    equally much.
+    equally much. A small matrix has more columns than `rank`, which cost little.
     """
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int, int]] = []
     rest: list[int] = []
     for place, shape in enumerate(shapes):
         # A vector has no structure that factors could follow.
         rows, columns = _nearly_square(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-        if rows * columns >= _WORTH_FACTORS and 2 * rank * (rows + columns) <= rows * columns:
-            found.append((place, rows, columns))
-        else:
+        most = rows * columns // (2 * (rows + columns)) if rows * columns >= _FEWEST_IN_MATRIX else 0
+        if most < rank:
             rest.append(place)
+        else:
+            found.append((place, rows, columns, min(most, max(rank, 2 * _FEWEST_IN_FACTOR // (rows + columns)))))
     matrices: list[Matrix] = []
     ahead = 0  # values by which even turns send more than odd ones
-    for place, rows, columns in sorted(found, key=lambda matrix: -abs(matrix[1] - matrix[2])):
+    for place, rows, columns, own in sorted(found, key=lambda matrix: -matrix[3] * abs(matrix[1] - matrix[2])):
         first = int((rows > columns) == (ahead > 0))
-        ahead += columns - rows if first else rows - columns
-        matrices.append(Matrix(place, rows, columns, first))
-    return Ranks(tuple(sorted(matrices, key=lambda matrix: matrix.place)), tuple(rest), rank, tuple(shapes))
+        ahead += own * (columns - rows if first else rows - columns)
+        matrices.append(Matrix(place, rows, columns, own, first))
+    return Ranks(tuple(sorted(matrices, key=lambda matrix: matrix.place)), tuple(rest), tuple(shapes))
 
 
 def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
@@ -96,7 +98,7 @@ def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
         rank: of those that are sent as thin factors.
     """
     ranks = rank_shapes(shapes, rank)
-    sent = {matrix.place: rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
+    sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
     sent |= {place: float(math.prod(shapes[place])) for place in ranks.rest}
     whole = sum(sent.values())
     left, found, gathered = whole, [list[int]()], 0.0

@@ -215,7 +215,7 @@ class Held:
 def mean_of(values: Tensor, codec: Codec, peers: Peers, sums_before: Tensor | None = None) -> Conversation[Any]:
     """The mean over all peers of vectors [n], equal to the last bit everywhere; a conversation.
 
-    Each process adds up one part for all, in the order of ranks, and hands the rounded mean on.
+    Each process adds up one part for all, and hands the rounded mean on.
 
     Args:
         values: this process's, of a floating type.
@@ -232,18 +232,14 @@ def mean_of(values: Tensor, codec: Codec, peers: Peers, sums_before: Tensor | No
         return values.clone(), Held(torch.zeros_like(values), None)
     chunk = chunk_values(count, peers.size)
     parts = F.pad(values, (0, chunk * peers.size - count)).view(peers.size, chunk)
-    coded = codec.encode(parts)
+    coded, own = codec.encode(parts)
     received, work = peers.exchange(coded)
-    own = (parts - codec.decode(coded, values.dtype)).view(-1)[:count]
     yield work
-    total = torch.zeros(chunk, dtype=values.dtype, device=values.device)
-    for row in received:
-        total += codec.decode(row, values.dtype)
-    total /= peers.size
+    total = codec.decode(received, values.dtype).sum(0).div_(peers.size)
     if sums_before is not None:
         total += sums_before
-    answer = codec.encode(total)
+    answer, sums = codec.encode(total)
     everybody, work = peers.gather(answer)
-    sums = total - codec.decode(answer, values.dtype)
     yield work
+    own = own.view(-1)[:count]
     return codec.decode(everybody, values.dtype).view(-1)[:count], Held(own, sums)
