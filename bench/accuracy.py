@@ -1,8 +1,8 @@
 """Do local steps reach data parallel's accuracy? python -m bench.accuracy OUT.jsonl [--settings …] [--seeds 0 1 2].
 
-Runs the program itself, `manyhands train -n 3`, on a part of CIFAR-10; all other pictures judge. Appends a line for each
-setting and seed to OUT.jsonl, goes on where it was stopped, and prints the table of all lines: what each setting sends
-per step with ResNet-18, and how far its top-1 is from plain data parallel's at the same seed and as many epochs.
+Runs the program itself, `manyhands train -n 3`, on a part of CIFAR-10; all other pictures judge. Appends a line for
+each setting and seed to OUT.jsonl, goes on where it was stopped, and prints the table of all lines: what each setting
+sends per step with ResNet-18, and how far its top-1 is from plain data parallel's at the same seed and as many epochs.
 """
 
 import argparse

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-# The unit in which vectors are cut, and how many values share a scale unless told otherwise. A scale is of 16 bits, so 4
-# bits become 4.0625.
+# The unit in which vectors are cut, and how many values share a scale unless told otherwise. A scale is of 16 bits, so
+# that 4 bits become 4.0625.
 BLOCK = 256
 _SCALE_BYTES = 2
 # The least scale by which one may divide.

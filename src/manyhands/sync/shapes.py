@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of a factor's value on its way, and how many values share a scale: few, since columns differ much in size. What rounding
-# loses is held back with what the rank leaves out.
+# Of a factor's value on its way, and how many values share a scale: few, since columns differ much in size. What
+# rounding loses is held back with what the rank leaves out.
 FACTOR_BITS, FACTOR_BLOCK = 4, 32
 # Tensors of fewer values go as they are, and factors aren't thinner than that: next to the time that a message takes to
 # arrive, nothing would be saved. In a ResNet-18 that concerns the first layers, and makes a twentieth of its bytes.
