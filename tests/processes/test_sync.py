@@ -16,6 +16,7 @@ from manyhands.sync.codecs import codec_named, mean_bytes
 from manyhands.sync.compress import compressor_named
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
+from manyhands.sync.products import LIBRARY, PORTABLE
 from manyhands.sync.talk import Peers, mean_of, settle
 from tests.processes.ranks import run_on_ranks
 
@@ -372,6 +373,20 @@ term_by_term(thin._known[0], torch.rand(len(thin._known[0]), 96, generator=torch
 parts = [thin._first[0], thin._first[1], thin._known[0], whole]
 print(*(hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest() for part in parts))
 """
+
+
+@pytest.mark.parametrize("arithmetic", [LIBRARY, PORTABLE])
+def test_orthonormal_columns_span_what_the_factor_does(arithmetic):
+    generator = torch.Generator().manual_seed(2)
+    factors = [torch.randn(rank, length, generator=generator) for rank, length in ((1, 5), (4, 300), (16, 64), (7, 64))]
+    factors[2][5] = 3 * factors[2][1]  # explained by another one
+    factors[3][4] = 0  # has come to nothing
+    first = torch.zeros(4, 16, 300)
+    first[3, :7, :64] = torch.eye(64)[:7]
+    for factor, found in zip(factors, arithmetic.orthonormal(factors, first), strict=True):
+        products = found @ found.T
+        assert torch.allclose(products, torch.diag(products.diagonal().round()), atol=1e-5)
+        assert torch.allclose(factor @ found.T @ found, factor, atol=1e-4)
 
 
 def test_factors_and_their_products_are_equal_on_other_processors():

@@ -12,12 +12,9 @@ from torch import Tensor
 
 from manyhands.core.seeds import mix
 from manyhands.sync.codecs import Integers, codec_named
-from manyhands.sync.products import Multiply, fastest_alike, term_by_term, write_product
+from manyhands.sync.products import PORTABLE, Arithmetic, fastest_alike, gram_schmidt, lengths_of, write_product
 from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Matrix, Ranks, rank_shapes
 from manyhands.sync.talk import Conversation, Held, Peers, mean_of
-
-# What is left of a column of length one that the ones before it explain, but for rounding.
-_EXPLAINED = 1e-6
 
 
 class Compressor(Protocol):
@@ -82,7 +79,7 @@ class LowRank:
 
     Attributes:
         ranks: how the tensors are sent.
-        multiply: how factors are multiplied, alike on all peers; see `multiply_alike`.
+        arithmetic: how factors are multiplied and made orthonormal, alike on all peers; see `compute_alike`.
     """
 
     def __init__(
@@ -95,12 +92,12 @@ class LowRank:
         *,
         turn: int = 0,
     ) -> None:
-        self.multiply: Multiply = term_by_term
+        self.arithmetic: Arithmetic = PORTABLE
         self.ranks = rank_shapes(shapes, rank)
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
         self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
         generator = torch.Generator().manual_seed(mix(seed))
-        # Columns, here and below: [rank, n] for a factor of [n, rank]; for both kinds of turns, see `orthonormal`.
+        # Columns, here and below: [rank, n] for a factor of [n, rank]; for both kinds of turns, see `gram_schmidt`.
         self._first = [_random_columns(self.ranks, turn, generator).to(device, dtype) for turn in (0, 1)]
         self._turn = turn
         self._agreed: list[Tensor] | None = None  # those of this turn, until they are made ready for the next
@@ -108,7 +105,7 @@ class LowRank:
         first = self._first[1 - turn]
         matrices = self.ranks.matrices
         before = [columns[: one.rank, : one.length(1 - turn)] for columns, one in zip(first, matrices, strict=True)]
-        self._known = orthonormal(before, first)
+        self._known = gram_schmidt(before, first)
 
     def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
         """See `Compressor`."""
@@ -157,7 +154,7 @@ class LowRank:
         for number, (one, matrix) in enumerate(zip(self.ranks.matrices, self._matrices(pieces), strict=True)):
             known = self._known[number]
             left, right = (known, agreed[number]) if self._sends_right(one) else (agreed[number], known)
-            write_product(self.multiply, left, right, slots[one.place])
+            write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
             # What its own factor lacks, not what the agreed one lacks: else each process's distance from the mean,
             # which nobody needs to know, would pile up in what it holds.
@@ -172,7 +169,8 @@ class LowRank:
     def prepare(self) -> None:
         """Makes the factors that all have just got ready for the next turn; `begin` does, if nobody has done so."""
         if self._agreed is not None:
-            self._known, self._agreed = orthonormal(self._agreed, self._first[1 - self._turn % 2]), None
+            first = self._first[1 - self._turn % 2]
+            self._known, self._agreed = self.arithmetic.orthonormal(self._agreed, first), None
 
     def state(self) -> dict[str, Tensor]:
         """The factors that are known, and whose turn it is."""
@@ -215,8 +213,8 @@ def compressor_named(
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
-def multiply_alike(compressors: Sequence[Compressor], peers: Peers, like: Tensor) -> None:
-    """Has them multiply as fast as all peers can to equal bits; a collective.
+def compute_alike(compressors: Sequence[Compressor], peers: Peers, like: Tensor) -> None:
+    """Has them compute as fast as all peers can to equal bits; a collective.
 
     Args:
         compressors: of which some may be of low rank.
@@ -226,66 +224,18 @@ def multiply_alike(compressors: Sequence[Compressor], peers: Peers, like: Tensor
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if thin:
         shapes = [(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices]
-        multiply = fastest_alike(shapes, peers, like)
+        arithmetic = fastest_alike(shapes, peers, like)
         for one in thin:
-            one.multiply = multiply
-
-
-def orthonormal(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
-    """Orthonormal columns that span those of each factor; zeros for a column that the earlier ones explain.
-
-    A column that has come to nothing is replaced by that of `first`, or it would stay so for good: a matrix that has
-    moved in fewer than r directions, or not at all yet, leaves such columns.
-
-    Gram-Schmidt of all factors at once. Sums are taken in double precision and rounded: machines of different kinds add
-    up in different orders, and all must come to the same bits.
-
-    Args:
-        factors: columns [r, n], each of its own r and n.
-        first: columns [factors, the largest r, the longest n] of length one, filled up with zeros.
-    """
-    padded = torch.zeros_like(first)
-    for place, factor in zip(padded, factors, strict=True):
-        place[: factor.shape[0], : factor.shape[1]] = factor
-    lengths = _length(padded)
-    live = lengths > 0
-    whole = torch.where(live, padded / torch.where(live, lengths, 1), first)
-    for number in range(whole.shape[1]):
-        column, later = whole[:, number : number + 1], whole[:, number + 1 :]
-        length = _length(column)
-        column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
-        later.sub_(_sum(column * later) * column)
-    return [
-        piece[: factor.shape[0], : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)
-    ]
+            one.arithmetic = arithmetic
 
 
 def _random_columns(ranks: Ranks, turn: int, generator: torch.Generator) -> Tensor:
-    """For the factor of each matrix that goes in a turn: see `orthonormal`."""
+    """For the factor of each matrix that goes in a turn: see `gram_schmidt`."""
     lengths = [one.length(turn) for one in ranks.matrices]
     most = max((one.rank for one in ranks.matrices), default=0)
     columns = torch.zeros(len(lengths), most, max(lengths, default=0))
     for place, one, length in zip(columns, ranks.matrices, lengths, strict=True):
         # Uniform numbers, which have the same bits on every processor; normal ones don't.
         place[: one.rank, :length] = torch.rand(one.rank, length, generator=generator) - 0.5
-    sizes = _length(columns)
+    sizes = lengths_of(columns)
     return columns / torch.where(sizes > 0, sizes, 1)
-
-
-def _sum(products: Tensor) -> Tensor:
-    return _rounded(_double(products).sum(-1, keepdim=True, dtype=torch.float64), products)
-
-
-def _length(columns: Tensor) -> Tensor:
-    # Roots are no more equal on all processors than sums are.
-    return _rounded(_double(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
-
-
-def _double(values: Tensor) -> Tensor:
-    """Where double precision is known, which it isn't on every kind of device."""
-    return values if values.device.type in {"cpu", "cuda"} else values.cpu()
-
-
-def _rounded(exact: Tensor, like: Tensor) -> Tensor:
-    """To single precision, whatever the type: that is what makes the bits equal."""
-    return exact.to(torch.float32).to(like.device, like.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from manyhands.core.errors import RunError
 from manyhands.core.seeds import mix
 from manyhands.sync.buffers import Machine
-from manyhands.sync.compress import LowRank, multiply_alike
+from manyhands.sync.compress import LowRank, compute_alike
 from manyhands.sync.shapes import batches
 from manyhands.sync.talk import Conversation, Peers, Relay
 from manyhands.sync.vector import dtype_of
@@ -87,7 +87,7 @@ class PowerSgd:
             compressor = LowRank(own, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
         if machine is None:
-            multiply_alike([batch.compressor for batch in self._batches], peers, self._batches[0].held)
+            compute_alike([batch.compressor for batch in self._batches], peers, self._batches[0].held)
         self._expecting, self._offered = False, 0
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no more updates come
         self._complete: SimpleQueue[_Batch | None] = SimpleQueue()

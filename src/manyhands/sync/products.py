@@ -1,10 +1,10 @@
-"""Products of thin factors, whose bits must be equal on all machines, or their networks would drift apart.
+"""Arithmetic on thin factors, whose bits must be equal on all machines, or their networks would drift apart.
 
-A matrix product is fastest, and for few columns most libraries add up in one order; where a machine doesn't, all
-multiply term by term instead.
+Libraries are fastest, and on machines of one kind they give equal bits; where they don't, all compute step by step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +12,23 @@ from torch import Tensor
 from manyhands.sync.talk import Peers
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
+
+# What is left of a column of length one that the ones before it explain, but for rounding.
+_EXPLAINED = 1e-6
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How factors are computed with.
+
+    Attributes:
+        multiply: columns [r, n] times columns [r, m], into [n, m].
+        orthonormal: factors as columns [r, n], and what may replace a column that has come to nothing, to orthonormal
+            columns that span those of each factor; see `gram_schmidt`.
+    """
+
+    multiply: Multiply
+    orthonormal: Callable[[Sequence[Tensor], Tensor], list[Tensor]]
 
 
 def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -29,6 +46,43 @@ def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.add_(one[:, None] * other)
 
 
+def by_reflections(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:  # noqa: ARG001 - needs no replacement
+    """Orthonormal columns by Householder's reflections; for a column that the earlier ones explain, some other one."""
+    return [torch.linalg.qr(_double(factor).T).Q.T.contiguous().to(factor.device) for factor in factors]
+
+
+def gram_schmidt(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
+    """Orthonormal columns that span those of each factor; zeros for a column that the earlier ones explain.
+
+    A column that has come to nothing is replaced by that of `first`, or it would stay so for good: a matrix that has
+    moved in fewer than r directions, or not at all yet, leaves such columns.
+
+    Gram-Schmidt, of all factors at once. Sums are taken in double precision and rounded: machines of different kinds
+    add up in different orders, and all must come to the same bits.
+
+    Args:
+        factors: columns [r, n], each of its own r and n.
+        first: columns [factors, the largest r, the longest n] of length one, filled up with zeros.
+    """
+    padded = torch.zeros_like(first)
+    for place, factor in zip(padded, factors, strict=True):
+        place[: factor.shape[0], : factor.shape[1]] = factor
+    lengths = lengths_of(padded)
+    live = lengths > 0
+    whole = torch.where(live, padded / torch.where(live, lengths, 1), first)
+    for number in range(whole.shape[1]):
+        column, later = whole[:, number : number + 1], whole[:, number + 1 :]
+        length = lengths_of(column)
+        column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
+        later.sub_(_sum(column * later) * column)
+    return [
+        piece[: factor.shape[0], : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)
+    ]
+
+
+LIBRARY, PORTABLE = Arithmetic(at_once, by_reflections), Arithmetic(term_by_term, gram_schmidt)
+
+
 def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Multiplies into a tensor of n x m values, whatever its type and memory format."""
     shape = (left.shape[1], right.shape[1])
@@ -40,8 +94,8 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
         out.copy_(whole.view(out.shape))
 
 
-def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: Peers, like: Tensor) -> Multiply:
-    """The fastest way to multiply that gives all peers equal bits; a collective.
+def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: Peers, like: Tensor) -> Arithmetic:
+    """The fastest arithmetic that gives all peers equal bits; a collective.
 
     Args:
         shapes: rows and columns of the matrices to come, and columns of their factors.
@@ -49,20 +103,41 @@ def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: Peers, like: Te
         like: of the device and type of the factors.
     """
     if peers.size == 1:
-        return at_once
+        return LIBRARY
     generator, seen = torch.Generator().manual_seed(0), 0
     for rows, columns, rank in sorted(set(shapes)):
         left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
         out = left.new_empty(rows, columns)
         at_once(left, right, out)
-        # Of the bits, in wrapping arithmetic.
-        seen = seen * 31 + int(out.cpu().view(torch.int32).sum(dtype=torch.int64))
+        for found in (out, *by_reflections([left, right], out)):
+            # Of the bits, in wrapping arithmetic.
+            seen = seen * 31 + int(found.cpu().view(torch.int32).sum(dtype=torch.int64))
     mine = torch.tensor([seen % (1 << 62)], device=like.device).view(torch.uint8)
     theirs, work = peers.gather(mine)
     work.wait()
-    return at_once if bool((theirs == mine).all()) else term_by_term
+    return LIBRARY if bool((theirs == mine).all()) else PORTABLE
 
 
 def _random(rank: int, length: int, generator: torch.Generator) -> Tensor:
     """Equal bits on every processor, which normal numbers aren't; with as many digits as any type holds."""
     return torch.rand(rank, length, generator=generator, dtype=torch.float64) - 0.5
+
+
+def _sum(products: Tensor) -> Tensor:
+    return _rounded(_double(products).sum(-1, keepdim=True, dtype=torch.float64), products)
+
+
+def lengths_of(columns: Tensor) -> Tensor:
+    """Of vectors [..., n], as [..., 1]; to the same bits on every machine."""
+    # Roots are no more equal on all processors than sums are.
+    return _rounded(_double(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
+
+
+def _double(values: Tensor) -> Tensor:
+    """Where double precision is known, which it isn't on every kind of device."""
+    return values if values.device.type in {"cpu", "cuda"} else values.cpu()
+
+
+def _rounded(exact: Tensor, like: Tensor) -> Tensor:
+    """To single precision, whatever the type: that is what makes the bits equal."""
+    return exact.to(torch.float32).to(like.device, like.dtype)

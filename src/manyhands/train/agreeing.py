@@ -18,7 +18,7 @@ from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.parallel.plain import gather_plain
 from manyhands.sync.buffers import Buffers, Machine
-from manyhands.sync.compress import compressor_named, multiply_alike
+from manyhands.sync.compress import compressor_named, compute_alike
 from manyhands.sync.costs import Cost
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.options import SyncOptions
@@ -290,7 +290,7 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
     kind = dtype_of(trained)
     compressor = compressor_named(cost.codec, shapes, rank=options.rank, seed=seed, device=world.device, dtype=kind)
     if world.rank in speakers:
-        multiply_alike([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
+        compute_alike([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
     weight = len(places.machine) * len(speakers) / world.size
     steps = LocalSteps(trained, shared, peers, compressor, pace_of(cost, options), weight, machine)
     return NowAndThen(steps, own)
