@@ -31,7 +31,7 @@ def predict(records, rate, method):
         return None
     step_s = statistics.median(alone)
     pass_s = statistics.median([one["pass_s"] for one in records if "pass_s" in one] or [0.0])
-    (cost,) = formulas.estimate(_case(rate, step_s, pass_s, records[0]["processes"]), _options(spec))
+    (cost,) = formulas.estimate(_case(rate, records[0], step_s, pass_s), _options(spec))
     return None if rate == "none" else cost.step_s, cost.sent_bytes
 
 
@@ -41,24 +41,27 @@ def choice(records, rate):
     passes_s = [one["pass_s"] for one in records if "pass_s" in one]
     if not alone or not passes_s or rate == "none":
         return None
-    case = _case(rate, statistics.median(alone), statistics.median(passes_s), records[0]["processes"])
+    case = _case(rate, records[0], statistics.median(alone), statistics.median(passes_s))
     return choose(case, SyncOptions()).chosen
 
 
-def _case(rate, step_s, pass_s, machines):
+def _case(rate, turn, step_s, pass_s):
     with torch.device("meta"):
         network = resnet18(num_classes=1000)
+    # While it sleeps instead of computing, the processor can compress.
+    slept_s = 0.0 if turn["steps"] == "real" else float(turn["steps"].removesuffix("ms")) / 1e3
     bits_per_s = math.inf if rate == "none" else float(rate.removesuffix("mbit")) * 1e6 * CARRIED
     return Case(
         shapes=tuple(tuple(one.shape) for one in network.parameters()),
         item_bytes=4,
         buffers=0,  # the bench leaves BatchNorm's statistics to each process
-        machines=machines,
+        machines=turn["processes"],
         step_s=step_s,
-        backward_s=step_s * (1 - FORWARD_SHARE),
+        backward_s=(slept_s or step_s) * (1 - FORWARD_SHARE),
         link=Link(bits_per_s / 8, LATENCY_S),
         steps=100_000,
         pass_s=pass_s,
+        idle_s=slept_s * (1 - FORWARD_SHARE),
     )
 
 

@@ -24,6 +24,7 @@ class Case:
         link: between two machines.
         steps: updates of the whole run.
         pass_s: one sum of two vectors of all values on this device, in which compressing is counted; 0 estimates it.
+        idle_s: the part of `backward_s` in which what compresses has nothing else to do.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -35,6 +36,7 @@ class Case:
     link: Link
     steps: int
     pass_s: float = 0.0
+    idle_s: float = 0.0
 
     def compressing_s(self, passes: float) -> float:
         """Seconds of an exchange's own work, of so many passes over all values; none where nobody is to agree with."""

@@ -20,8 +20,8 @@ def estimate(case: Case, options: SyncOptions) -> list[Cost]:
     sent = sum(batches, Message())
     # The first batch comes a while after the backward pass has begun, the last one when it is over; compressing one
     # goes on while others are under way.
-    beside_s = case.backward_s * (1 - 1 / len(batches))
+    before_last = 1 - 1 / len(batches)
     compressing_s = case.compressing_s(_PASSES)
-    waiting_s = max(batches[-1].seconds, sent.seconds - beside_s - compressing_s)
-    step_s = case.step_s + compressing_s + waiting_s
-    return [Cost("powersgd", step_s, sent.sent_bytes, sent.seconds)]
+    standing_s = compressing_s - min(case.idle_s, compressing_s) * before_last
+    waiting_s = max(batches[-1].seconds, sent.seconds - case.backward_s * before_last - standing_s)
+    return [Cost("powersgd", case.step_s + standing_s + waiting_s, sent.sent_bytes, sent.seconds)]
