@@ -11,7 +11,7 @@ from manyhands.sync.options import SyncOptions
 DESCRIPTION = "gradients of low rank in every update; what is left out is sent later"
 
 # Factors, products and what is held: passes over all values, measured for a ResNet-18 on a CPU.
-_PASSES = 6
+_PASSES = 5
 
 
 def estimate(case: Case, options: SyncOptions) -> list[Cost]:
