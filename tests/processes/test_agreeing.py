@@ -64,6 +64,36 @@ def test_each_machine_has_its_own_processes_and_one_that_speaks(name):
         assert (group is None) == (len(machines) == 4)
 
 
+def _agreed(world, dealt, cost):
+    """The gradient that all agree on, and the mean of all their own."""
+    name, size, local_rank = dealt[world.rank]
+    platform.node = lambda: name
+    job = Job(sync=SyncOptions(method=cost.method))
+    places = places_of(replace(world, local_rank=local_rank, local_size=size), job)
+    network = torch.nn.Linear(3, 3)  # too small for factors, so that only 4 bits round
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+    agreeing = make_agreeing(cost, job, network, [], world, places)
+    agreeing.before_update(0)
+    agreeing.before_last_pass()
+    own = torch.full((3,), float(world.rank + 1))
+    network(own).sum().backward()
+    agreeing.on_gradients()
+    found = network.weight.grad.clone()
+    agreeing.close()
+    dist.barrier()
+    return found, torch.full((3, 3), (world.size + 1) / 2)
+
+
+@pytest.mark.parametrize("name", ["blocks", "turns", "uneven", "uneven turns", "one each"])
+def test_every_process_counts_alike_however_many_its_machine_has(name):
+    answers = run_on_ranks(_agreed, 4, DEALT[name], Cost("powersgd", 0.0, 0.0))
+    for found, mean in answers:
+        assert torch.equal(found, answers[0][0])
+        assert torch.allclose(found, mean, rtol=0.05)
+
+
 def _update(agreeing):
     agreeing.before_update(1)
     agreeing.on_gradients()

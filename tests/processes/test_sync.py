@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from manyhands.core.errors import RunError
 from manyhands.sync.buffers import Buffers, Machine
 from manyhands.sync.codecs import codec_named, mean_bytes
-from manyhands.sync.compress import compressor_named
+from manyhands.sync.compress import compressor_named, compute_alike
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.products import LIBRARY, PORTABLE
@@ -109,11 +109,18 @@ def test_what_is_no_number_stays_none_on_all_processes(name, value):
     assert run_on_ranks(_broken, 2, name, value) == [False, False]
 
 
-def _late(world):
-    """Nothing moves before the first exchange, as where warming up begins at a rate of zero."""
-    compressor, peers = _compressor("lowrank"), Peers(world.rank, world.size)
-    nothing, held = settle(compressor.agree(torch.zeros(COUNT, dtype=torch.float64), peers))
-    values, missing = _own(world), []
+def _late(world, alike):
+    """Nothing moves before the first exchange, as where warming up begins at a rate of zero; some never moves."""
+    shapes = [(64, 64), (40,)]
+    compressor = compressor_named("lowrank", shapes, rank=2, seed=3, device="cpu", dtype=torch.float64)
+    peers = Peers(world.rank, world.size)
+    if alike:
+        compute_alike([compressor], peers, torch.zeros(0, dtype=torch.float64))
+    count = 64 * 64 + 40
+    nothing, held = settle(compressor.agree(torch.zeros(count, dtype=torch.float64), peers))
+    values, missing = _own(world, count=count), []
+    values[: 64 * 64].view(64, 64)[:16] = 0
+    values[: 64 * 64].view(64, 64)[:, :16] = 0
     for _ in range(30):
         _, held = settle(compressor.agree(values + held, peers))
         values = torch.zeros_like(values)
@@ -121,8 +128,9 @@ def _late(world):
     return nothing.abs().max().item(), missing
 
 
-def test_low_rank_forgets_no_direction_for_good():
-    for nothing, missing in run_on_ranks(_late, 2):
+@pytest.mark.parametrize("alike", [False, True])
+def test_low_rank_forgets_no_direction_for_good(alike):
+    for nothing, missing in run_on_ranks(_late, 2, alike):
         assert nothing == 0
         assert missing[-1] < missing[0] / 4, "what is held goes out in the end"
 
@@ -370,9 +378,44 @@ from manyhands.sync.compress import LowRank
 from manyhands.sync.products import term_by_term
 thin, whole = LowRank([(64, 96)], 4, 1, "cpu"), torch.empty(64, 96)
 term_by_term(thin._known[0], torch.rand(len(thin._known[0]), 96, generator=torch.Generator().manual_seed(1)), whole)
-parts = [thin._first[0], thin._first[1], thin._known[0], whole]
+parts = [thin._first[0][0], thin._first[1][0], thin._known[0], whole]
 print(*(hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest() for part in parts))
 """
+
+
+def _replaced(world, replaces):
+    """A gradient that a user's hook doubles, in its place or with another tensor."""
+    layer = nn.Linear(96, 96).double()
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+        layer.bias.zero_()
+
+    def double(parameter):
+        if replaces:
+            parameter.grad = parameter.grad * 2
+        else:
+            parameter.grad.mul_(2)
+
+    layer.weight.register_post_accumulate_grad_hook(double)
+    power = PowerSgd(list(layer.parameters()), Peers(world.rank, world.size), 2, 7)
+    seen = []
+    for step in range(4):
+        layer.zero_grad()
+        power.expect()
+        layer(_own(world, seed=step, count=96)).square().sum().backward()
+        power.agree()
+        seen.append(layer.weight.grad.clone())
+    state = power.state()
+    power.close()
+    return torch.stack(seen), next(held for name, held in state.items() if name.endswith("held"))
+
+
+def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient():
+    for (one, held), (other, also) in zip(
+        run_on_ranks(_replaced, 2, True), run_on_ranks(_replaced, 2, False), strict=True
+    ):
+        assert torch.equal(one, other)
+        assert torch.equal(held, also)
 
 
 @pytest.mark.parametrize("arithmetic", [LIBRARY, PORTABLE])
@@ -381,8 +424,7 @@ def test_orthonormal_columns_span_what_the_factor_does(arithmetic):
     factors = [torch.randn(rank, length, generator=generator) for rank, length in ((1, 5), (4, 300), (16, 64), (7, 64))]
     factors[2][5] = 3 * factors[2][1]  # explained by another one
     factors[3][4] = 0  # has come to nothing
-    first = torch.zeros(4, 16, 300)
-    first[3, :7, :64] = torch.eye(64)[:7]
+    first = [torch.eye(*factor.shape) for factor in factors]
     for factor, found in zip(factors, arithmetic.orthonormal(factors, first), strict=True):
         products = found @ found.T
         assert torch.allclose(products, torch.diag(products.diagonal().round()), atol=1e-5)

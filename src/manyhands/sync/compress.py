@@ -13,7 +13,7 @@ from torch import Tensor
 from manyhands.core.seeds import mix
 from manyhands.sync.codecs import Integers, codec_named
 from manyhands.sync.products import PORTABLE, Arithmetic, fastest_alike, gram_schmidt, lengths_of, write_product
-from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Matrix, Ranks, rank_shapes
+from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Matrix, rank_shapes
 from manyhands.sync.talk import Conversation, Held, Peers, mean_of
 
 
@@ -66,12 +66,12 @@ class LowRank:
     Left and right factors go in turns, so that two turns make one step of a power iteration, and each takes one
     exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
     optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors
-    travel as integers of 8 bits: what that loses is held back like the rest. A factor travels column by column, since
+    travel as integers of 4 bits: what that loses is held back like the rest. A factor travels column by column, since
     those of one scale belong together.
 
     Args:
         shapes: of the tensors that make up the vector, in order.
-        rank: columns of the thin matrices.
+        rank: columns of the thin matrices, of small ones more.
         seed: of the first factors; equal everywhere.
         device: where the tensors lie.
         dtype: of the values.
@@ -98,14 +98,13 @@ class LowRank:
         self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
         generator = torch.Generator().manual_seed(mix(seed))
         # Columns, here and below: [rank, n] for a factor of [n, rank]; for both kinds of turns, see `gram_schmidt`.
-        self._first = [_random_columns(self.ranks, turn, generator).to(device, dtype) for turn in (0, 1)]
+        self._first = [
+            [_random_columns(one, turn, generator).to(device, dtype) for one in self.ranks.matrices] for turn in (0, 1)
+        ]
         self._turn = turn
         self._agreed: list[Tensor] | None = None  # those of this turn, until they are made ready for the next
         # The factors that are known, those of the turn before, as orthonormal columns.
-        first = self._first[1 - turn]
-        matrices = self.ranks.matrices
-        before = [columns[: one.rank, : one.length(1 - turn)] for columns, one in zip(first, matrices, strict=True)]
-        self._known = gram_schmidt(before, first)
+        self._known = gram_schmidt(self._first[1 - turn], self._first[1 - turn])
 
     def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
         """See `Compressor`."""
@@ -229,13 +228,8 @@ def compute_alike(compressors: Sequence[Compressor], peers: Peers, like: Tensor)
             one.arithmetic = arithmetic
 
 
-def _random_columns(ranks: Ranks, turn: int, generator: torch.Generator) -> Tensor:
-    """For the factor of each matrix that goes in a turn: see `gram_schmidt`."""
-    lengths = [one.length(turn) for one in ranks.matrices]
-    most = max((one.rank for one in ranks.matrices), default=0)
-    columns = torch.zeros(len(lengths), most, max(lengths, default=0))
-    for place, one, length in zip(columns, ranks.matrices, lengths, strict=True):
-        # Uniform numbers, which have the same bits on every processor; normal ones don't.
-        place[: one.rank, :length] = torch.rand(one.rank, length, generator=generator) - 0.5
-    sizes = lengths_of(columns)
-    return columns / torch.where(sizes > 0, sizes, 1)
+def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
+    """For the factor that goes in a turn, of length one: see `gram_schmidt`."""
+    # Uniform numbers, which have the same bits on every processor; normal ones don't.
+    columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5
+    return columns / lengths_of(columns)

@@ -19,7 +19,7 @@ class SyncOptions(Options):
     delay: int = Field(
         default=-1, ge=-1, description="local: steps for which an exchange may go on beside training; 0 waits, -1 fits"
     )
-    rank: int = Field(default=4, ge=1, le=128, description="powersgd and lowrank: columns kept of each matrix")
+    rank: int = Field(default=4, ge=1, le=128, description="powersgd and lowrank: columns kept of each large matrix")
     outer_lr: float = Field(default=1.0, gt=0, le=10, description="local: factor of the agreed movement")
     outer_momentum: float = Field(
         default=0.0, ge=0, lt=1, description="local: Nesterov's momentum of the agreed movements"

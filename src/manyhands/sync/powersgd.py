@@ -86,8 +86,9 @@ class PowerSgd:
             own, turn = [shapes[place] for place in places], number % 2
             compressor = LowRank(own, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
-        if machine is None:
-            compute_alike([batch.compressor for batch in self._batches], peers, self._batches[0].held)
+        # All processes multiply what their machines have agreed on.
+        everybody = Peers(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Peers()
+        compute_alike([batch.compressor for batch in self._batches], everybody, self._batches[0].held)
         self._expecting, self._offered = False, 0
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no more updates come
         self._complete: SimpleQueue[_Batch | None] = SimpleQueue()
@@ -265,9 +266,11 @@ class _Batch:
 
     def take(self) -> Tensor:
         """Adds the gradients to what is held; what is to be sent of that."""
-        for parameter, slot in zip(self.parameters, self._slots, strict=True):
-            if parameter.grad is not None and parameter.grad is not slot:
+        for parameter, slot, agreed in zip(self.parameters, self._slots, self._agreed, strict=True):
+            if agreed is None and parameter.grad is not None:
                 slot.add_(parameter.grad)
+            elif parameter.grad is not None and parameter.grad is not slot:
+                slot.copy_(parameter.grad)  # a user's hook has put something in the place of the sum
         return self.compressor.begin(self.held)
 
     def give(self, answer: _Answer, between: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 Libraries are fastest, and on machines of one kind they give equal bits; where they don't, all compute step by step.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Arithmetic:
     """
 
     multiply: Multiply
-    orthonormal: Callable[[Sequence[Tensor], Tensor], list[Tensor]]
+    orthonormal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -46,38 +47,38 @@ def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.add_(one[:, None] * other)
 
 
-def by_reflections(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:  # noqa: ARG001 - needs no replacement
+def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
     """Orthonormal columns by Householder's reflections; for a column that the earlier ones explain, some other one."""
-    return [torch.linalg.qr(_double(factor).T).Q.T.contiguous().to(factor.device) for factor in factors]
+    live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in zip(factors, first, strict=True)]
+    return [torch.linalg.qr(_where_known(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
 
 
-def gram_schmidt(factors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
+def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
     """Orthonormal columns that span those of each factor; zeros for a column that the earlier ones explain.
 
     A column that has come to nothing is replaced by that of `first`, or it would stay so for good: a matrix that has
     moved in fewer than r directions, or not at all yet, leaves such columns.
 
-    Gram-Schmidt, of all factors at once. Sums are taken in double precision and rounded: machines of different kinds
-    add up in different orders, and all must come to the same bits.
+    Sums are taken in double precision and rounded: machines of different kinds add up in different orders, and all must
+    come to the same bits.
 
     Args:
         factors: columns [r, n], each of its own r and n.
-        first: columns [factors, the largest r, the longest n] of length one, filled up with zeros.
+        first: for each of them, columns [r, n] of length one.
     """
-    padded = torch.zeros_like(first)
-    for place, factor in zip(padded, factors, strict=True):
-        place[: factor.shape[0], : factor.shape[1]] = factor
-    lengths = lengths_of(padded)
+    return [_gram_schmidt(factor, one) for factor, one in zip(factors, first, strict=True)]
+
+
+def _gram_schmidt(factor: Tensor, first: Tensor) -> Tensor:
+    lengths = lengths_of(factor)
     live = lengths > 0
-    whole = torch.where(live, padded / torch.where(live, lengths, 1), first)
-    for number in range(whole.shape[1]):
-        column, later = whole[:, number : number + 1], whole[:, number + 1 :]
+    whole = torch.where(live, factor / torch.where(live, lengths, 1), first)
+    for number in range(len(whole)):
+        column, later = whole[number : number + 1], whole[number + 1 :]
         length = lengths_of(column)
         column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
         later.sub_(_sum(column * later) * column)
-    return [
-        piece[: factor.shape[0], : factor.shape[1]].contiguous() for piece, factor in zip(whole, factors, strict=True)
-    ]
+    return whole
 
 
 LIBRARY, PORTABLE = Arithmetic(at_once, by_reflections), Arithmetic(term_by_term, gram_schmidt)
@@ -104,15 +105,14 @@ def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: Peers, like: Te
     """
     if peers.size == 1:
         return LIBRARY
-    generator, seen = torch.Generator().manual_seed(0), 0
+    generator, bits = torch.Generator().manual_seed(0), hashlib.sha256()
     for rows, columns, rank in sorted(set(shapes)):
         left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
         out = left.new_empty(rows, columns)
         at_once(left, right, out)
-        for found in (out, *by_reflections([left, right], out)):
-            # Of the bits, in wrapping arithmetic.
-            seen = seen * 31 + int(found.cpu().view(torch.int32).sum(dtype=torch.int64))
-    mine = torch.tensor([seen % (1 << 62)], device=like.device).view(torch.uint8)
+        for found in (out, *by_reflections([left, right], [left, right])):
+            bits.update(found.cpu().view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(list(bits.digest()), dtype=torch.uint8, device=like.device)
     theirs, work = peers.gather(mine)
     work.wait()
     return LIBRARY if bool((theirs == mine).all()) else PORTABLE
@@ -124,17 +124,17 @@ def _random(rank: int, length: int, generator: torch.Generator) -> Tensor:
 
 
 def _sum(products: Tensor) -> Tensor:
-    return _rounded(_double(products).sum(-1, keepdim=True, dtype=torch.float64), products)
+    return _rounded(_where_known(products).sum(-1, keepdim=True, dtype=torch.float64), products)
 
 
 def lengths_of(columns: Tensor) -> Tensor:
     """Of vectors [..., n], as [..., 1]; to the same bits on every machine."""
     # Roots are no more equal on all processors than sums are.
-    return _rounded(_double(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
+    return _rounded(_where_known(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
 
 
-def _double(values: Tensor) -> Tensor:
-    """Where double precision is known, which it isn't on every kind of device."""
+def _where_known(values: Tensor) -> Tensor:
+    """Where double precision and reflections are known, which they aren't on every kind of device."""
     return values if values.device.type in {"cpu", "cuda"} else values.cpu()
 
 

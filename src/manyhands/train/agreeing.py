@@ -279,7 +279,7 @@ def make_agreeing(cost: Cost, job: Job, model: nn.Module, unused: list[str], wor
         **({"format of factors": FACTORS_FORMAT} if rank else {}),
     }
     machine = None
-    if len(places.machine) > 1:
+    if places.group is not None:  # of one process too, where another machine has several
         machine = Machine(places.group, places.machine[0], len(places.machine), world.rank == places.machine[0])
     shared = Buffers(list(model.buffers()), peers, machine, world.device)
     if cost.method == "powersgd":

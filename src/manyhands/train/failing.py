@@ -77,6 +77,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def explain_memory(error: BaseException, parts: "Parts") -> RunError:
     """The error for a lack of memory: says which micro-batch fits, by trying smaller ones on this process."""
+    # What is tried here is nobody else's business.
+    parts.agreeing.close()
     # The error's frames hold the tensors of the pass that failed.
     traceback.clear_frames(error.__traceback__)
     options, evaluating = parts.job.train, parts.phase == "evaluate"
