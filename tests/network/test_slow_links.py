@@ -189,11 +189,13 @@ def test_the_pace_follows_a_link(slow_lab, here):
     steps = ["--train.epochs", 1000, *local("int4"), "--checkpoint.every", "never"]
     with training(slow_lab, "run", *steps) as run:
         wait_until(lambda: events("run", "first-step"), run.processes[0])
-        first = _paces("run")[0]
-        for rate, changed in (("1mbit", lambda pace: pace > first), ("100mbit", lambda pace: pace < first)):
+        before = _paces("run")[0]
+        for rate, sign in (("1mbit", 1), ("100mbit", -1)):
             for host in slow_lab.hosts:
                 slow_lab.rate(host, rate)
-            wait_until(lambda changed=changed: changed(_paces("run")[-1]), run.processes[0], patience=180)
+            changed = lambda sign=sign, before=before: sign * (_paces("run")[-1] - before) > 0  # noqa: E731
+            wait_until(changed, run.processes[0], patience=180)
+            before = _paces("run")[-1]
 
 
 def _paces(out):
