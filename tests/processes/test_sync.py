@@ -24,7 +24,8 @@ from tests.processes.ranks import run_on_ranks
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 NAMES = ("none", "bf16", "int8", "int4", "lowrank")
-SHAPES = [(16, 8, 3, 3), (40,), (30, 50), (7, 3)]
+# Two are large enough to go as factors, two aren't.
+SHAPES = [(64, 16, 3, 3), (40,), (90, 50), (7, 3)]
 COUNT = sum(int(torch.Size(shape).numel()) for shape in SHAPES)
 
 
@@ -141,7 +142,7 @@ class _Network(nn.Module):
         torch.manual_seed(5)
         self.first = nn.Conv2d(2, 6, 3).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(6)
-        self.last = nn.Linear(6 * 16, 40)
+        self.last = nn.Linear(6 * 16, 48)  # large enough to go as factors
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, pictures):

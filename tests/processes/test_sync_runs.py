@@ -50,7 +50,8 @@ class _Network(nn.Module):
             nn.ReLU(),
             nn.Flatten(),
             nn.Dropout(0.2),
-            nn.Linear(384, 5),
+            nn.Linear(384, 12),  # large enough to go as factors
+            nn.Linear(12, 5),
         )
         self.frozen = nn.Linear(3, 3).requires_grad_(requires_grad=False)
         self.unused = nn.Linear(2, 2)
