@@ -17,6 +17,7 @@ from manyhands.sync.compress import compressor_named, compute_alike
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.products import LIBRARY, PORTABLE
+from manyhands.sync.shapes import rank_shapes
 from manyhands.sync.talk import Peers, mean_of, settle
 from tests.processes.ranks import run_on_ranks
 
@@ -27,6 +28,7 @@ NAMES = ("none", "bf16", "int8", "int4", "lowrank")
 # Two are large enough to go as factors, two aren't.
 SHAPES = [(64, 16, 3, 3), (40,), (90, 50), (7, 3)]
 COUNT = sum(int(torch.Size(shape).numel()) for shape in SHAPES)
+assert len(rank_shapes(SHAPES, 2).matrices) == 2, "laws of low rank need tensors that go as factors"
 
 
 def _own(world, *, seed=0, count=COUNT):
