@@ -123,6 +123,45 @@ def test_accelerators():
     assert wrong(survey) == []
 
 
+def blind(survey, host, **seen):
+    survey.facts[host]["torch_devices"] = {"count": 0, "built_for": "CUDA 13.2", "version": "2.15.0", "said": ""} | seen
+
+
+def test_an_accelerator_that_cannot_be_used_is_named_with_its_mend():
+    survey = healthy(1)
+    (host,) = survey.hosts
+    survey.facts[host]["accelerators"] = [gpu(0)]
+    blind(survey, host, said="The NVIDIA driver on your system is too old")
+    finding = only(survey)
+    assert finding.severity == "warn"
+    assert "torch can't use" in finding.what
+    assert "too old" in finding.what
+    assert "take the CPU" in finding.what
+    assert "13.2" in finding.mend[0]
+    blind(survey, host, built_for="", version="2.15.0+cpu")
+    assert "built for CPUs alone" in only(survey).what
+    blind(survey, host, count=1)
+    assert wrong(survey) == []
+
+
+def test_a_card_without_a_driver_is_named_with_its_mend():
+    survey = healthy(1)
+    (host,) = survey.hosts
+    survey.facts[host]["cards"] = [{"vendor": "NVIDIA", "address": "0000:01:00.0"}]
+    blind(survey, host)
+    finding = only(survey)
+    assert "0000:01:00.0" in finding.what
+    assert "no working driver" in finding.what
+    assert "install NVIDIA's driver" in finding.mend[0]
+    survey.needs = Needs(device="cuda")
+    assert {found.severity for found in wrong(survey)} == {"fail"}
+    survey.needs = Needs(device="cpu")
+    assert wrong(survey) == []
+    survey.needs = Needs()
+    survey.facts[host]["environment"] = {"CUDA_VISIBLE_DEVICES": ""}
+    assert wrong(survey) == []
+
+
 @pytest.mark.parametrize("kind", ["unreachable", "refused", "auth", "host-key", "no-manyhands"])
 def test_a_machine_that_cannot_be_asked_is_one_finding(kind):
     survey = without(healthy(), "n2")

@@ -1,5 +1,6 @@
 """Facts are plain data, true of this machine, and fingerprints change exactly with what they stand for."""
 
+import importlib.metadata
 import json
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.facts import gather
+from manyhands.cluster.facts.devices import cards
 from manyhands.cluster.facts.files import code, dataset
 from manyhands.cluster.facts.load import other_jobs
 
@@ -64,6 +66,38 @@ def test_what_nvidias_tool_says_is_read(monkeypatch, tmp_path):
     assert (one["name"], one["used_mib"], one["busy_percent"]) == ("NVIDIA H200", 90001, 98)
     assert one["processes"] == [{"pid": 4711, "used_mib": 90000, "name": "python, with a comma"}]
     assert (two["index"], two["busy_percent"], two["processes"]) == (1, 0, [])
+
+
+def test_cards_are_found_on_the_pci_bus_whether_or_not_a_driver_works(tmp_path):
+    devices = {"0000:01:00.0": ("0x10de", "0x030200"), "0000:02:00.0": ("0x1002", "0x120000"),
+               "0000:03:00.0": ("0x19e5", "0x120000"), "0000:00:02.0": ("0x8086", "0x030000"),
+               "0000:01:00.1": ("0x10de", "0x040300"), "0000:04:00.0": ("0x1002", "0x030000")}  # fmt: skip
+    for address, (vendor, kind) in devices.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "vendor").write_text(vendor + "\n")
+        (tmp_path / address / "class").write_text(kind + "\n")
+    (tmp_path / "0000:05:00.0").mkdir()
+    assert cards(tmp_path) == [
+        {"vendor": "NVIDIA", "address": "0000:01:00.0"},
+        {"vendor": "AMD", "address": "0000:02:00.0"},
+        {"vendor": "Huawei", "address": "0000:03:00.0"},
+    ]
+    assert cards(tmp_path / "none") == []
+
+
+def test_torch_is_asked_only_where_there_is_a_card_and_somebody_wants_it(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\ncase $1 in --query-gpu=*) echo '0, GPU-a1, NVIDIA A100, 81920, 4, 0';; esac\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    facts = gather({"only": ["accelerators", "cards", "torch_devices"], "torch": True})
+    seen = facts["torch_devices"]
+    assert set(seen) == {"count", "built_for", "version", "said"}
+    assert seen["version"] == importlib.metadata.version("torch") or "+" in seen["version"]
+    assert gather({"only": ["accelerators", "cards", "torch_devices"]})["torch_devices"] is None
+    tool.unlink()
+    if not cards():
+        assert gather({"only": ["accelerators", "cards", "torch_devices"], "torch": True})["torch_devices"] is None
 
 
 names = st.text("abcdef", min_size=1, max_size=4)

@@ -76,14 +76,15 @@ def diagnose(job: Job) -> Diagnosis:
     return Diagnosis(survey, examine(survey))
 
 
-def facts_wanted(job: Job) -> dict[str, str]:
-    """What each machine is asked for beside the general facts."""
+def facts_wanted(job: Job, *, torch: bool = False) -> dict[str, Any]:
+    """What each machine is asked for beside the general facts; `torch`: what torch sees of its accelerators too."""
     workdir = "" if job.cluster.workdir else str(Path.cwd())
     return {
         "workdir": workdir,
         "runs": str(Path(job.run.out).parent) if job.run.out else "runs",
         "data": job.data.name,
         "data_dir": job.data.dir,
+        "torch": torch,
     }
 
 
@@ -107,7 +108,7 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
 
 def _survey_here(job: Job) -> Survey:
     name = socket.gethostname()
-    facts = {name: gather(facts_wanted(job))}
+    facts = {name: gather(facts_wanted(job, torch=job.cluster.device != "cpu"))}
     survey = Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
     address, port = _meeting(job)
     if address in own_candidates(facts[name]) or address in LOOPBACK:
@@ -128,7 +129,7 @@ def _meeting(job: Job) -> tuple[str, int]:
 def _survey_machines(job: Job, machines: Sequence[Machine]) -> Survey:
     with (
         tempfile.TemporaryDirectory(prefix="manyhands-doctor-") as logs,
-        assembled(machines, job.cluster, Path(logs), facts_wanted(job)) as crew,
+        assembled(machines, job.cluster, Path(logs), facts_wanted(job, torch=job.cluster.device != "cpu")) as crew,
     ):
         survey = survey_crew(job, crew, machines)
         survey.collective = _add_up(job, crew, survey)

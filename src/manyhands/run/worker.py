@@ -191,6 +191,8 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         Journal(folder, world.rank).event(
             "started", processes=world.size, device=world.device, backend=world.backend, mode=mode
         )
+        if world.device == "cpu" and job.cluster.device == "auto":
+            _tell_of_unused_accelerators(Journal(folder, world.rank))
     objects = load_objects(argument)
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
@@ -203,6 +205,15 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         write_json(folder.environment, environment(world))
         write_json(folder.plan, {**plan(parts), **about})
     return parts
+
+
+def _tell_of_unused_accelerators(journal: Journal) -> None:
+    """One line where the CPU is taken though this machine has an accelerator, so that nobody loses days to it."""
+    from manyhands.cluster.unused import unused_here
+
+    told = unused_here()
+    if told:
+        journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:

@@ -4,7 +4,8 @@ from collections import Counter
 from typing import Any
 
 from manyhands.cluster.compare import fact, odd_ones, on_host, who
-from manyhands.cluster.findings import Finding, Survey
+from manyhands.cluster.findings import Finding, Severity, Survey
+from manyhands.cluster.unused import explain_unused
 
 # Desktops and monitoring hold a little memory without being in the way.
 BUSY_SHARE, BUSY_PERCENT = 0.1, 20
@@ -19,7 +20,7 @@ def run(survey: Survey) -> list[Finding]:
         _broken(survey),
         _too_few(survey, found),
         _unlike(survey, found),
-        _torch_without(survey, found),
+        _unused(survey),
         _busy(found),
     )
     return [finding for findings in checks for finding in findings]
@@ -75,14 +76,18 @@ def _listed(devices: list[Any]) -> str:
     return ", ".join(f"{count} × {name}" for name, count in sorted(Counter(d["name"] for d in devices).items()))
 
 
-def _torch_without(survey: Survey, found: dict[str, list[Any]]) -> list[Finding]:
-    versions = fact(survey, "versions", "torch")
-    blind = [host for host, devices in found.items() if devices and versions.get(host, "").endswith("+cpu")]
-    if not blind:
-        return []
-    what = f"torch on {who(blind)} is built for CPUs alone ({versions[blind[0]]}), and there are accelerators"
-    mend = ("install the torch that is built for them; its own site says how",)
-    return [Finding("accelerators", "warn", tuple(blind), what, mend, "torch-cpu")]
+def _unused(survey: Survey) -> list[Finding]:
+    """What is there and can't be used; a driver that doesn't answer is told already."""
+    severity: Severity = "warn" if survey.needs.device == "auto" else "fail"
+    found: list[Finding] = []
+    for host, facts in survey.facts.items():
+        told = None if "accelerators" in facts.get("errors", {}) else explain_unused(facts, host)
+        if told:
+            what = f"{told[0]}: training there would take the CPU"
+            found.append(
+                Finding("accelerators", severity, (host,), what, told[1], f"unused:{host}", ("accelerators", "unlike"))
+            )
+    return found
 
 
 def _busy(found: dict[str, list[Any]]) -> list[Finding]:

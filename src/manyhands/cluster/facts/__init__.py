@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.facts.devices import accelerators, driver_versions
+from manyhands.cluster.accelerators import ask_torch
+from manyhands.cluster.facts.devices import HIDING, accelerators, cards, driver_versions
 from manyhands.cluster.facts.files import code, dataset
 from manyhands.cluster.facts.load import cores, load, memory, other_jobs, places
 from manyhands.cluster.facts.network import default_interface, firewall_rules, interfaces, own_name
@@ -22,7 +23,7 @@ from manyhands.cluster.inventory import INTERFACE_VARIABLES
 # What changes how programs meet, and on how many cores they run.
 VARIABLES = (
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
-    "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES",
+    *HIDING,
 )  # fmt: skip
 
 
@@ -31,7 +32,8 @@ def gather(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: "workdir" (empty for where this process is), "runs" (where run folders will lie), "data" (name) and
-            "data_dir", all optional; "only" names the facts that are wanted. An unknown key is ignored.
+            "data_dir", "torch" (true: where there is an accelerator torch is asked too, which takes seconds), all
+            optional; "only" names the facts that are wanted. An unknown key is ignored.
     """
     workdir = Path(request.get("workdir") or ".").expanduser()
     runs = workdir / Path(request.get("runs") or "runs").expanduser()
@@ -47,6 +49,8 @@ def gather(request: Mapping[str, Any]) -> dict[str, Any]:
         "package": package_hash,
         "drivers": driver_versions,
         "accelerators": accelerators,
+        "cards": cards,
+        "torch_devices": lambda: ask_torch() if request.get("torch") and _any_card(facts) else None,
         "cores": cores,
         "load": load,
         "memory": memory,
@@ -66,6 +70,10 @@ def gather(request: Mapping[str, Any]) -> dict[str, Any]:
             errors[name] = f"{type(error).__name__}: {error}"
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return {**facts, "environment": environment, "errors": errors}
+
+
+def _any_card(facts: Mapping[str, Any]) -> bool:
+    return bool(facts.get("accelerators") or facts.get("cards"))
 
 
 def _boot_id() -> str:

@@ -9,6 +9,12 @@ from typing import Any
 PATIENCE_S = 8.0
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 ASCEND_DRIVER = Path("/usr/local/Ascend/driver/version.info")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+# Of each vendor the classes on the PCI bus of the cards that compute (03xx: display, 12xx: processing accelerator).
+CARDS = {"0x10de": ("NVIDIA", ("0x0300", "0x0302")), "0x1002": ("AMD", ("0x0380", "0x1200")),
+         "0x19e5": ("Huawei", ("0x1200",))}  # fmt: skip
+# What hides devices from a process.
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 ASCEND_TOOLKIT = Path("/usr/local/Ascend/ascend-toolkit/latest/version.cfg")
 
 
@@ -34,6 +40,20 @@ def accelerators() -> list[dict[str, Any]]:
         RuntimeError: the vendor's tool is there and fails, which says that the driver doesn't work.
     """
     return [*_nvidia(), *_ascend()]
+
+
+def cards(bus: Path = PCI_DEVICES) -> list[dict[str, str]]:
+    """Accelerator cards that are plugged in, whether or not a driver works: "vendor" and "address" on the PCI bus."""
+    found: list[dict[str, str]] = []
+    for device in sorted(bus.iterdir()) if bus.is_dir() else []:
+        vendor, classes = CARDS.get(_word(device / "vendor"), ("", ()))
+        if vendor and _word(device / "class").startswith(classes):
+            found.append({"vendor": vendor, "address": device.name})
+    return found
+
+
+def _word(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
 def _nvidia() -> list[dict[str, Any]]:
