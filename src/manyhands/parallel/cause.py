@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from manyhands.parallel.meet import linger
 LISTEN_S = 0.5
 # A process that sees a peer gone waits so long for the reason.
 LEARN_S = 2.0
+# One that has heard the reason and doesn't see the peer gone, as with NCCL, has so long to end by itself.
+PATIENCE_S = 5.0
 
 
 class Cause:
@@ -19,10 +22,12 @@ class Cause:
     Args:
         store: of all processes; it goes with rank 0.
         attempt: how many times a launcher has restarted the processes.
+        leave: ends this process, which waits in a collective that nobody ends; given the first cause, or an empty
+            string where the store itself has gone. None where a closed connection ends collectives, as with gloo.
     """
 
-    def __init__(self, store: Any, attempt: int) -> None:
-        self._store = dist.PrefixStore(f"failure/{attempt}", store)
+    def __init__(self, store: Any, attempt: int, leave: Callable[[str], None] | None = None) -> None:
+        self._store, self._leave = dist.PrefixStore(f"failure/{attempt}", store), leave
         self._heard = ""
         self._known, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -48,6 +53,11 @@ class Cause:
         self._thread.join(LEARN_S)
 
     def _listen(self) -> None:
+        self._wait_for_words()
+        if self._leave and not self._over.wait(PATIENCE_S):
+            self._leave(self._heard)
+
+    def _wait_for_words(self) -> None:
         with contextlib.suppress(dist.DistError):
             while not self._over.wait(LISTEN_S):
                 if self._store.check(["text"]):

@@ -19,7 +19,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from manyhands.core.errors import PeerError, UserError
+from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import Membership, World
 from manyhands.parallel import ports
 from manyhands.parallel.cause import Cause
@@ -29,6 +29,8 @@ Say = Callable[[str], None]
 
 # Who listens and doesn't answer within this time is not a store.
 ANSWER_S = 20.0
+# Aborting a backend may wait too.
+ABORT_S = 5.0
 
 
 @dataclass
@@ -49,10 +51,22 @@ class Group:
     keeps_store: bool = False
     cause: Cause | None = None
 
-    def listen(self, attempt: int) -> None:
-        """Has this process hear of the others' failures, where no agent of manyhands watches them."""
+    def listen(self, attempt: int, leave: Callable[[str], None] | None = None) -> None:
+        """Has this process hear of the others' failures, where no agent of manyhands watches them.
+
+        Args:
+            attempt: how many times a launcher has restarted the processes.
+            leave: ends this process where it doesn't end by itself; see `Cause`.
+        """
         if self.store is not None and not self.world.alone:
-            self.cause = Cause(self.store, attempt)
+            self.cause = Cause(self.store, attempt, leave)
+
+    def abort(self) -> None:
+        """Ends what waits in collectives, and this process; for another thread, where the main one waits for ever."""
+        threading.Timer(ABORT_S, os._exit, (EXIT_FAILED,)).start()
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+        os._exit(EXIT_FAILED)
 
     def leave(self, *, failed: bool = False) -> None:
         """Destroys the process group, if there is one; after a failure not before the others have heard why."""

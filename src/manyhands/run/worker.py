@@ -51,7 +51,6 @@ def work(argument: dict[str, Any]) -> dict[str, Any]:
     try:
         return task(job, membership, folder, argument, say)
     except Failed as failed:
-        write_json(Path(os.environ[FAILURE_FILE]), failed.record)
         raise SystemExit(failed.record.exit_code) from None
 
 
@@ -86,10 +85,18 @@ def train_here(
 
     parts = group = None
     failed = False
+
+    def leave(told: str) -> None:
+        """The main thread may wait for an accelerator for ever, so another one writes the record and ends this."""
+        record = leave_record(_peer_gone(membership.rank, told, parts), folder)
+        sys.stderr.write(f"manyhands: {as_error(record)}\n")
+        if group:
+            group.abort()
+
     try:
         group = join(membership, digest(job), job.cluster.collective_timeout_s, say)
         if membership.started_by != OUR_HEAD:
-            group.listen(membership.attempt)
+            group.listen(membership.attempt, None if group.world.device in {"cpu", "mps"} else leave)
         if membership.started_by not in {OUR_HEAD, MET}:
             folder = share_folder(group.world, folder)
         parts = _build(job, folder, group.world, argument)
@@ -103,9 +110,11 @@ def train_here(
         step = parts.progress.step if parts else None
         phase = parts.phase if parts else "build" if group else "join"
         record = describe_failure(_explained(error, parts), rank=membership.rank, step=step, phase=phase)
+        record = leave_record(record, folder)
         if group and group.cause:
             record = _first_of_all(group, record)
-        raise Failed(leave_record(record, folder)) from error
+            _write_record(record, folder)
+        raise Failed(record) from error
     finally:
         if parts:
             parts.release()
@@ -116,19 +125,26 @@ def train_here(
 def leave_record(record: Failure, folder: RunFolder) -> Failure:
     """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
 
-    Nothing is made anew: the folder may not be known yet, or be gone already.
+    This comes before anything that may wait for other processes, who may be gone. Nothing is made anew: the folder may
+    not be known yet, or be gone already.
     """
-    if not folder.failures.is_dir():
-        return record
     log = folder.ranks / f"{record.rank}.log"
-    with suppress(OSError):
-        if record.traceback:
-            with log.open("a", encoding="utf-8") as file:
-                file.write(record.traceback)
+    if record.traceback and folder.failures.is_dir():
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(record.traceback)
             if record.exit_code != EXIT_USAGE and not record.mend:
                 record = record.model_copy(update={"mend": [f"the whole traceback is in {log}"]})
-        write_json(folder.failures / f"{record.rank}.json", record)
+    _write_record(record, folder)
     return record
+
+
+def _write_record(record: Failure, folder: RunFolder) -> None:
+    """For the agent that started this process, if one did, and into the run folder, whose disk may be full."""
+    places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
+    places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
+    for place in places:
+        with suppress(OSError):
+            write_json(place, record)
 
 
 def _closing_words(status: str, step: int) -> str:
@@ -153,11 +169,35 @@ def _first_of_all(group: Any, record: Failure) -> Failure:
         return record
     told = group.cause.learn()
     if not told:
-        mend = ["the other processes' own last words say why"]
-        return record.model_copy(update={"what": "another process has gone", "mend": mend, "excerpt": ""})
+        # Nothing better is known than what the library itself has said.
+        what = f"another process has gone, or can't be reached: {record.what}"
+        mend = ["the other processes' own last words may say why", *record.mend]
+        return record.model_copy(update={"what": what, "mend": mend, "excerpt": ""})
+    return record.model_copy(update=_heard(told))
+
+
+def _heard(told: str) -> dict[str, Any]:
+    """What a failure's record says where the first cause is another process's."""
     first = Failure.model_validate_json(told)
     what = f"rank {first.rank} on {first.host} failed first: {first.what}"
-    return record.model_copy(update={"what": what, "mend": first.mend, "excerpt": first.excerpt})
+    return {"what": what, "mend": first.mend, "excerpt": first.excerpt}
+
+
+def _peer_gone(rank: int, told: str, parts: Any) -> Failure:
+    """The record of a process that ends because another has; `told` is that one's record, or empty where none came."""
+    record = Failure(
+        time=time.time(),
+        rank=rank,
+        host=platform.node(),
+        pid=os.getpid(),
+        step=parts.progress.step if parts else None,
+        phase=parts.phase if parts else "build",
+        error="PeerGone",
+        what="rank 0's store has gone, and with it the run",
+        mend=["rank 0's own last words say why"],
+        consequence=True,
+    )
+    return record.model_copy(update=_heard(told)) if told else record
 
 
 def digest(job: Job) -> str:

@@ -31,7 +31,17 @@ CONSEQUENCES = (
     "connectFullMesh",
     "remote process exited",
     "Socket closed",
+    # NCCL's words for it, and those of torch's watch over NCCL.
+    "Connection closed by remote peer",
+    "remote process exiting",
+    "communicator was aborted",
+    "collective operation timeout",
+    "operations have failed or timed out",
+    "wait timeout after",
+    "Socket Timeout",
 )
+# A store that can't be reached is a peer that has gone, but for a port that somebody else holds.
+OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
 def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
@@ -63,9 +73,11 @@ def is_consequence(error: BaseException) -> bool:
     """True when the error says no more than that a peer has gone."""
     if isinstance(error, ManyhandsError):
         return False
-    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in CONSEQUENCES)
+    said = str(error)
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return not any(text in said for text in OWN_MISTAKES)
+    # A backend's error may as well be the cause: NCCL's "Duplicate GPU detected" comes as one on every rank.
+    return isinstance(error, RuntimeError) and any(text in said for text in CONSEQUENCES)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,0 +1,125 @@
+"""Which of several failures is the cause, who hears of it, and that a record is there before anything may wait."""
+
+import json
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import FAILURE_FILE, Failure
+from manyhands.core.world import Membership
+from manyhands.parallel import cause
+from manyhands.parallel.cause import Cause
+from manyhands.parallel.group import Group
+from manyhands.run.worker import Failed, _first_of_all, train_here
+from manyhands.train.failing import describe_failure, is_consequence
+
+# What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
+DUPLICATE = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:317, invalid usage (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.21.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:"
+    "\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000"
+)
+GONE = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, remote process exited or there was a "
+    "network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote "
+    "process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer"
+)
+WATCHDOG = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=11173962, "
+    "Timeout(ms)=600000) ran for 600031 milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "consequence"),
+    [
+        (dist.DistBackendError(DUPLICATE), False),
+        (dist.DistBackendError("NCCL error: unhandled cuda error, CUDA driver version is insufficient"), False),
+        (dist.DistBackendError(GONE), True),
+        (dist.DistBackendError(WATCHDOG), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
+        (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (dist.DistNetworkError("The server socket has failed to listen (errno: 98 - Address already in use)."), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:3127"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_a_backends_own_error_is_a_cause_and_a_peers_end_is_not(error, consequence):
+    assert is_consequence(error) == consequence
+
+
+def failure(error, rank=0):
+    return describe_failure(error, rank=rank, step=3, phase="train")
+
+
+class _Group:
+    def __init__(self, listening):
+        self.cause = listening
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    for name in ("LISTEN_S", "LEARN_S", "PATIENCE_S"):
+        monkeypatch.setattr(cause, name, 0.05)
+
+
+def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
+    listening = Cause(dist.HashStore(), 0)
+    try:
+        record = _first_of_all(_Group(listening), failure(dist.DistBackendError(GONE)))
+    finally:
+        listening.close()
+    assert "ncclRemoteError" in record.what
+    assert record.what.startswith("another process has gone")
+
+
+def test_a_causes_words_reach_the_others(soon, monkeypatch):
+    monkeypatch.setattr(cause, "LEARN_S", 10)
+    store = dist.HashStore()
+    one, other = Cause(store, 0), Cause(store, 0)
+    try:
+        _first_of_all(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
+        record = _first_of_all(_Group(other), failure(dist.DistBackendError(GONE)))
+    finally:
+        one.close()
+        other.close()
+    assert "rank 1 on" in record.what
+    assert "Duplicate GPU detected" in record.what
+
+
+def test_an_accelerators_process_that_waits_for_ever_is_ended_by_its_listener(soon):
+    """No machine with NCCL was there: this is the decision, on a store of one process."""
+    store, heard, left = dist.HashStore(), [], threading.Event()
+
+    def leave(told):
+        heard.append(told)
+        left.set()
+
+    waiting, failing = Cause(store, 0, leave), Cause(store, 0)
+    failing.publish(failure(KeyError("mine"), rank=1).model_dump_json())
+    assert left.wait(10)
+    assert Failure.model_validate_json(heard[0]).rank == 1
+    # One that ends by itself in time is left alone.
+    leaving = Cause(dist.HashStore(), 0, leave)
+    leaving.close()
+    assert len(heard) == 1
+    waiting.close()
+    failing.close()
+
+
+def test_the_record_is_written_before_the_group_is_left(monkeypatch, tmp_path):
+    """Leaving may wait for peers that are gone; the agent must know why by then."""
+    monkeypatch.setenv(FAILURE_FILE, str(tmp_path / "0.json"))
+    folder = RunFolder(tmp_path / "run")
+    folder.failures.mkdir(parents=True)
+    job = load_job({"data.name": str(tmp_path / "nothing"), "model.name": "mlp"}, environment={}).job
+    membership = Membership(device="cpu")
+    written = []
+    monkeypatch.setattr(Group, "leave", lambda _self, **_: written.append((tmp_path / "0.json").read_text()))
+    with pytest.raises(Failed):
+        train_here(job, membership, folder, {}, print)
+    assert json.loads(written[0])["rank"] == 0
+    assert json.loads((folder.failures / "0.json").read_text())["phase"] == "build"
