@@ -9,11 +9,15 @@ from manyhands.cluster.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 
-AGENT = "manyhands.cluster.host"
+# -P: the folder that an agent works in is no place to import from; somebody else may write there.
+SAFE = "-P"
+AGENT = (SAFE, "-m", "manyhands.cluster.host")
 # A machine that doesn't answer costs this long; a dead connection is noticed after three times the interval.
 CONNECT_S = 10
 ALIVE_S = 5
 HAS_MANYHANDS = 'import importlib.util as u, sys; sys.exit(not u.find_spec("manyhands"))'
+# The environment of the work folder, which is taken where it is this user's own (`test -O`).
+OWN = ".venv"
 NO_PYTHON = "manyhands: no python here has manyhands"
 
 
@@ -54,12 +58,13 @@ def agent_script(options: ClusterOptions, workdir: Path) -> str:
     else:
         enter = f"cd {shlex.quote(str(workdir))} 2>/dev/null;"
     if options.python:
-        return f"{enter}\nexec {_quoted(options.python)} -m {AGENT}"
-    candidates = " ".join(shlex.quote(word) for word in (sys.executable, ".venv/bin/python", "python3", "python"))
+        return f"{enter}\nexec {_quoted(options.python)} {shlex.join(AGENT)}"
     return (
         f"{enter}\n"
-        f"for python in {candidates}; do\n"
-        f'  "$python" -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" -m {AGENT};\n'
+        f"own=;\n"
+        f"test -O {OWN} 2>/dev/null && test -O {OWN}/bin && own={OWN}/bin/python;\n"
+        f"for python in {shlex.quote(sys.executable)} $own python3 python; do\n"
+        f'  "$python" {SAFE} -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" {shlex.join(AGENT)};\n'
         f"done;\n"
         f"echo {shlex.quote(NO_PYTHON)} >&2;\n"
         f"exit 127"

@@ -13,7 +13,7 @@ from manyhands.core.errors import UserError
 
 def open_here(log: Path, machine: Machine | None = None) -> Link:
     """Starts an agent on this machine."""
-    return _open([sys.executable, "-m", AGENT], machine or Machine("localhost"), log, here=True)
+    return _open([sys.executable, *AGENT], machine or Machine("localhost"), log, here=True)
 
 
 def open_there(machine: Machine, options: ClusterOptions, log: Path) -> Link:

@@ -62,6 +62,18 @@ def load_object(reference: str, where: str) -> Any:
     return getattr(module, name)
 
 
+def _make_importable(path: Path) -> None:
+    """Lets a file of the user's own import what lies beside it, as Python does for a script.
+
+    Where it lies below the current folder it finds what lies there too, but only after all that is installed.
+    """
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    here = Path.cwd()
+    if path.is_relative_to(here) and str(here) not in sys.path:
+        sys.path.append(str(here))
+
+
 def _run_file(path: Path, where: str) -> ModuleType:
     module_name = path.stem
     loaded = sys.modules.get(module_name)
@@ -72,8 +84,7 @@ def _run_file(path: Path, where: str) -> ModuleType:
         module_name = f"{path.stem}@{path.parent}"
         if module_name in sys.modules:
             return sys.modules[module_name]
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _make_importable(path)
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is not a Python file", where)

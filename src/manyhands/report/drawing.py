@@ -49,7 +49,9 @@ def house_style() -> Iterator[None]:
     try:
         import matplotlib as mpl
 
-        with warnings.catch_warnings(), mpl.rc_context(_settings()):
+        with warnings.catch_warnings(), mpl.rc_context():
+            mpl.rcdefaults()  # without what a matplotlibrc of the current folder says, which others may have written
+            mpl.rcParams.update(_settings())
             warnings.filterwarnings("ignore", message=r"Glyph \d+")
             yield
     finally:

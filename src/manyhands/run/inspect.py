@@ -78,9 +78,7 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
         ManyhandsError: the task failed.
     """
     with _private_folder() as folder:
-        given = {
-            "job": job.model_dump(mode="json"), "folder": str(folder.path), "paths": [str(Path.cwd())], **argument
-        }  # fmt: skip
+        given = {"job": job.model_dump(mode="json"), "folder": str(folder.path), **argument}
         orders = Orders(
             WORK, given, str(folder.ranks), [job.cluster.processes],
             device=job.cluster.device, threads=job.cluster.threads,

@@ -114,7 +114,8 @@ def _ready(
     opened = _open_folders(crew, folder, receiver)
     _refuse_another_run(job, crew, opened[0])
     _refuse_lost_checkpoints(job, folder, crew, opened[0])
-    paths = _share_code(crew) if job.cluster.sync_code else [""] * len(crew.links)
+    if job.cluster.sync_code:
+        _share_code(crew)
     port = crew.links[0].ask({"do": "bind", "address": addresses[0].address}, 30.0)["port"]
     _note_machines(folder, crew, sizes, opened, addresses)
     for line in describe(crew, sizes, addresses, port):
@@ -124,7 +125,7 @@ def _ready(
     return [
         Orders(
             entry=WORK,
-            argument=_argument(job, answer["folder"], path),
+            argument=_argument(job, answer["folder"]),
             logs=str(Path(answer["folder"]) / "ranks"),
             sizes=sizes,
             machine=machine,
@@ -135,12 +136,12 @@ def _ready(
             environment=address.environment(),
             devices=list(link.machine.devices),
         )
-        for machine, (link, answer, path, address) in enumerate(zip(crew.links, opened, paths, addresses, strict=True))
+        for machine, (link, answer, address) in enumerate(zip(crew.links, opened, addresses, strict=True))
     ]
 
 
-def _argument(job: Job, folder: str, code: str) -> dict[str, Any]:
-    return {"task": "train", "job": job.model_dump(mode="json"), "folder": folder, "paths": [code or "."]}
+def _argument(job: Job, folder: str) -> dict[str, Any]:
+    return {"task": "train", "job": job.model_dump(mode="json"), "folder": folder}
 
 
 def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver) -> list[dict[str, Any]]:
@@ -197,12 +198,11 @@ def _noted(folder: RunFolder) -> list[dict[str, Any]]:
     return json.loads(folder.machines.read_text(encoding="utf-8")) if folder.machines.is_file() else []
 
 
-def _share_code(crew: Crew) -> list[str]:
-    """This folder's code on every other machine, in a folder of its own; the workers work there."""
+def _share_code(crew: Crew) -> None:
+    """This folder's code on every other machine, in a folder of its own; the agent, and so its workers, go there."""
     code = {"do": "code", "files": code_files(Path.cwd())}
     stay: dict[str, Any] = {"do": "clock"}
-    answers = crew.ask([stay if link.here else code for link in crew.links], CODE_S)
-    return [answer.get("folder", str(Path.cwd())) for answer in answers]
+    crew.ask([stay if link.here else code for link in crew.links], CODE_S)
 
 
 def _note_machines(

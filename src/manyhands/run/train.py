@@ -123,12 +123,12 @@ def _train_here(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Out
 def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
     """Writes the user's live objects where only this user can read them."""
     if objects is None:
-        return {"paths": [str(Path.cwd())]}
+        return {}
     import cloudpickle
 
     path = private / "objects"
     path.write_bytes(cloudpickle.dumps(objects))
-    return {"objects": str(path), "paths": [entry for entry in sys.path if entry]}
+    return {"objects": str(path), "paths": [entry or str(Path.cwd()) for entry in sys.path]}
 
 
 def _run_agent(job: Job, argument: dict[str, Any], meeting: Meeting, folder: RunFolder, *, quiet: bool) -> Ending:

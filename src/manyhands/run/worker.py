@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder, write_job
+from manyhands.core.git import revision
 from manyhands.core.journal import Journal
 from manyhands.core.records import FAILURE_FILE, Event, Failure, append, write_json
 from manyhands.core.world import Membership
@@ -40,9 +40,9 @@ def work(argument: dict[str, Any]) -> dict[str, Any]:
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
     membership = worker_membership(job.cluster, os.environ)
-    for path in argument.get("paths", []):
-        if path not in sys.path:
-            sys.path.insert(0, path)
+    # Where the user's own process finds the modules that its objects are from, in its order.
+    found = argument.get("paths", [])
+    sys.path[:] = [*found, *(path for path in sys.path if path not in found)]
     task = {"train": train_here, "evaluate": evaluate_here, "plan": plan_here}[argument["task"]]
     say = _note_in_log
     if argument.get("met"):
@@ -298,16 +298,8 @@ def environment(world: Any) -> dict[str, Any]:
         "processes": world.size,
         "backend": world.backend,
         "threads": torch.get_num_threads(),
-        "git_revision": _revision(),
+        "git_revision": revision(Path.cwd()),
     }
-
-
-def _revision() -> str:
-    """The revision of the folder that the command was given in, with "+" where it has changes; empty without git."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
-    return ""
 
 
 def plan(parts: Any) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 import hashlib
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from manyhands.core.folder import holds_run
+from manyhands.core.git import revision
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
 
@@ -42,7 +42,7 @@ def code(folder: Path) -> dict[str, Any]:
         "hash": _common(f"{name} {digest}" for name, digest in files.items()),
         "files": files,
         "whole": whole,
-        "revision": _revision(folder),
+        "revision": revision(folder),
     }
 
 
@@ -61,17 +61,6 @@ def _code_paths(folder: Path) -> Iterator[Path]:
             wanted = path.suffix in SUFFIXES and not name.startswith(".") and path.is_file()
             if wanted and path.stat().st_size <= FILE_BYTES and os.access(path, os.R_OK):
                 yield path
-
-
-def _revision(folder: Path) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"],
-            capture_output=True, text=True, check=False, timeout=3,
-        )  # fmt: skip
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:

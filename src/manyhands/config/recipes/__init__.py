@@ -26,12 +26,10 @@ def recipe_for(data: str, model: str) -> Recipe:
     An empty `model` takes the recipe's own.
     """
     base = "objects" if is_object_reference(data) else data.partition(":")[0]
-    folder = files("manyhands.config.recipes")
-    known = folder / f"{base}.toml"
-    name = base if base.isidentifier() or base.replace("-", "").isalnum() else "folder"
-    if not known.is_file():
-        name, known = "folder", folder / "folder.toml"
-    tree = tomllib.loads(known.read_text(encoding="utf-8"))
+    own = {file.name.removesuffix(".toml"): file for file in files(__name__).iterdir() if file.name.endswith(".toml")}
+    # By name among our own: a path, such as that of a folder of pictures, must not lead to a file beside it.
+    name = base if base in own else "folder"
+    tree = tomllib.loads(own[name].read_text(encoding="utf-8"))
     per_model: dict[str, dict[str, Any]] = tree.pop("for", {})
     values = {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
     chosen = model or str(values.get("model.name", ""))
