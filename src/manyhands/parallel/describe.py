@@ -155,7 +155,7 @@ def _describe_node(node: fx.Node, names: dict[fx.Node, str], many: Any, few: Any
         rows and _alike(one[: rows * FEWER], other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
     )
     op.extents = tuple(Extent(tuple(one.shape), rows) for one, rows in zip(tensors, grown, strict=True))
-    op.item_bytes = tensors[0].element_size()
+    op.dtype = tensors[0].dtype
     return op
 
 
@@ -180,14 +180,7 @@ def _trains(op: Op, reads: list[Op], traced: fx.GraphModule) -> bool:
     if any(one.trains for one in reads) or any(p.requires_grad for p in op.parameters().values()):
         return True
     node = op.node
-    return node is not None and node.op == "get_attr" and _attribute(traced, str(node.target)).requires_grad
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    found: Any = root
-    for word in path.split("."):
-        found = getattr(found, word)
-    return found
+    return node is not None and node.op == "get_attr" and graphs.attribute(traced, node).requires_grad
 
 
 def _must_agree(source: Op) -> bool:
@@ -261,7 +254,7 @@ def _sharing(ops: dict[str, Op], traced: fx.GraphModule) -> list[tuple[str, str]
     for op in ops.values():
         tensors = list(op.parameters().values())
         if op.node is not None and op.node.op == "get_attr":
-            tensors.append(_attribute(traced, str(op.node.target)))
+            tensors.append(graphs.attribute(traced, op.node))
         for tensor in tensors:
             owner = first.setdefault(id(tensor), op.name)
             if owner != op.name:

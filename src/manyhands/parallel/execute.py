@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, bounds, whole
 from manyhands.core.seeds import mix
 from manyhands.parallel.describe import rule_of
-from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op, attribute
 from manyhands.parallel.grid import Grid, convert, convert_both
 from manyhands.parallel.network import PassShape
 from manyhands.parallel.norm import GroupedNorm, NormGroups
@@ -57,9 +57,7 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
     for op in graph.ops.values():
         node = op.node
         if node is not None and node.op == "get_attr":
-            value: Any = graph.traced
-            for word in str(node.target).split("."):
-                value = getattr(value, word)
+            value = attribute(graph.traced, node)
             found[str(node.target)] = whole(tuple(value.shape), batch_axes(letters[op.name]))
         for name, tensor in op.parameters().items():
             path = f"{node.target}.{name}" if node is not None else name

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
@@ -45,7 +46,7 @@ class Op:
         node: its node in the traced graph; None for input and loss.
         sources: names of the ops whose tensors it reads.
         extents: shapes of the tensors it gives, for the tried number of samples; none for sizes and the like.
-        item_bytes: bytes of one value of the first of them.
+        dtype: of the first of them.
         batched: what it gives grows with the number of samples.
         batchwise: a sample's part of what it gives depends on that sample alone.
         trains: a gradient passes through it.
@@ -61,7 +62,7 @@ class Op:
     node: fx.Node | None = None
     sources: tuple[str, ...] = ()
     extents: tuple[Extent, ...] = ()
-    item_bytes: int = 4
+    dtype: torch.dtype = torch.float32
     batched: bool = False
     batchwise: bool = True
     trains: bool = False
@@ -74,6 +75,11 @@ class Op:
     def extent(self) -> Extent:
         """The shape of what it gives, if that is one tensor."""
         return self.extents[0]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one value of the first tensor that it gives."""
+        return self.dtype.itemsize
 
     @property
     def forward(self) -> Any:
@@ -153,6 +159,18 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._leaves = leaves
         self.whole: dict[str, str] = {}
+
+    def create_args_for_root(
+        self,
+        root_fn: Callable[..., Any],
+        is_module: bool,  # noqa: ARG002 - as fx calls it
+        concrete_args: Any = None,  # noqa: ARG002
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """One input, the samples; whatever else the network's forward takes keeps its default, as in training."""
+        return lambda model, samples: root_fn(model, samples), [
+            self.root,
+            self.create_proxy("placeholder", "x", (), {}),
+        ]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._leaves(m) or super().is_leaf_module(m, module_qualified_name)
@@ -269,6 +287,14 @@ def unique(name: str, taken: set[str]) -> str:
         number += 1
         found = f"{name}#{number}"
     taken.add(found)
+    return found
+
+
+def attribute(traced: fx.GraphModule, node: fx.Node) -> Tensor:
+    """The parameter or buffer that a get_attr node stands for."""
+    found: Any = traced
+    for word in str(node.target).split("."):
+        found = getattr(found, word)
     return found
 
 

@@ -96,12 +96,14 @@ class Found:
         pick: which one is to run, and why.
         graph: of the network.
         wish: what was wanted.
+        notes: sentences on ops that could not be timed.
     """
 
     options: tuple[Option, ...]
     pick: Pick
     graph: Graph
     wish: Wish
+    notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Option:
@@ -187,7 +189,19 @@ def find(graph: Graph, wish: Wish, times: OpTimes | None = None, links: LinksOf 
     if wish.fill == "search":
         options += _searched(graph, wish, base, links)
     options = _distinct(options)
-    return Found(tuple(options), _pick(options, wish), graph, wish)
+    return Found(tuple(options), _pick(options, wish), graph, wish, tuple(_untimed(work.untimed)))
+
+
+def _untimed(reasons: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return [
+        f"{alike[0]}{f' and {len(alike) - 1} more' if len(alike) > 1 else ''} can't be timed by itself, so it is "
+        f"priced by its size ({reason})"
+        for reason, alike in names.items()
+    ]
 
 
 def _check(wish: Wish) -> None:

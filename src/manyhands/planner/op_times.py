@@ -45,6 +45,12 @@ class OpTimes:
         device: torch's name of the device.
         budget_s: what may be spent on measuring; afterwards seconds are estimated from operations and bytes.
         folder: where files are kept; the user's cache folder if None.
+
+    Attributes:
+        notes: sentences on the files.
+        measured: how many ops were timed.
+        estimated: how many were not.
+        failed: by key, why an op could not be run by itself; it is estimated then.
     """
 
     def __init__(self, device: str = "cpu", budget_s: float = 30.0, folder: Path | None = None) -> None:
@@ -56,6 +62,7 @@ class OpTimes:
         self.notes: list[str] = []
         self.measured = 0
         self.estimated = 0
+        self.failed: dict[str, str] = {}
         self._fresh: dict[str, float] = {}
         self._seconds = self._read()
         self._rates: tuple[float, float] | None = None
@@ -77,12 +84,21 @@ class OpTimes:
             moved_bytes: that are read and written in both directions, for the estimate.
         """
         if key not in self._seconds:
-            if self._left_s <= 0:
+            taken = self._tried(key, make) if self._left_s > 0 and key not in self.failed else None
+            if taken is None:
                 self.estimated += 1
                 return self.estimate(operations, moved_bytes)
-            self._seconds[key] = self._fresh[key] = self._measure(make)
+            self._seconds[key] = self._fresh[key] = taken
             self.measured += 1
         return self._seconds[key]
+
+    def _tried(self, key: str, make: Callable[[], Callable[[], object]]) -> float | None:
+        """What `_measure` gives; None where the op fails outside its network, on values that it never sees there."""
+        try:
+            return self._measure(make)
+        except Exception as error:  # noqa: BLE001 - whatever an op says of made-up values, the search goes on
+            self.failed[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return None
 
     def estimate(self, operations: float, moved_bytes: float) -> float:
         """The roofline: whatever takes longer, computing or moving, at the rates of a product and a copy."""

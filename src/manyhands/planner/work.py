@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import loops_of
-from manyhands.parallel.graph import LOSS, Graph, Op
-from manyhands.parallel.placement import Extent, Side
+from manyhands.parallel.graph import LOSS, Graph, Op, attribute
+from manyhands.parallel.placement import Side
 from manyhands.planner.op_times import OpTimes
 
 # A backward pass computes the gradient of what was read and that of the parameters.
@@ -75,6 +75,9 @@ class Work:
         batch: samples in an update.
         processes: that share it.
         times: of ops on this device; with a budget of nothing they are estimated.
+
+    Attributes:
+        untimed: ops that failed when they ran by themselves, and so are priced by their size, with the reason.
     """
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
@@ -85,6 +88,7 @@ class Work:
         self._parameters: dict[str, dict[str, Tensor]] = {}
         self._operations: dict[str, float] = {}
         self._of_kind: dict[str, list[float]] = {}
+        self.untimed: dict[str, str] = {}
 
     def parameters(self, op: Op) -> dict[str, Tensor]:
         """An op's parameters and buffers."""
@@ -116,7 +120,7 @@ class Work:
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
         reads = [tuple(extent.dims for extent in one.extents) for one in self.sources(op)]
-        return f"{op.kind} {name} {shapes} {reads} {op.item_bytes}"
+        return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
 
     def amount(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> Amount:
         """What a process does of an op, forward."""
@@ -176,6 +180,8 @@ class Work:
         before = self._times.measured
         key = f"{self._piece} samples, {self._backward(op):.0f} backward: {self._kernel(op)}"
         taken = self._times.seconds(key, runs, work * directions, moved * directions)
+        if key in self._times.failed:
+            self.untimed[op.name] = self._times.failed[key]
         estimate = self._times.estimate(work, moved) * directions
         if self._times.measured == before and taken == estimate:
             return usual
@@ -198,8 +204,7 @@ def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], objec
     def make() -> Callable[[], object]:
         module = copy.deepcopy(op.module)
         tensors = {
-            source: _tensor(one.extent, batch, one, device)
-            for source, one in zip(node.all_input_nodes, reads, strict=True)
+            source: _tensor(one, batch, device, graph) for source, one in zip(node.all_input_nodes, reads, strict=True)
         }
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: tensors[source])
         return lambda: _once(module, node, args, kwargs, [*tensors.values()])
@@ -207,10 +212,16 @@ def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], objec
     return make
 
 
-def _tensor(extent: Extent, batch: int, source: Op, device: torch.device) -> Tensor:
+def _tensor(source: Op, batch: int, device: torch.device, graph: Graph) -> Tensor:
+    """What an op may read: the network's own parameter or buffer, random numbers, or zeros, which index anything."""
+    if source.node is not None and source.node.op == "get_attr":
+        own = attribute(graph.traced, source.node).detach()
+        return own.requires_grad_() if source.trains and own.is_floating_point() else own
+    extent = source.extent
     dims = (batch * extent.rows, *extent.dims[1:]) if extent.rows else extent.dims
-    kind = torch.float64 if source.item_bytes == 8 else torch.float32
-    return torch.randn(dims, dtype=kind, device=device, requires_grad=source.trains)
+    if not source.dtype.is_floating_point:
+        return torch.zeros(dims, dtype=source.dtype, device=device)
+    return torch.randn(dims, dtype=source.dtype, device=device, requires_grad=source.trains)
 
 
 def _once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:

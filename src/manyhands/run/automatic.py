@@ -78,6 +78,8 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
             if row["name"] in pick.measured_seconds:
                 row["measured_ms"] = round(pick.measured_seconds[row["name"]] * 1e3, 3)
     about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": wish_of(job)}
+    if answer["untimed"]:
+        about["untimed"] = answer["untimed"]
     plan = plans[answer["chosen"]] if answer["chosen"] != DATA_PARALLEL else None
     return Decision(replace(plan, about={**plan.about, **about}) if plan else None, about)
 
@@ -145,6 +147,7 @@ def _search(job: Job, world: World, case: Case, points: list[list[float]]) -> di
         "chosen": found.pick.name,
         "reason": found.pick.reason,
         "candidates": [_row(option) for option in found.options],
+        "untimed": list(found.notes),
         # All finalists are in memory at once while they are timed.
         "measurable": limit is None or together <= limit,
     }

@@ -223,7 +223,7 @@ def plan_job(job: Job, wanted: Wanted) -> Planned:
     times = OpTimes(device, TIMES_BUDGET_S if wanted.measure else 0.0)
     found = find(graph, wish, times, wanted.links(within))
     times.save()
-    notes = (*times.notes, *graph.notes)
+    notes = (*times.notes, *found.notes, *graph.notes)
     planned = Planned(found, network, on_all, notes)
     planned = _timed(planned) if together else planned
     return replace(planned, sync=plan_sync(planned, model, wanted, within))

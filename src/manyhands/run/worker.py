@@ -238,8 +238,8 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
     parts = build(job, folder, world, mode, objects, followed)
-    if about.get("reason"):
-        parts.journal.event("note", about["reason"])
+    for note in (*about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
+        parts.journal.event("note", note)
     if world.speaks:
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
         write_json(folder.environment, environment(world))
