@@ -4,18 +4,46 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.data.order import Cut
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.rows import settle_rows, watching
 from tests.processes.ranks import run_on_ranks
 
 
-def _pass(world, count, group, micro):
+class Flattened(nn.Module):
+    """Normalises tokens [samples, C, H, W] as rows [samples x H x W, C], or as [H x W x samples, C] (`mixed`)."""
+
+    mixed = False
+
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(channels)
+
+    def forward(self, images):
+        order = (2, 3, 0, 1) if self.mixed else (0, 2, 3, 1)
+        tokens = images.permute(order)
+        rows = self.norm(tokens.flatten(0, 2)).view(tokens.shape)
+        return rows.permute([order.index(place) for place in range(4)])
+
+
+def _network():
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3))
-    model = model.double().train()
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), Flattened(3))
+
+
+def _pass(world, count, group, micro):
+    model = _network().double().train()
     groups, _ = group_batch_norms(model)
     images = torch.randn(count, 2, 8, 8, dtype=torch.float64)
+    with watching(groups.layers) as seen:
+        model(images[:2])
+    settle_rows(model, seen, images[:2])
+    assert [layer.rows_per_sample for layer in groups.layers] == [1, 16 if count > 1 else 0]
+    groups.layers[1].rows_per_sample = 16
+    for layer in groups.layers:
+        layer.seen = None
     for shares in Cut(world.size, micro, group).passes(count):
         share = shares[world.rank]
         groups.begin_pass(share.spans, share.shared_groups, share.count, count)
@@ -71,3 +99,77 @@ def test_one_group_is_torchs_own_batch_norm():
     assert int(ours.num_batches_tracked) == 1
     restore()
     assert type(ours) is nn.BatchNorm2d
+
+
+def test_rows_whose_samples_are_not_known_are_normalised_where_they_are():
+    model = _network().train()
+    model[4].mixed = True
+    groups, _ = group_batch_norms(model)
+    images = torch.randn(6, 2, 8, 8)
+    with watching(groups.layers) as seen:
+        model(images)
+    settle_rows(model, seen, images)
+    assert [layer.rows_per_sample for layer in groups.layers] == [1, 0]
+    share = Cut(1, 0, 2).passes(6)[0][0]
+    groups.begin_pass(share.spans, share.shared_groups, 6, 6)
+    assert model(images).shape == (6, 3, 4, 4)
+
+
+def _single_precision(world, dtype, mean):
+    """The largest error of output and gradients beside double precision's, and the largest dtype that was stored."""
+    torch.manual_seed(2)
+    images = (torch.randn(16, 8, 6, 6, dtype=torch.float64) + mean).to(dtype).double()
+    slope = torch.randn(16, 8, 6, 6, dtype=torch.float64).to(dtype).double()
+    layer, exact = nn.BatchNorm2d(8), nn.BatchNorm2d(8).double()
+    with torch.no_grad():
+        layer.weight.uniform_(0.5, 2)
+        layer.bias.uniform_(-1, 1)
+    exact.load_state_dict(layer.state_dict())
+    wanted_input = images.clone().requires_grad_()
+    wanted = exact(wanted_input)
+    wanted.backward(slope)
+    groups, _ = group_batch_norms(layer.train())
+    share = Cut(2, 0, 16).passes(16)[0][world.rank]
+    groups.begin_pass(share.spans, share.shared_groups, share.count, 16)
+    mine = slice(share.start, share.stop)
+    got_input, got_slope = images[mine].to(dtype).requires_grad_(), slope[mine].to(dtype)
+    wanted = wanted.detach()
+    with Widest() as widest:
+        got = layer(got_input)
+        got.backward(got_slope)
+    got = got.detach()
+    bias = ((got.double() - wanted[mine]).mean((0, 2, 3))).abs().max()
+    return (
+        float(bias),
+        float((got.double() - wanted[mine]).abs().max()),
+        float((got_input.grad.double() - wanted_input.grad[mine]).abs().max()),
+        widest.doubles,
+    )
+
+
+class Widest(TorchDispatchMode):
+    """Counts the values of the largest tensor in double precision."""
+
+    doubles = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(one, torch.Tensor) and one.dtype == torch.float64:
+                self.doubles = max(self.doubles, one.numel())
+        return result
+
+
+def _all_precisions(world):
+    cases = (torch.bfloat16, 3.0), (torch.float16, 3.0), (torch.float32, 1000.0)
+    return [_single_precision(world, dtype, mean) for dtype, mean in cases]
+
+
+def test_shared_groups_are_as_exact_as_what_they_are_given():
+    for answer in run_on_ranks(_all_precisions, 2):
+        for found, most_bias, most_error in zip(answer, (0.002, 0.0003, 1e-6), (0.02, 0.002, 1e-5), strict=True):
+            bias, error, gradient_error, doubles = found
+            assert bias < most_bias
+            assert error < most_error
+            assert gradient_error < most_error
+            assert doubles <= 16 * 8  # values per channel and per sample, nothing as large as the activation

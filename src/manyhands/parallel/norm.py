@@ -16,6 +16,9 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.core.errors import UserError
+from manyhands.parallel.shared_norm import SharedNorm, accumulator_dtype, computed_dtype, moments_of
+
 
 class SpanLike(Protocol):
     """A part of one group that this process holds, as data/order.py describes it."""
@@ -89,12 +92,16 @@ class NormGroups:
 class GroupedNorm(_BatchNorm):
     """The training pass of a BatchNorm layer that knows its groups; evaluation is torch's own.
 
-    `seen` gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of
-    the weights: [2 C + 1].
+    Attributes:
+        seen: gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of
+            the weights: [2 C + 1].
+        rows_per_sample: rows of its input that each sample has, in the samples' order (some networks flatten tokens
+            into the first dimension); 0 where a row's sample isn't known, so that statistics are local.
     """
 
     groups: NormGroups
     seen: Tensor | None
+    rows_per_sample: int
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:
@@ -105,12 +112,13 @@ class GroupedNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
+        if not self.rows_per_sample:
+            return self._alone(input, self.groups.weight)
         spans = self.groups.spans
         if not spans:
             outputs = [self._alone(input, self.groups.weight)]
         else:
-            parts = input.split([span.stop - span.start for span in spans]) if len(spans) > 1 else (input,)
-            pairs = list(zip(parts, spans, strict=True))
+            pairs = list(zip(self._split(input, spans), spans, strict=True))
             outputs = [self._alone(part, span.size / self.groups.batch) for part, span in pairs if span.shared < 0]
         if self.groups.shared_sizes:
             return self._with_shared(input, spans, outputs)
@@ -118,19 +126,28 @@ class GroupedNorm(_BatchNorm):
 
     def _with_shared(self, input: Tensor, spans: Sequence[SpanLike], alone: list[Tensor]) -> Tensor:  # noqa: A002
         """Puts groups of this process alone and parts of shared groups back into their order."""
-        parts = input.split([span.stop - span.start for span in spans]) if spans else ()
+        parts = self._split(input, spans) if spans else ()
         shared = [(part, span) for part, span in zip(parts, spans, strict=True) if span.shared >= 0]
         together, own = iter(self._together(shared, input)), iter(alone)
         outputs = [next(own if span.shared < 0 else together) for span in spans] if spans else list(own)
         # A process without a part still joins the backward pass's collective, by way of an empty tensor.
         return torch.cat([*outputs, *together])
 
+    def _split(self, input: Tensor, spans: Sequence[SpanLike]) -> Sequence[Tensor]:  # noqa: A002
+        """Each group's rows of [n, C, ...]."""
+        lengths = [(span.stop - span.start) * self.rows_per_sample for span in spans]
+        if (len(spans) > 1 or self.groups.shared_sizes) and sum(lengths) != input.shape[0]:
+            what = f"a BatchNorm's input has {input.shape[0]} rows, and groups of its samples would have {sum(lengths)}"
+            mend = ("--set train.norm_group=local takes statistics over whatever rows there are",)
+            raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
+        return input.split(lengths) if len(spans) > 1 else (input,)
+
     def _alone(self, part: Tensor, weight: float) -> Tensor:
         """A group that this process holds whole: [n, C, ...] through torch's kernel."""
-        if part.shape[0] * _values_per_sample(part) < 2 or weight == 0:
+        if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses what is known so far.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        statistics = torch.zeros(2, self.num_features, dtype=_statistics_dtype(part), device=part.device)
+        statistics = torch.zeros(2, self.num_features, dtype=computed_dtype(part), device=part.device)
         output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
         self._add(statistics, weight)
         return output
@@ -138,9 +155,9 @@ class GroupedNorm(_BatchNorm):
     def _together(self, parts: list[tuple[Tensor, SpanLike]], like: Tensor) -> list[Tensor]:
         """Groups that several processes hold; every process of the pass calls this, also with no part."""
         sizes = self.groups.shared_sizes
-        moments = _moments([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
+        moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
         dist.all_reduce(moments, group=self.groups.processes)
-        per_sample = like[0, 0].numel() if like.shape[0] else _values_per_sample(like)
+        per_sample = _values_per_row(like) * self.rows_per_sample
         counts = torch.tensor(sizes, dtype=moments.dtype, device=like.device)[:, None] * per_sample
         mean = moments[:, 0] / counts
         variance = (moments[:, 1] / counts - mean * mean).clamp_min(0)
@@ -149,14 +166,14 @@ class GroupedNorm(_BatchNorm):
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
                 self._add(torch.stack([mean[span.shared], unbiased]), span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
-        weight = self.weight if self.weight is not None else torch.ones_like(mean[0], dtype=like.dtype)
-        bias = self.bias if self.bias is not None else torch.zeros_like(mean[0], dtype=like.dtype)
+        weight = self.weight if self.weight is not None else torch.ones_like(mean[0])
+        bias = self.bias if self.bias is not None else torch.zeros_like(mean[0])
         places = tuple(span.shared for _, span in parts)
         inputs = [part for part, _ in parts] or [like[:0]]
-        return list(_SharedNorm.apply(mean, inverse, counts, (places, self.groups.processes), weight, bias, *inputs))
+        return list(SharedNorm.apply(mean, inverse, counts, (places, self.groups.processes), weight, bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
-        flat = statistics.detach().flatten().to(_accumulator_dtype(statistics))
+        flat = statistics.detach().flatten().to(accumulator_dtype(statistics))
         weighted = torch.cat([flat, flat.new_ones(1)]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
 
@@ -165,9 +182,8 @@ class GroupedNorm(_BatchNorm):
         seen, self.seen = self.seen, None
         if seen is not None:
             return seen
-        device = cast(Tensor, self.running_mean).device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.zeros(2 * self.num_features + 1, dtype=dtype, device=device)
+        mean = cast(Tensor, self.running_mean)
+        return torch.zeros(2 * self.num_features + 1, dtype=accumulator_dtype(mean), device=mean.device)
 
     def move_running_statistics(self, total: Tensor) -> None:
         """Moves running mean and variance towards the mean over all groups; total is [2 C + 1]."""
@@ -180,78 +196,11 @@ class GroupedNorm(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
-def _statistics_dtype(part: Tensor) -> torch.dtype:
-    return part.dtype if part.dtype == torch.float64 else torch.float32
-
-
-def _values_per_sample(like: Tensor) -> int:
+def _values_per_row(like: Tensor) -> int:
     count = 1
     for length in like.shape[2:]:
         count *= length
     return count
-
-
-def _reduced(values: Tensor) -> Tensor:
-    """The sum of [n, C, ...] over all but channels, [C], float64 so that a large mean costs no precision."""
-    return values.sum(dim=[axis for axis in range(values.dim()) if axis != 1], dtype=torch.float64)
-
-
-def _accumulator_dtype(like: Tensor) -> torch.dtype:
-    return torch.float32 if like.device.type == "mps" else torch.float64
-
-
-def _moments(parts: list[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
-    """Sums and sums of squares of this process's parts, [groups, 2, C]."""
-    dtype = _accumulator_dtype(like)
-    moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
-    for part, place in parts:
-        values = part.detach().to(dtype)
-        moments[place, 0] += _reduced(values)
-        moments[place, 1] += _reduced(values * values)
-    return moments
-
-
-class _SharedNorm(torch.autograd.Function):
-    """Normalises parts of groups whose statistics are known; its backward sums over the processes once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor, held: tuple[tuple[int, ...], Any], weight: Tensor,
-        bias: Tensor, *parts: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(mean, inverse, counts, weight, *parts)
-        places, ctx.processes = held
-        ctx.places = places
-        outputs: list[Tensor] = []
-        for part, place in zip(parts, places or (0,), strict=True):
-            scale = (weight * inverse[place]).to(part.dtype)
-            shift = (bias - weight * inverse[place] * mean[place]).to(part.dtype)
-            outputs.append(part * _per_channel(scale, part) + _per_channel(shift, part))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        mean, inverse, counts, weight, *parts = ctx.saved_tensors
-        sums = torch.zeros(mean.shape[0], 2, mean.shape[1], dtype=mean.dtype, device=mean.device)
-        places = ctx.places or (0,)
-        normalised: list[Tensor] = []
-        for part, place, gradient in zip(parts, places, gradients, strict=True):
-            centred = (part - _per_channel(mean[place], part)) * _per_channel(inverse[place], part)
-            normalised.append(centred)
-            sums[place, 0] += _reduced(gradient)
-            sums[place, 1] += _reduced(gradient * centred)
-        weight_gradient, bias_gradient = sums[:, 1].sum(0).to(weight.dtype), sums[:, 0].sum(0).to(weight.dtype)
-        dist.all_reduce(sums, group=ctx.processes)
-        means = sums / counts[:, None]
-        inputs: list[Tensor] = []
-        for part, place, gradient, centred in zip(parts, places, gradients, normalised, strict=True):
-            rest = gradient - _per_channel(means[place, 0], part) - centred * _per_channel(means[place, 1], part)
-            inputs.append((_per_channel(weight * inverse[place], part) * rest).to(part.dtype))
-        return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
-
-
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(1, -1, *([1] * (like.dim() - 2)))
 
 
 def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -275,13 +224,13 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
             changed.append((module, kind))
             module.__class__ = cast(Any, classes.setdefault(kind, _grouped_class(kind)))
             layer = cast(GroupedNorm, module)
-            layer.groups, layer.seen = groups, None
+            layer.groups, layer.seen, layer.rows_per_sample = groups, None, 1
             groups.layers.append(layer)
 
     def restore() -> None:
         for module, kind in changed:
             module.__class__ = kind
-            del module.groups, module.seen
+            del module.groups, module.seen, module.rows_per_sample
 
     return groups, restore
 
