@@ -123,6 +123,10 @@ class Cutting:
         return self.grid.first([axis for axis in axes if axis not in self.loss_axes])
 
 
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
 @dataclass
 class ParallelNetwork:
     """What a mode's `apply` returns.
@@ -137,6 +141,8 @@ class ParallelNetwork:
         replicated: True when all processes hold equal parameters, so that they can be compared.
         sharded: True when parameters are held as torch's own distributed tensors.
         cutting: how it is cut, for modes that cut by a plan.
+        reach_all: of the loss of an update's last pass, the same loss, whose backward comes to every parameter, also to
+            those that this pass didn't use; for modes that wait for all.
     """
 
     call: nn.Module
@@ -147,6 +153,7 @@ class ParallelNetwork:
     replicated: bool = True
     sharded: bool = False
     cutting: Cutting | None = None
+    reach_all: Callable[[Tensor], Tensor] = field(default=_as_it_is)
 
     def replicas(self, size: int) -> int:
         """How many of `size` processes are given different samples."""

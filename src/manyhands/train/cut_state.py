@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from manyhands.checkpoint.pieces import OPTIMIZER
 from manyhands.checkpoint.pieces import Cut as TensorCut
@@ -17,6 +18,7 @@ from manyhands.checkpoint.together import Peers
 from manyhands.core.world import World
 from manyhands.parallel.network import Cutting, ParallelNetwork
 from manyhands.parallel.plain import gather_plain
+from manyhands.train.optimize import start_state
 
 
 def peers_of(world: World) -> Peers:
@@ -49,7 +51,7 @@ def save_cut(folder: Path, step: int, snapshot: Snapshot, cutting: Cutting, worl
 
 def restore_pieces(
     source: Source, network: ParallelNetwork, cutting: Cutting, optimizer: torch.optim.Optimizer | None, rank: int
-) -> None:
+) -> str:
     """Reads this process's pieces of a checkpoint into the network and its optimizer, one tensor after another.
 
     Args:
@@ -58,33 +60,64 @@ def restore_pieces(
         cutting: how it is cut.
         optimizer: gains the saved state; None to leave that out.
         rank: this process.
+
+    Returns:
+        What `restore_optimizer` says.
     """
     with torch.no_grad():
         for name, tensor in network.inner.state_dict().items():
             tensor.copy_(source.model.piece(name, cutting.layouts[name], cutting.mesh, rank))
     if optimizer is None or source.optimizer is None:
-        return
+        return ""
     layouts = source.layouts(tensor_cut(cutting))[OPTIMIZER]
     stored = source.optimizer
     tensors = {name: stored.piece(name, layouts[name], cutting.mesh, rank) for name in stored.names()}
-    restore_optimizer(unflatten(source.branches, tensors), network, optimizer)
+    return restore_optimizer(unflatten(source.branches, tensors), network, optimizer)
 
 
-def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer its saved state by parameter name; what it doesn't train is left out."""
-    parameters = dict(network.inner.named_parameters())
-    for name, values in saved["state"].items():
-        if name in parameters and parameters[name].requires_grad:
-            parameter = parameters[name]
+def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> str:
+    """Gives an optimizer its saved state by parameter name; what it doesn't train is left out.
+
+    What wasn't saved (of a parameter that was frozen then, say) starts anew, and so does what another optimizer saved.
+
+    Args:
+        saved: a state dict by names, with whole tensors, or pieces where the network is cut.
+        network: whose parameters they are, under any mode.
+        optimizer: of these.
+
+    Returns:
+        A sentence that says what starts anew although something was saved; empty if nothing does.
+    """
+    others: set[str] = set()
+    for name, parameter in network.inner.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        fresh = start_state(optimizer, parameter)
+        found = {key: value for key, value in saved["state"].get(name, {}).items() if value is not None}
+        if _fits(found, fresh):
             optimizer.state[parameter] = {
-                key: _like(value, parameter, key) if isinstance(value, Tensor) else value
-                for key, value in values.items()
+                key: _like(torch.as_tensor(value), parameter, fresh[key]) for key, value in found.items()
             }
+        else:
+            optimizer.state[parameter] = fresh
+            others |= found.keys() if fresh else set()
+    if not others:
+        return ""
+    kind = type(optimizer).__name__.lower()
+    return f"{kind}'s state starts anew: the checkpoint holds another optimizer's ({', '.join(sorted(others))})"
 
 
-def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    """A saved optimizer tensor on the parameter's device; the step count keeps its own dtype."""
-    if key == "step":
-        return value.to(parameter.device)
-    moved = torch.empty_like(parameter)
-    return moved.copy_(value)
+def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
+    return found.keys() == fresh.keys() and all(
+        isinstance(value, Tensor | int | float) and torch.as_tensor(value).shape == fresh[key].shape
+        for key, value in found.items()
+    )
+
+
+def _like(value: Tensor, parameter: Tensor, fresh: Tensor) -> Tensor:
+    """A saved optimizer tensor on the device, in the dtype and layout of one that starts."""
+    if isinstance(parameter, DTensor) and isinstance(fresh, DTensor):
+        value = value.to(fresh.device, fresh.dtype)
+        # Every process has the whole, so nothing is sent.
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return fresh.copy_(value)

@@ -49,7 +49,7 @@ from manyhands.train.recover import (
     refuse_later_checkpoints,
     training_digest,
 )
-from manyhands.train.rehearse import Trial, rehearse, time_step, warm_up
+from manyhands.train.rehearse import Rehearsed, Trial, rehearse, time_step, warm_up
 from manyhands.train.samples import (
     Objects,
     check_labels,
@@ -101,10 +101,11 @@ def build(
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
         cross_entropy = is_cross_entropy(job, objects)
         how = How(plan=plan, picture=first_picture(train_loader), cross_entropy=cross_entropy)
-        synced = Synced(BY_MODE, Agreeing(), how)
+        synced, rehearsed = Synced(BY_MODE, Agreeing(), how), Rehearsed([], draws=False)
     else:
         trial = Trial(model, groups, train_loader, criterion, job)
-        synced = _rehearse_and_settle(trial, len(classes), len(splits.train), mode, world, journal, found, grid)
+        rehearsed = _rehearse(trial, len(classes), min(2, len(splits.train)), world, journal)
+        synced = _settle(trial, rehearsed.unused, len(splits.train), mode, world, journal, found, grid)
     network = apply_mode(mode, model, world, synced.how)
     _tell_of_cutting(network, len(classes), journal, of_plan=plan is not None)
     order, cut = order_and_cut(job, splits, world, mode, network, together=not synced.agreeing.own_statistics)
@@ -122,6 +123,7 @@ def build(
         order.steps_per_epoch,
         agreeing=synced.agreeing,
         gradients_mean=job.parallel.gradients_mean,
+        unused=rehearsed.unused,
     )
     warm_up(update, train_loader, min(2, order.length))
     evaluator = Evaluator(
@@ -153,6 +155,7 @@ def build(
         total_steps=total,
         digest=training_digest(job, order.length),
         sync=synced.cost,
+        draws=rehearsed.draws,
         watcher=_watcher(synced, job, world, total),
         release=lambda: _release(train_loader, test_loader, restore_norms, network, synced.agreeing),
     )
@@ -206,9 +209,21 @@ def _refuse_small_passes(order: Order, cut: Cut, network: ParallelNetwork) -> No
             )
 
 
-def _rehearse_and_settle(  # noqa: PLR0913 - what a network meets before its mode
+def _rehearse(trial: Trial, classes: int, count: int, world: World, journal: Journal) -> Rehearsed:
+    """Tries the network on `count` samples; a collective, since all must find the same."""
+    found = rehearse(trial, classes, count)
+    layers = trial.groups.layers
+    unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
+    for layer, each in zip(layers, rows, strict=True):
+        layer.rows_per_sample = each
+    if unused:
+        journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
+    return Rehearsed(unused, draws)
+
+
+def _settle(  # noqa: PLR0913 - what a network meets before its mode
     trial: Trial,
-    classes: int,
+    unused: list[str],
     samples: int,
     mode: str,
     world: World,
@@ -216,11 +231,8 @@ def _rehearse_and_settle(  # noqa: PLR0913 - what a network meets before its mod
     found: Found | None,
     grid: Grid | None,
 ) -> Synced:
-    """Tries the network, proves that all start from the same, and settles how they will agree; a collective."""
+    """Proves that all start from the same, and settles how they will agree; a collective."""
     job, model = trial.job, trial.model
-    unused = rehearse(trial, classes, min(2, samples))
-    if unused:
-        journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
     # A network that its author has split holds pieces already, which differ; what is whole must not.
     start_equal(model, world, journal, always=job.parallel.parameter_broadcast, grid=grid)
     axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
@@ -374,11 +386,12 @@ def resume(parts: Parts, found: Found) -> None:
     check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, names, where)
     if parts.world.speaks:
         refuse_later_checkpoints(parts.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
-    parts.progress = restore(found.snapshot, parts.network, parts.update.optimizer, where=where, source=found.source)
+    optimizer, source = parts.update.optimizer, found.source
+    parts.progress, anew = restore(found.snapshot, parts.network, optimizer, where=where, source=source)
     if parts.update.scaler and "scaler" in found.snapshot.state:
         parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])
     load_own(parts, found.path)
-    for note in found.notes:
+    for note in (*found.notes, *filter(None, [anew])):
         parts.journal.event("warning", note, parts.progress.step)
     step = parts.progress.step
     parts.journal.event("resumed", f"goes on from step {step} of {where}", step, path=where, processes=parts.world.size)

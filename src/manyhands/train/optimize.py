@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from manyhands.config.job import TrainOptions
 
@@ -15,9 +15,31 @@ def make_optimizer(model: nn.Module, options: TrainOptions, *, sharded: bool) ->
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
     if options.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
-    nesterov = options.nesterov and options.momentum > 0
-    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
+        optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
+    else:
+        nesterov = options.nesterov and options.momentum > 0
+        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = start_state(optimizer, parameter)
+    return optimizer
+
+
+def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What an optimizer remembers of a parameter before its first update.
+
+    torch makes it in the first step: fused SGD of whatever memory holds, which stays if a loss scaler skips that step,
+    and of the parameters that this step used alone, which ends in an error once another one is used.
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        # As torch counts: fused on the device, else on the CPU.
+        device = parameter.device if optimizer.defaults["fused"] else torch.device("cpu")
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return {"momentum_buffer": torch.zeros_like(parameter)} if optimizer.defaults["momentum"] else {}
 
 
 def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:

@@ -72,7 +72,9 @@ def load_own(parts: Parts, checkpoint: Path) -> None:
         parts.journal.event("warning", what, parts.progress.step)
         return
     parts.agreeing.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
-    restore_optimizer(found.optimizer or {"state": {}}, parts.network, parts.update.optimizer)
+    anew = restore_optimizer(found.optimizer or {"state": {}}, parts.network, parts.update.optimizer)
+    if anew:
+        parts.journal.event("warning", anew, parts.progress.step)
     if parts.update.scaler and "scaler" in found.state:
         parts.update.scaler.load_state_dict(found.state["scaler"])
 

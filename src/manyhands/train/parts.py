@@ -46,6 +46,7 @@ class Parts:
         sync: how processes agree, decided.
         watcher: where processes wait for exchanges that the mode doesn't make.
         release: gives back what was taken (worker processes, changed classes).
+        draws: True where the network was seen to draw random numbers in training.
         phase: what is going on, for a failure's record.
         saves: checkpoints tried in this run.
     """
@@ -67,6 +68,7 @@ class Parts:
     sync: Cost
     release: Callable[[], None]
     watcher: Watcher[Any] | None = None
+    draws: bool = False
     phase: str = "train"
     saves: int = field(default=0)
 

@@ -12,11 +12,14 @@ from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Batch, Loader
 from manyhands.data.order import Share
 from manyhands.parallel.norm import NormGroups
+from manyhands.parallel.rows import settle_rows, watching
 from manyhands.train.criterion import Criterion
+from manyhands.train.draws import drawing
 from manyhands.train.feed import Pass, Update
 from manyhands.train.step import AUTOCAST, Updater
 
@@ -43,11 +46,23 @@ class Trial:
     job: Job
 
 
-def rehearse(trial: Trial, classes: int, count: int) -> list[str]:
+@dataclass(frozen=True)
+class Rehearsed:
+    """What was learnt of a network.
+
+    Attributes:
+        unused: names of trainable parameters that got no gradient.
+        draws: True where its training pass or its loss draws random numbers.
+    """
+
+    unused: list[str]
+    draws: bool
+
+
+def rehearse(trial: Trial, classes: int, count: int) -> Rehearsed:
     """Runs the network once on `count` samples on this process alone and leaves it as it was.
 
-    Returns:
-        Names of trainable parameters that got no gradient.
+    What it draws follows from the job's seed, so all processes find the same.
 
     Raises:
         UserError: the network's output doesn't fit the data.
@@ -55,9 +70,11 @@ def rehearse(trial: Trial, classes: int, count: int) -> list[str]:
     model, batch = trial.model, _samples(trial.loader, count)
     trial.groups.begin_pass((), (), count, count)
     kind = AUTOCAST.get(trial.job.train.precision)
-    with _unchanged(model, trial.groups), torch.random.fork_rng(devices=[]):
-        with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
-            output = model(batch.images)
+    seed, device = derive(trial.job.train.seed, "rehearse"), batch.labels.device.type
+    with _unchanged(model, trial.groups), drawing(seed, device) as drawn:
+        with torch.autocast(device, dtype=kind, enabled=kind is not None):
+            with watching(trial.groups.layers) as seen:
+                output = model(batch.images)
             loss, logits = trial.criterion(output, batch.labels)
         if logits.ndim != 2 or logits.shape[0] != count or logits.shape[1] < classes:
             raise UserError(
@@ -66,7 +83,9 @@ def rehearse(trial: Trial, classes: int, count: int) -> list[str]:
                 (f"it should be [{count}, {classes}]", f"--set model.num_classes={logits.shape[-1]} if that is meant"),
             )
         loss.backward()
-        return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        found = Rehearsed([n for n, p in model.named_parameters() if p.requires_grad and p.grad is None], drawn())
+        settle_rows(model, seen, batch.images)
+        return found
 
 
 def time_step(trial: Trial, share: int, world: World) -> tuple[float, float]:

@@ -121,8 +121,8 @@ class Session(Subgroup):
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the mean loss over this process's samples, weighted by its share of the global batch."""
-        scale = self._ready().network.gradient_scale * self._share / self._count
-        (loss * scale).backward()
+        network = self._ready().network
+        network.reach_all(loss * (network.gradient_scale * self._share / self._count)).backward()
 
     def evaluate(self, model: nn.Module, test_set: Any, classes: int | None = None) -> Evaluation:
         """Evaluates on all processes; each sample counts once."""

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 from manyhands.checkpoint.snapshot import Snapshot
@@ -93,8 +92,8 @@ def restore(
     *,
     where: str,
     source: Source | None = None,
-) -> Progress:
-    """Puts a snapshot into live objects, under any parallel mode, and returns how far it had come.
+) -> tuple[Progress, str]:
+    """Puts a snapshot into live objects, under any parallel mode.
 
     Args:
         snapshot: the state; its tensors are not looked at where there is a source.
@@ -102,6 +101,9 @@ def restore(
         optimizer: of its parameters; None to leave its state out.
         where: the checkpoint, for errors.
         source: the checkpoint opened for reading in pieces, for cut networks.
+
+    Returns:
+        How far it had come, and what of the optimizer's state starts anew (`restore_optimizer`).
 
     Raises:
         UserError: the snapshot is of another network.
@@ -113,8 +115,7 @@ def restore(
         live = {name: layout.shape for name, layout in cutting.layouts.items()}
         opened = source or _in_memory(snapshot)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        restore_pieces(opened, network, cutting, optimizer, cutting.grid.world.rank)
-        return progress
+        return progress, restore_pieces(opened, network, cutting, optimizer, cutting.grid.world.rank)
     check_fits(snapshot.model, network.inner, where)
     if network.sharded:
         set_model_state_dict(
@@ -123,8 +124,8 @@ def restore(
     else:
         network.inner.load_state_dict(snapshot.model)
     if optimizer and snapshot.optimizer:
-        _restore_optimizer(snapshot.optimizer, network, optimizer)
-    return progress
+        return progress, restore_optimizer(snapshot.optimizer, network, optimizer)
+    return progress, ""
 
 
 def _in_memory(snapshot: Snapshot) -> Source:
@@ -133,14 +134,6 @@ def _in_memory(snapshot: Snapshot) -> Source:
     branches = {key: flatten(value, key, tensors) for key, value in (snapshot.optimizer or {}).items()}
     optimizer = in_memory(tensors) if snapshot.optimizer else None
     return Source(Path(), "whole", in_memory(snapshot.model), optimizer, branches, snapshot.state)
-
-
-def _restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> None:
-    if network.sharded:
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(network.inner, optimizer, saved, options=options)
-        return
-    restore_optimizer(saved, network, optimizer)
 
 
 def check_fits(saved: dict[str, Tensor], model: nn.Module, where: str) -> None:

@@ -2,12 +2,10 @@
 
 import contextlib
 import math
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.utils as nn_utils
@@ -23,6 +21,7 @@ from manyhands.parallel.reduce import total_norm
 from manyhands.train.agreeing import Agreeing
 from manyhands.train.criterion import Criterion
 from manyhands.train.diagnose import explain_gradient, explain_loss, explain_piece
+from manyhands.train.draws import seed_generators
 from manyhands.train.feed import Pass, Update
 from manyhands.train.optimize import learning_rate, set_learning_rate
 
@@ -79,6 +78,7 @@ class Updater:
         steps_per_epoch: for the learning rate.
         agreeing: how processes agree beside what the mode does.
         gradients_mean: False for the sum of all processes' mean gradients.
+        unused: names of parameters that got no gradient when the network was tried.
     """
 
     def __init__(  # noqa: PLR0913 - everything that meets in an update
@@ -93,6 +93,7 @@ class Updater:
         *,
         agreeing: Agreeing | None = None,
         gradients_mean: bool = True,
+        unused: Collection[str] = (),
     ) -> None:
         self.network, self.norm, self.optimizer, self.criterion = network, norm, optimizer, criterion
         self.options, self.world, self.steps_per_epoch = options, world, steps_per_epoch
@@ -101,6 +102,8 @@ class Updater:
         self.measured = Measured()
         self.agreeing = agreeing or Agreeing()
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        idle = {id(p) for name, p in network.inner.named_parameters() if name in unused}
+        self._used = [p for p in self.parameters if id(p) not in idle]
         self.cutting = network.cutting
         self.judge = _judge(network, criterion, options.label_smoothing)
         self._scale = network.gradient_scale * (1 if gradients_mean else network.replicas(world.size))
@@ -119,6 +122,10 @@ class Updater:
         self.agreeing.before_update(step)
         self.gradients(update, step, before_last=self.agreeing.before_last_pass)
         self.agreeing.on_gradients()
+        for parameter in self._used:
+            if parameter.grad is None:
+                # Of a branch that this update left out: zero, as where another process has taken it.
+                parameter.grad = torch.zeros_like(parameter)
         if self.scaler:
             if self.cutting and not self.world.alone:
                 self._spread_overflow()
@@ -145,11 +152,13 @@ class Updater:
             if number == last:
                 before_last()
             with self.network.hold_back() if held_back else contextlib.nullcontext():
-                self._pass(part, update.count, mix(self._pass_seed ^ (step << 8) ^ number), step)
+                loss, weight = self._forward(part, update.count, mix(self._pass_seed ^ (step << 8) ^ number), step)
+                self._backward(loss if held_back else self.network.reach_all(loss), weight)
         if self.cutting and agree:
             self.cutting.finish_backward()
 
-    def _pass(self, part: Pass, count: int, seed: int, step: int) -> None:
+    def _forward(self, part: Pass, count: int, seed: int, step: int) -> tuple[Tensor, float]:
+        """The pass's sum of losses [], and what its gradients are multiplied by."""
         share, images, labels = part.share, part.batch.images, part.batch.labels
         if self.cutting:
             # What others hold of the same samples must fit, so a share of no samples is empty here.
@@ -163,7 +172,9 @@ class Updater:
             loss, logits, labels = self.judge(self.network.call(images), labels)
         if self.cutting.counts and len(labels) if self.cutting else share.count:
             self._measure(loss.detach(), (logits.detach(), labels), part, step)
-        weight = self._scale / count if share.count or self.cutting else 0.0
+        return loss, self._scale / count if share.count or self.cutting else 0.0
+
+    def _backward(self, loss: Tensor, weight: float) -> None:
         if self.scaler:
             self.scaler.scale(loss * weight).backward()
         else:
@@ -239,14 +250,3 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     The cheapest pass there is over memory, several times as fast as a norm or isfinite on a CPU.
     """
     return all(math.isfinite(tensor.sum().item()) for tensor in tensors)
-
-
-def seed_generators(seed: int, device: str) -> None:
-    """Seeds what a network's forward pass may draw from, so that a resumed run draws the same."""
-    if device == "cpu":
-        # torch.manual_seed would also note a whole traceback for each kind of accelerator that isn't in use.
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)

@@ -1,9 +1,11 @@
 """Data parallel: every process holds the whole network and a share of each batch (PyTorch's own DDP)."""
 
+import functools
 import inspect
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.core.world import World
@@ -55,4 +57,31 @@ def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
     )
     if how.hook:
         wrapped.register_comm_hook(None, how.hook)
-    return ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), hold_back=wrapped.no_sync)
+    network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), hold_back=wrapped.no_sync)
+    if not how.unused:  # else DDP looks for what a pass didn't use by itself
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        network.reach_all = functools.partial(_reach, trained)
+    return network
+
+
+class _Reach(torch.autograd.Function):
+    """A loss as it is, whose backward gives parameters nothing: so each is come to, and DDP doesn't wait for it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], *([None] * ctx.count)
+
+
+def _reach(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
+    """The loss, tied to all parameters.
+
+    A branch that one process's samples don't take would end in an error, or have the others wait for its gradients.
+    That costs less than find_unused_parameters, which walks the graph and sends one more message in every update.
+    """
+    reached: Any = _Reach.apply(loss, *parameters)
+    return reached

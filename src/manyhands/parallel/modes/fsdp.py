@@ -15,7 +15,7 @@ DESCRIPTION = "each process keeps a piece of every parameter, and gathers them a
 NORM_GROUPS = True
 
 
-def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
     """Shards every block of the network, then what is left of it."""
     if world.alone:
         return ParallelNetwork(call=model, inner=model)
@@ -24,6 +24,9 @@ def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:  # noqa:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     sharded = cast(FSDPModule, model)
+    if not how.unused and hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.15
+        # Else processes whose samples take other branches wait for each other.
+        sharded.set_reduce_scatter_unused_params(True)
 
     @contextlib.contextmanager
     def hold_back() -> Iterator[None]:

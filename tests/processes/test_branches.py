@@ -1,0 +1,121 @@
+"""Networks of which some updates use a part only, and optimizers that start, skip and change."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.job import TrainOptions
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
+from manyhands.train.job import build
+from manyhands.train.loop import fit
+from manyhands.train.optimize import make_optimizer
+from manyhands.train.samples import Objects
+from manyhands.train.state import capture
+from tests.processes.ranks import run_on_ranks
+
+
+class Branches(nn.Module):
+    """Samples that begin bright also go through a branch; the updates in `left_out` leave it out altogether."""
+
+    def __init__(self, left_out=()):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.branch, self.head = nn.Linear(64, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.taken, self.left_out, self.passes = [], left_out, -1  # the rehearsal's comes before the first update's
+
+    def forward(self, images):
+        values = self.body(images.flatten(1))
+        bright = images[:, 0, 0, 0] > 0.9
+        self.passes += self.training
+        if self.training and self.passes == 0:
+            return self.head(self.branch(values))
+        if bright.any() and self.passes not in self.left_out:
+            self.taken.append(self.passes)
+            values = torch.where(bright[:, None], self.branch(values), values)
+        return self.head(values)
+
+
+def _train(world, mode, optimizer):
+    flags = {
+        "data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.epochs": 1, "train.precision": "fp64",
+        "train.optimizer": optimizer, "train.evaluate_every": 0,
+    }  # fmt: skip
+    job = load_job(flags, environment={}).job
+    with tempfile.TemporaryDirectory() as folder:
+        model = Branches(left_out=(1, 3))
+        parts = build(job, RunFolder(Path(folder)), world, "single" if world.alone else mode, Objects(model))
+        fit(parts)
+        snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
+        parts.release()
+        return snapshot.model, model.taken
+
+
+@pytest.mark.parametrize(("mode", "optimizer"), [("data", "sgd"), ("fsdp", "adamw")])
+def test_branches_that_some_processes_or_updates_leave_out_train_as_on_one_process(mode, optimizer):
+    alone, _ = run_on_ranks(_train, 1, mode, optimizer)[0]
+    answers = run_on_ranks(_train, 2, mode, optimizer)
+    assert answers[0][1] != answers[1][1]  # they took the branch in different updates
+    assert answers[0][0].keys() == alone.keys()
+    for found, _ in answers:
+        for name, tensor in found.items():  # under fsdp rank 0 alone gets them
+            torch.testing.assert_close(tensor, alone[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_an_update_that_the_loss_scaler_skips_leaves_no_trace():
+    network = nn.Linear(300, 300)
+    before = network.weight.detach().clone()
+    optimizer = make_optimizer(network, TrainOptions(), sharded=False)
+    scaler = torch.amp.GradScaler("cpu")
+    torch.use_deterministic_algorithms(True)  # has torch fill new memory with NaN
+    try:
+        for bad in (True, False):
+            network.zero_grad()
+            scaler.scale(network(torch.ones(2, 300)).sum()).backward()
+            if bad:
+                network.weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(network.weight, before) == bad
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.isfinite(network.weight).all()
+    assert torch.equal(optimizer.state[network.bias]["momentum_buffer"], torch.full((300,), 2.0))
+
+
+def _resume(folder, steps, optimizer, *, frozen=False):
+    flags = {
+        "data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.max_steps": steps, "train.optimizer": optimizer,
+        "train.lr": 0.001,
+    }  # fmt: skip
+    model = Branches()
+    model.body.requires_grad_(not frozen)
+    parts = build(load_job(flags, environment={}).job, RunFolder(folder), World(), "single", Objects(model))
+    fit(parts)
+    parts.release()
+    return parts.update.optimizer.state, model
+
+
+@pytest.mark.parametrize("optimizers", [("sgd", "adamw"), ("adamw", "sgd")])
+def test_another_optimizer_starts_anew_and_that_is_said(optimizers, tmp_path):
+    _resume(tmp_path, 2, optimizers[0])
+    state, model = _resume(tmp_path, 4, optimizers[1])
+    keys = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
+    assert state[model.head.weight].keys() == keys[optimizers[1]]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    [said] = [event["message"] for event in events if "starts anew" in event["message"]]
+    assert said.startswith(f"{optimizers[1]}'s state starts anew")
+    assert min(keys[optimizers[0]]) in said
+
+
+def test_what_was_frozen_trains_once_it_is_no_longer(tmp_path):
+    _, before = _resume(tmp_path, 2, "sgd", frozen=True)
+    state, after = _resume(tmp_path, 4, "sgd")
+    assert state[after.body.weight]["momentum_buffer"].any()
+    assert not torch.equal(before.body.weight, after.body.weight)
+    assert "starts anew" not in (tmp_path / "events.jsonl").read_text()
