@@ -24,6 +24,10 @@ Mesh = Annotated[str | None, Parameter(help="the processes as a grid: dp=2,tp=2 
 Pin = Annotated[
     list[str] | None, Parameter(name="--pin", negative="", help='how an op is split: "fc=n@dp o@tp"; implies semi')
 ]
+Sync = Annotated[
+    str | None,
+    Parameter(help="how gradients are averaged: allreduce, bf16, powersgd, local, or auto by the link; allreduce"),
+]
 Backend = Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")]
 Device = Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")]
 Out = Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")]

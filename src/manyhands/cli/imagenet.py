@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig
+from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig, Sync
 from manyhands.cli.train import print_config, run, settings
 from manyhands.cluster.formats import imagenet as main_py
 from manyhands.cluster.formats.imagenet import Flags, Nodes
@@ -54,6 +54,7 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
         bool, Parameter(negative="", help="on each of several nodes, one process for each accelerator")
     ] = False,
     dummy: Annotated[bool, Parameter(negative="", help="pictures made by chance, for measuring speed")] = False,
+    sync: Sync = None,
     out: Out = None,
     set_: Settings = None,
     show_config: ShowConfig = False,
@@ -74,7 +75,7 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
         seed=seed, gpu=gpu, no_accel=no_accel, multiprocessing_distributed=multiprocessing_distributed, dummy=dummy,
     )  # fmt: skip
     nodes = main_py.nodes_of(flags)
-    values = {**main_py.job_values(flags, nodes), "run.out": out, **settings(set_ or [])}
+    values = {**main_py.job_values(flags, nodes), "run.out": out, "sync.method": sync, **settings(set_ or [])}
     loaded = load_job(values, recipe=RECIPE)
     if show_config:
         print_config(loaded)

@@ -26,6 +26,7 @@ from manyhands.cli.flags import (
     Seed,
     Settings,
     ShowConfig,
+    Sync,
 )
 from manyhands.cli.train import print_config, run, settings
 from manyhands.config.load import load_job
@@ -54,6 +55,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     parallel: Parallel = None,
     mesh: Mesh = None,
     pin: Pin = None,
+    sync: Sync = None,
     backend: Backend = None,
     device: Device = None,
     set_: Settings = None,
@@ -84,6 +86,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "parallel.mode": parallel or ("semi" if pin else None),
         "parallel.mesh": mesh,
         "parallel.pin": tuple(pin) if pin else None,
+        "sync.method": sync,
         "cluster.backend": backend,
         "cluster.device": device,
     }

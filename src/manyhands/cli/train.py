@@ -30,6 +30,7 @@ from manyhands.cli.flags import (
     Seed,
     Settings,
     ShowConfig,
+    Sync,
 )
 from manyhands.cluster.inventory import Machine, Meeting
 from manyhands.config.job import ClusterOptions
@@ -53,7 +54,7 @@ def train(  # noqa: PLR0913 - one argument for each flag
     parallel: Parallel = None,
     mesh: Mesh = None,
     pin: Pin = None,
-    sync: Annotated[str | None, Parameter(help="how replicas agree")] = None,
+    sync: Sync = None,
     init: Annotated[str | None, Parameter(help="meet other processes: tcp://HOST:PORT, file:///PATH, env://")] = None,
     world_size: Annotated[int | None, Parameter(help="with --init: processes over all machines")] = None,
     rank: Annotated[int | None, Parameter(help="with --init: this process, counted from 0")] = None,
