@@ -7,6 +7,7 @@ Rabenseifner and Gropp, "Optimization of collective communication operations in 
 with long messages.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping
@@ -129,6 +130,11 @@ class Links:
     measured: Mapping[tuple[str, tuple[int, ...]], Points] = field(
         default_factory=dict[tuple[str, tuple[int, ...]], Points]
     )
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether all axes have the same link, and nothing but the formula counts."""
+        return not self.measured and len(set(zip(self.axes, self.across, strict=True))) <= 1
 
     def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
         """Seconds of one collective in each group along some axes, all groups at the same time.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.core.errors import UserError
@@ -92,16 +93,49 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
     return graph
 
 
-class _Trial(fx.Interpreter):
-    """Runs a graph and keeps what each node gives; nothing is drawn, and no samples are mixed by BatchNorm."""
+# Torch's own, which take most of the time and are known to work on each row alone; and the dimensions of their input.
+_ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
 
-    def __init__(self, traced: fx.GraphModule) -> None:
+
+class _Trial(fx.Interpreter):
+    """Runs a graph and keeps what each node gives; nothing is drawn, and no samples are mixed by BatchNorm.
+
+    Args:
+        traced: the network.
+        of_many: what a trial of more samples has given. What is alike is kept as a view of it, and what torch's own
+            convolutions and products make of such a view isn't computed again.
+    """
+
+    def __init__(self, traced: fx.GraphModule, of_many: dict[fx.Node, Any] | None = None) -> None:
         super().__init__(traced)
         self.given: dict[fx.Node, Any] = {}
+        self._of_many = of_many or {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self.given[n] = result = super().run_node(n)
+        many = self._of_many.get(n)
+        if isinstance(many, Tensor) and self._is_known(n) and many.shape[0] % SAMPLES == 0:
+            result = many[: many.shape[0] // SAMPLES * FEWER]
+        else:
+            result = super().run_node(n)
+            if isinstance(many, Tensor) and isinstance(result, Tensor):
+                front = many[: _rows(many, result) * FEWER] if many.ndim else many
+                result = front if _alike(front, result) else result
+        self.given[n] = result
         return result
+
+    def _is_known(self, n: fx.Node) -> bool:
+        """Whether a node does to each row what it does in any company, and reads rows that are known already."""
+        if n.op != "call_module" or len(n.all_input_nodes) != 1:
+            return False
+        module = self.fetch_attr(str(n.target))
+        few, many = (given.get(n.all_input_nodes[0]) for given in (self.given, self._of_many))
+        if not isinstance(few, Tensor) or not isinstance(many, Tensor) or not _is_front(many, few):
+            return False
+        if isinstance(module, _BatchNorm):
+            return True  # of which each sample is taken alone here
+        dims = _ROW_BY_ROW.get(type(module), few.ndim + 1)
+        fits = few.ndim == dims or (type(module) is nn.Linear and few.ndim >= dims)
+        return fits and not module._forward_hooks and not module._forward_pre_hooks
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
@@ -115,9 +149,9 @@ class _Trial(fx.Interpreter):
 
 def _each_alone(samples: Tensor) -> Tensor:
     """Each sample [C, …] at mean 0 and variance 1 by itself, so that values neither vanish nor explode."""
-    flat = samples.flatten(1).float()
-    flat = (flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)
-    return flat.view(samples.shape).to(samples.dtype)
+    if samples[0].numel() < 2:
+        return samples
+    return functional.group_norm(samples.float(), 1).to(samples.dtype)
 
 
 def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
@@ -127,16 +161,17 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            trials = _Trial(traced), _Trial(traced)
-            trials[0].run(samples)
-            trials[1].run(samples[:FEWER])
+            many = _Trial(traced)
+            many.run(samples)
+            few = _Trial(traced, many.given)
+            few.run(samples[:FEWER])
     except Exception as error:
         what = f"the network doesn't run on {FEWER} or {SAMPLES} samples {list(picture.shape)}: {error}"
         raise UserError(what.partition("\n")[0], "model.name", ("try it on one process: --parallel single",)) from error
     finally:
         for module, training in modes.items():
             module.training = training
-    return trials[0].given, trials[1].given
+    return many.given, few.given
 
 
 def _describe_node(node: fx.Node, names: dict[fx.Node, str], many: Any, few: Any) -> Op:
@@ -167,9 +202,17 @@ def _rows(many: Tensor, few: Tensor) -> int:
     return rows if many.shape[0] == rows * SAMPLES and few.shape[0] == rows * FEWER else 0
 
 
+def _is_front(many: Tensor, few: Tensor) -> bool:
+    """Whether one is a view of the other's first samples."""
+    same = many.ndim and many.data_ptr() == few.data_ptr() and many.stride() == few.stride() and few.numel()
+    return bool(same) and many.shape[1:] == few.shape[1:] and len(many) * FEWER == len(few) * SAMPLES
+
+
 def _alike(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
     if not one.is_floating_point():
         return torch.equal(one, other)
     one, other = one.detach(), other.detach()

@@ -1,7 +1,7 @@
 """From a network to the planner's problem, and from letters to a prediction."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,7 +144,8 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     """What one update under these letters costs the process that has the most."""
     mesh, links = setting.mesh, setting.links
     sent = collectives(Update(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
-    owns = [own_costs(op, letters[op.name], setting) for op in graph.ops.values()]
+    known: Known = {}
+    owns = [_own(op, letters[op.name], setting, known) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
     hidden = setting.overlap * sum(own.backward for own in owns)
     moved = [one for one in sent if one.when == FORWARD and one.kind != "all_reduce" and one.op != LOSS]
@@ -182,6 +183,8 @@ class Sketch:
         return [choices.index(letters[ops[0].name]) for ops, choices in zip(self.groups, self.choices, strict=True)]
 
 
+# Between these bytes and twice as many the line is drawn on which a conversion's seconds lie.
+_FEW_BYTES = float(1 << 20)
 Both = tuple[Layout, Layout]
 Known = dict[Any, Any]
 Fixed = Mapping[str, Mapping[int, str]]
@@ -201,10 +204,9 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Kn
     """
     groups = list(graph.ties().values())
     known = {} if known is None else known
-    choices = [_choices(ops, setting, fixed or {}, known) for ops in groups]
-    nodes = [
-        [_choice(ops, letters, setting, known) for letters in taken] for ops, taken in zip(groups, choices, strict=True)
-    ]
+    made: Known = {}
+    rows = [_row(ops, setting, fixed or {}, known, made) for ops in groups]
+    choices, nodes = [taken for taken, _ in rows], [costs for _, costs in rows]
     number = {op.name: node for node, ops in enumerate(groups) for op in ops}
     prices = _Conversions(setting)
     edges = [
@@ -218,6 +220,25 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Kn
     return Sketch(problem, groups, choices)
 
 
+def _row(
+    ops: list[Op], setting: Setting, fixed: Fixed, known: Known, made: Known
+) -> tuple[list[tuple[str, ...]], list[Choice]]:
+    """The choices of ops that take the same letters, and their costs; computed once for all that are alike (`made`)."""
+    pinned = [(place, *own) for place, op in enumerate(ops) for own in fixed.get(op.name, {}).items()]
+    key = tuple((setting.work.signature(op), op.name == LOSS) for op in ops), tuple(pinned)
+    if key not in made:
+        taken = _choices(ops, setting, fixed, known)
+        made[key] = taken, [_choice(ops, letters, setting, known) for letters in taken]
+    return made[key]
+
+
+def _own(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> Own:
+    key = "own", setting.work.signature(op), _alike(letters, setting)
+    if key not in known:
+        known[key] = own_costs(op, letters, setting)
+    return known[key]
+
+
 def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: Known) -> list[tuple[str, ...]]:
     mesh = setting.mesh
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
@@ -228,8 +249,7 @@ def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: Known) -> lis
 
 def _alike(letters: tuple[str, ...], setting: Setting) -> Any:
     """Equal for letters, on whatever mesh, under which an op costs the same: where all links are alike, parts count."""
-    links = setting.links
-    if links.measured or len(set(zip(links.axes, links.across, strict=True))) > 1:
+    if not setting.links.alike:
         return setting.mesh.sizes, letters
     parts: dict[str, int] = {}
     for letter, size in zip(letters, setting.mesh.sizes, strict=True):
@@ -251,12 +271,7 @@ def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> bo
 
 
 def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Known) -> Choice:
-    owns: list[Own] = []
-    for op in ops:
-        key = "own", setting.work.signature(op), _alike(letters, setting)
-        if key not in known:
-            known[key] = own_costs(op, letters, setting)
-        owns.append(known[key])
+    owns = [_own(op, letters, setting, known) for op in ops]
     loss = sum(_loss_seconds(letters, setting) for op in ops if op.name == LOSS)
     return Choice(
         seconds=loss + sum(own.forward + own.backward + own.update + own.norm for own in owns),
@@ -282,35 +297,59 @@ class _Conversions:
     _paths: dict[tuple[Layout, Layout], list[tuple[str, tuple[int, ...], float]]] = field(default_factory=dict)
     _seconds: dict[tuple[str, tuple[int, ...], float], float] = field(default_factory=dict)
     _made: dict[Any, tuple[Matrix, Matrix | None]] = field(default_factory=dict)
+    _lines: dict[Any, tuple[Matrix, Matrix]] = field(default_factory=dict)
+    _layouts: dict[Any, tuple[Both, ...]] = field(default_factory=dict)
 
     def between(
         self, giver: Op, reader: Op, place: int, taken: tuple[list[tuple[str, ...]], list[tuple[str, ...]]]
     ) -> tuple[Matrix, Matrix | None]:
         """Seconds of both directions, and bytes of the copy that is kept, [choice of giver, choice of reader]."""
         size = float(giver.item_bytes * sum(extent.values(self.setting.work.batch) for extent in giver.extents))
-        given = [output_layouts(giver, letters) for letters in taken[0]]
-        wanted = [input_layouts(reader, letters, place) for letters in taken[1]]
+        given = self._sides(giver, taken[0], lambda letters: output_layouts(giver, letters), "given")
+        wanted = self._sides(reader, taken[1], lambda letters: input_layouts(reader, letters, place), place)
         trains = giver.trains and bool(reader.extents or reader.name == LOSS)
-        key = size, trains, tuple(given), tuple(wanted)
+        key = size, trains, given, wanted
         if key not in self._made:
             self._made[key] = self._matrices(given, wanted, size, trains=trains)
         return self._made[key]
 
-    def _matrices(
-        self, given: list[Both], wanted: list[Both], size: float, *, trains: bool
-    ) -> tuple[Matrix, Matrix | None]:
-        def price(source: Layout, target: Layout) -> float:
-            return self._price(source, target, size)
+    def _sides(
+        self, op: Op, taken: list[tuple[str, ...]], layouts: Callable[[tuple[str, ...]], Both], what: Any
+    ) -> tuple[Both, ...]:
+        """The layouts of all choices; ops that are alike share the list of these, which stays where it is."""
+        key = self.setting.work.signature(op), op.name == LOSS, id(taken), what
+        if key not in self._layouts:
+            self._layouts[key] = tuple(layouts(letters) for letters in taken)
+        return self._layouts[key]
 
+    def _matrices(
+        self, given: Sequence[Both], wanted: Sequence[Both], size: float, *, trains: bool
+    ) -> tuple[Matrix, Matrix | None]:
         def copied(source: Layout, target: Layout) -> float:
             return self._copy(source, target, size)
 
-        values = [one[0] for one in given], [one[0] for one in wanted]
-        seconds = _spread(*values, price)
+        values = tuple(one[0] for one in given), tuple(one[0] for one in wanted)
+        seconds = self._prices(*values, size)
         if not trains:
             return seconds, None
-        seconds = seconds + _spread([one[1] for one in wanted], [one[1] for one in given], price).T
+        back = tuple(one[1] for one in wanted), tuple(one[1] for one in given)
+        seconds = seconds + self._prices(*back, size).T
         return seconds, _spread(*values, copied) if self.setting.memory_limit_bytes is not None else None
+
+    def _prices(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
+        """Seconds of all conversions; where links are formulas, and all alike, a line over the bytes, drawn once."""
+
+        def at(size: float) -> Matrix:
+            return _spread(sources, targets, lambda source, target: self._price(source, target, size))
+
+        if not self.setting.links.alike or not size:
+            return at(size)
+        key = sources, targets
+        if key not in self._lines:
+            few, many = at(_FEW_BYTES), at(2 * _FEW_BYTES)
+            self._lines[key] = np.maximum(2 * few - many, 0.0), (many - few) / _FEW_BYTES
+        start, slope = self._lines[key]
+        return start + slope * size
 
     def _copy(self, source: Layout, target: Layout, size: float) -> float:
         if source == target or all(kind == "slice" for kind, *_ in self._path(source, target)):
@@ -344,7 +383,7 @@ def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple
     return found
 
 
-def _spread(rows: list[Layout], columns: list[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
+def _spread(rows: Sequence[Layout], columns: Sequence[Layout], price: Callable[[Layout, Layout], float]) -> Matrix:
     """A matrix of prices, each distinct pair asked once."""
     some_rows, some_columns = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
     small = np.array([[price(row, column) for column in some_columns] for row in some_rows], dtype=float)

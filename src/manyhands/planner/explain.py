@@ -30,6 +30,8 @@ _WORDS = {
 # Names and letters are written where a reader could still read them.
 _MOST_NAMED_LAYERS = 200
 _MOST_LETTERED_DEVICES = 16
+# Inches of a letter of a layer's name, and of the legend.
+_NAME_IN, _LEGEND_IN = 0.055, 1.7
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,13 @@ def _figure(layers: Sequence[Layer], mesh: Mesh, title: str) -> "Figure":
         {letter for layer in layers for letter in layer.loops}, key=lambda letter: (letter not in _WORDS, letter)
     )
     colours = _colours(letters)
-    width = min(20.0, 3.5 + max(0.35 * mesh.size * len(mesh.axes), 2.5))
-    figure = Figure(figsize=(width, min(40.0, 1.8 + 0.17 * max(len(layers), 8))), layout="constrained")
-    axes = figure.add_subplot()
+    names = max((len(layer.name) for layer in layers), default=0) * _NAME_IN if len(layers) <= _MOST_NAMED_LAYERS else 0
+    left, right = names + 0.3, _LEGEND_IN
+    width = left + right + min(16.0, max(0.35 * mesh.size * len(mesh.axes), 2.5))
+    height = min(40.0, 1.8 + 0.17 * max(len(layers), 8))
+    figure = Figure(figsize=(width, height))
+    # By hand: matplotlib's own layouts draw everything several times over, which took longer than the search.
+    axes = figure.add_axes((left / width, 0.7 / height, 1 - (left + right) / width, 1 - 1.1 / height))
     _cells(axes, layers, mesh, letters, list(colours.values()))
     axes.set_title(title or f"mesh {mesh}", loc="left", parse_math=False)
     axes.set_xlabel("device" if len(mesh.axes) == 1 else f"device; its stripes are {', '.join(mesh.names)}")
