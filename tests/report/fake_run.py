@@ -71,7 +71,7 @@ class FakeRun:
     def event(self, kind, *, message="", step=None, **data):
         append(self.folder.events, Event(time=self.time, kind=kind, message=message, step=step, data=data))
 
-    def step(self, step):
+    def step(self, step, **more):
         """One step record; time passes by."""
         self.time += self.record_every * (0.07 if self.random.random() < 0.95 else 0.2)
         part = step / (self.epochs * self.steps_per_epoch)
@@ -92,6 +92,7 @@ class FakeRun:
                 samples=self.record_every * 128,
                 data_share=max(0.0, self.random.gauss(0.15, 0.04)),
                 saved_step=self.saved,
+                **more,
             ),
         )
 

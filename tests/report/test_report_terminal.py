@@ -66,6 +66,26 @@ def test_a_log_speaks_every_half_minute(tmp_path):
     assert stream.getvalue().count("img_s=") == 3
 
 
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_training_loss_of_each_epoch_is_told_once(tmp_path, stream):
+    """With the evaluation where one follows, else in a line of its own."""
+    run, stream = FakeRun(tmp_path), stream()
+    screen = Screen(tmp_path, stream=stream, clock=lambda: run.time)
+    run.begin()
+    run.step(100, epoch_loss=1.25, epoch_top1=0.5)
+    screen.update()
+    run.evaluate(100)
+    run.step(200, epoch_loss=0.75, epoch_top1=0.8)
+    run.step(250)
+    screen.update()
+    run.step(300, epoch_loss=0.5, epoch_top1=0.9)
+    screen.close()
+    text = re.sub(r"train[ _]loss[ =]", "train ", plain(stream.getvalue()))
+    assert [text.count(f"train {loss}") for loss in ("1.25", "0.75", "0.5")] == [1, 1, 1]
+    lines = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]|\r", "\n", stream.getvalue()).splitlines()
+    assert [bool(re.search("top-?1.*1.25", line)) for line in lines if "1.25" in line] == [True]
+
+
 def test_a_terminal_is_left_clean(tmp_path):
     text = watched(tmp_path, Terminal())
     assert "━" in text

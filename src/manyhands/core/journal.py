@@ -1,4 +1,4 @@
-"""Writes what happens into the run folder; only the process that speaks does."""
+"""Writes what happens into the run folder: records by rank 0 alone, and lines by each process into its own file."""
 
 import sys
 import time
@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, StepMetrics, append, write_json
+from manyhands.core.records import (
+    EvaluationDetail,
+    EvaluationMetrics,
+    Event,
+    StepMetrics,
+    append,
+    append_line,
+    write_json,
+)
 
 
 class Journal:
@@ -25,6 +33,11 @@ class Journal:
         if self._rank == 0:
             record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
             self._keep(lambda: append(self._folder.events, record))
+
+    def line(self, text: str) -> None:
+        """Adds a line, with the time, to this process's own file; on every rank."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
     def metrics(self, record: StepMetrics | EvaluationMetrics) -> None:
         """Records what was measured."""

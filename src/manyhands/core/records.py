@@ -42,6 +42,10 @@ class StepMetrics(Record):
     samples: int = Field(description="samples that the record covers")
     data_share: float = Field(default=0.0, description="part of rank 0's time spent waiting for data, 0 to 1")
     saved_step: int = Field(default=0, description="the newest step that is saved")
+    epoch_loss: float | None = Field(
+        default=None, description="in the record that ends an epoch which was trained in one go: mean over its samples"
+    )
+    epoch_top1: float | None = Field(default=None, description="training accuracy over the same epoch, 0 to 1")
     asked: bool = Field(default=False, description="the user wants a line of this very step (run.log_steps)")
 
 
@@ -105,10 +109,14 @@ class Failure(Record):
 
 def append(path: Path, record: Record) -> None:
     """Adds one line; whole lines only, so that a reader never sees half a record for long."""
-    line = record.model_dump_json() + "\n"
+    append_line(path, record.model_dump_json())
+
+
+def append_line(path: Path, text: str) -> None:
+    """Adds one line of text, in one write, since others may write to the same file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        os.write(descriptor, (text + "\n").encode())
     finally:
         os.close(descriptor)
 

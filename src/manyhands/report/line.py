@@ -123,17 +123,37 @@ def step_line(progress: Progress) -> str:
     )
 
 
-def evaluation_line(record: EvaluationMetrics, steps_per_epoch: int) -> str:
-    """An evaluation for people, kept on the screen."""
-    name = epoch_name(record.step, record.epoch, steps_per_epoch)
+def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None) -> str:
+    """An evaluation for people, kept on the screen; with the epoch's training loss where it ends an epoch."""
+    name = epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
     best = ", best" if record.best else ""
-    return f"epoch {name}: top-1 {percent(record.top1)}, top-5 {percent(record.top5)}, loss {number(record.loss)}{best}"
+    trained = f", train loss {number(last.epoch_loss or 0.0)}" if last and _ends_epoch(last, record.step) else ""
+    return (
+        f"epoch {name}: top-1 {percent(record.top1)}, top-5 {percent(record.top5)}, loss {number(record.loss)}"
+        f"{trained}{best}"
+    )
 
 
-def evaluation_log(record: EvaluationMetrics, steps_per_epoch: int) -> str:
+def _ends_epoch(last: StepMetrics, step: int) -> bool:
+    return last.epoch_loss is not None and last.step == step
+
+
+def epoch_line(last: StepMetrics) -> str:
+    """An epoch's training loss, where no evaluation tells it."""
+    loss, top1 = number(last.epoch_loss or 0.0), percent(last.epoch_top1 or 0.0)
+    return f"epoch {last.epoch}: train loss {loss}, train top-1 {top1}"
+
+
+def epoch_log(last: StepMetrics) -> str:
+    """The same for a log."""
+    return f"epoch={last.epoch} train_loss={last.epoch_loss:.3f} train_top1={100 * (last.epoch_top1 or 0):.2f}"
+
+
+def evaluation_log(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     """An evaluation for a log."""
-    name = epoch_name(record.step, record.epoch, steps_per_epoch)
+    name = epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
+    trained = f" train_loss={last.epoch_loss:.3f}" if last and _ends_epoch(last, record.step) else ""
     return (
         f"epoch={name} evaluated={record.count} top1={100 * record.top1:.2f} top5={100 * record.top5:.2f} "
-        f"val_loss={record.loss:.3f}" + (" best" if record.best else "")
+        f"val_loss={record.loss:.3f}{trained}" + (" best" if record.best else "")
     )

@@ -14,9 +14,9 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from manyhands.core.errors import UserError
-from manyhands.core.records import EvaluationMetrics, Event
+from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.report.follow import Follower
-from manyhands.report.line import Progress, evaluation_line, evaluation_log, live_line, step_line
+from manyhands.report.line import Progress, epoch_line, epoch_log, evaluation_line, evaluation_log, live_line, step_line
 from manyhands.report.words import moment, plain
 
 _PLAIN_EVERY_S = 30.0
@@ -101,6 +101,7 @@ class Screen:
         self._told: set[tuple[str, str]] = set()
         self._plain_at = clock()
         self._drawn = ""
+        self._untold: StepMetrics | None = None
 
     def update(self) -> None:
         """Reads what is new and shows it. Cheap: to be called a few times a second."""
@@ -110,6 +111,9 @@ class Screen:
             self._tell("WARNING", error.what)
             new = []
         for record in new:
+            if isinstance(record, StepMetrics):
+                self._show_epoch()
+                self._untold = record if record.epoch_loss is not None else None
             self._progress.take(record)
             if isinstance(record, EvaluationMetrics):
                 self._show_evaluation(record)
@@ -138,6 +142,7 @@ class Screen:
     def close(self) -> None:
         """Shows the last records and leaves the terminal as it was found."""
         self.update()
+        self._show_epoch()
         self._erase()
 
     def __enter__(self) -> "Screen":
@@ -147,8 +152,16 @@ class Screen:
         self.close()
 
     def _show_evaluation(self, record: EvaluationMetrics) -> None:
-        steps = self._progress.last.steps_per_epoch if self._progress.last else 0
-        self.say(evaluation_line(record, steps) if self.live else evaluation_log(record, steps))
+        last = self._progress.last
+        if last and self._untold and record.step == last.step:
+            self._untold = None  # the evaluation's line says it too
+        self.say(evaluation_line(record, last) if self.live else evaluation_log(record, last))
+
+    def _show_epoch(self) -> None:
+        """The training loss of an epoch that no evaluation follows."""
+        last, self._untold = self._untold, None
+        if last:
+            self.say(epoch_line(last) if self.live else epoch_log(last))
 
     def _show_event(self, event: Event) -> None:
         self._stopping |= event.kind == "stopping"

@@ -222,6 +222,7 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import follows_plan, resolve_mode
+    from manyhands.parallel.plain import gather_plain
     from manyhands.sync.choose import resolve_method
     from manyhands.train.job import build
 
@@ -240,9 +241,10 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     parts = build(job, folder, world, mode, objects, followed)
     for note in (*about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         parts.journal.event("note", note)
+    ranks = gather_plain(own_environment(world), world)
     if world.speaks:
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
-        write_json(folder.environment, environment(world))
+        write_json(folder.environment, environment(world, ranks))
         write_json(folder.plan, {**plan(parts), **about})
     return parts
 
@@ -278,15 +280,14 @@ def load_objects(argument: dict[str, Any]) -> Any:
     return cloudpickle.loads(Path(path).read_bytes())
 
 
-def environment(world: Any) -> dict[str, Any]:
-    """Versions, devices, host and the revision of the user's code."""
+def own_environment(world: Any) -> dict[str, Any]:
+    """Versions, device and host of this process."""
     import torch
     import torchvision
 
     kind = world.device.partition(":")[0]
     name = torch.get_device_module(kind).get_device_name() if kind not in {"cpu", "mps"} else platform.processor()
     return {
-        "v": 1,
         "manyhands": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -295,10 +296,21 @@ def environment(world: Any) -> dict[str, Any]:
         "host": platform.node(),
         "device": world.device,
         "device_name": name or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's environment and the revision of the user's code; under "ranks" what differs of each rank."""
+    differing = [key for key in ranks[0] if any(own[key] != ranks[0][key] for own in ranks)]
+    return {
+        "v": 1,
+        **ranks[0],
         "processes": world.size,
         "backend": world.backend,
-        "threads": torch.get_num_threads(),
         "git_revision": revision(Path.cwd()),
+        "ranks": [{"rank": rank, **{key: own[key] for key in differing}} for rank, own in enumerate(ranks)],
     }
 
 

@@ -4,6 +4,7 @@ One small collective every half second or so (run.log_every_s) carries it all, s
 (a signal) stops all of them at the same step, and the records speak for everybody.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ class Verdict:
         data_share: part of that time that rank 0 waited for data.
         extra: sums over all processes of what `extra` gave.
         waited_s: how long this process stood still for the verdict.
+        own_samples: of the samples, those of this process.
+        own_loss: mean over them; not a number where there are none.
+        own_top1: share of them guessed right.
     """
 
     stop: bool
@@ -44,6 +48,36 @@ class Verdict:
     data_share: float
     extra: list[float]
     waited_s: float
+    own_samples: int
+    own_loss: float
+    own_top1: float
+
+
+@dataclass
+class EpochMean:
+    """Loss and accuracy over the samples of one epoch, over all processes.
+
+    Attributes:
+        whole: False where the run goes on in the middle of the epoch, whose mean is then not known.
+    """
+
+    whole: bool = True
+    _loss: float = 0.0
+    _correct: float = 0.0
+    _samples: int = 0
+
+    def add(self, verdict: Verdict) -> None:
+        """Counts the samples of one verdict."""
+        self._loss += verdict.loss * verdict.samples
+        self._correct += verdict.top1 * verdict.samples
+        self._samples += verdict.samples
+
+    def take(self) -> tuple[float | None, float | None]:
+        """Mean loss and accuracy at the epoch's end, None where they aren't known; begins the next epoch."""
+        known = self.whole and self._samples > 0
+        found = (self._loss / self._samples, self._correct / self._samples) if known else (None, None)
+        self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0
+        return found
 
 
 class Agreement:
@@ -84,9 +118,9 @@ class Agreement:
         """
         now = time.perf_counter()
         more = extra(now - self._last, step - self._last_step) if extra else []
-        loss, correct, samples = measured.take()
+        own_loss, own_correct, own_samples = measured.take()
         save = self._world.rank == 0 and now - self._saved > self._save_every_s
-        mine = [loss, correct, samples, float(stop), float(save), now - self._last, *more]
+        mine = [own_loss, own_correct, own_samples, float(stop), float(save), now - self._last, *more]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
@@ -109,6 +143,9 @@ class Agreement:
             data_share=min(1.0, self.waiting_s / max(now - self._last, 1e-9)),
             extra=summed,
             waited_s=waited_s,
+            own_samples=own_samples,
+            own_loss=own_loss / own_samples if own_samples else math.nan,
+            own_top1=own_correct / max(1, own_samples),
         )
         self.reset(step)
         return verdict

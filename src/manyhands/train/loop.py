@@ -24,6 +24,7 @@ def fit(parts: Parts) -> str:
     progress = parts.progress
     with listening() as stop:
         parts.agreement.reset(progress.step)
+        parts.epoch_mean.whole = progress.step_in_epoch == 0
         while not parts.done():
             for update in _waited_for(parts):
                 parts.update(update, progress.step)
@@ -91,6 +92,8 @@ def _record(parts: Parts, verdict: Verdict, steps_per_epoch: int) -> None:
         parts.journal.event("first-step", step=1)
     if not verdict.samples:
         return
+    parts.epoch_mean.add(verdict)
+    epoch_loss, epoch_top1 = parts.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
     parts.journal.metrics(
         StepMetrics(
             time=time.time(),
@@ -106,6 +109,14 @@ def _record(parts: Parts, verdict: Verdict, steps_per_epoch: int) -> None:
             samples=verdict.samples,
             data_share=verdict.data_share,
             saved_step=progress.saved_step,
+            epoch_loss=epoch_loss,
+            epoch_top1=epoch_top1,
             asked=parts.line_due(),
         )
+    )
+    own = f"loss={verdict.own_loss:.4f} acc={100 * verdict.own_top1:.1f}" if verdict.own_samples else "loss=- acc=-"
+    of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
+    place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{parts.total_steps}"
+    parts.journal.line(
+        f"rank={parts.world.rank} {place} {own} samples={verdict.own_samples} all_loss={verdict.loss:.4f}{of_epoch}"
     )

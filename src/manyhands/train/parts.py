@@ -13,7 +13,7 @@ from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.costs import Cost
-from manyhands.train.agree import Agreement
+from manyhands.train.agree import Agreement, EpochMean
 from manyhands.train.agreeing import Agreeing
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
@@ -48,6 +48,7 @@ class Parts:
         release: gives back what was taken (worker processes, changed classes).
         draws: True where the network was seen to draw random numbers in training.
         phase: what is going on, for a failure's record.
+        epoch_mean: of the epoch that goes on.
         saves: checkpoints tried in this run.
     """
 
@@ -71,6 +72,7 @@ class Parts:
     draws: bool = False
     phase: str = "train"
     saves: int = field(default=0)
+    epoch_mean: EpochMean = field(default_factory=EpochMean)
 
     @property
     def agreeing(self) -> Agreeing:
