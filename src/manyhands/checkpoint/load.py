@@ -1,12 +1,12 @@
 """Finds and reads checkpoints. A torn or altered one is refused; nothing that is read can run code."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError
 
 from manyhands.checkpoint import layout
+from manyhands.checkpoint.plain_files import read_plain
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.tensors import read_tensors, unflatten
@@ -87,12 +87,19 @@ def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint folder: step, epoch, best and so on; read without its tensors."""
-    return json.loads((path / layout.STATE).read_bytes())
+    """The plain data of a checkpoint folder: step, epoch, best and so on; read without its tensors.
+
+    Raises:
+        TornCheckpointError: it is missing or damaged.
+    """
+    try:
+        return read_plain(path / layout.STATE)
+    except (OSError, ValueError) as error:
+        raise torn(path, f"holds what can't be read: {error}") from error
 
 
 def _read_optimizer(path: Path) -> dict[str, Any] | None:
     if not (path / layout.OPTIMIZER_PLAN).exists():
         return None
-    plan = json.loads((path / layout.OPTIMIZER_PLAN).read_bytes())
+    plan = read_plain(path / layout.OPTIMIZER_PLAN)
     return unflatten(plan, read_tensors(path / layout.OPTIMIZER))

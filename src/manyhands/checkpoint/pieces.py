@@ -81,6 +81,16 @@ def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
     }
 
 
+def all_held(tensors: Tensors, mesh: Mesh) -> dict[int, dict[str, Region]]:
+    """`first_held` of every rank that writes something; work for each piece, not for each rank and tensor."""
+    held: dict[int, dict[str, Region]] = {}
+    for name, described in tensors.items():
+        for rank, region in described.layout.pieces(mesh):
+            if math.prod(size_of(region)):
+                held.setdefault(rank, {})[name] = region
+    return held
+
+
 def specs_of(tensors: Tensors, regions: Mapping[str, Region]) -> list[Spec]:
     """Pieces as a file holds them: in the dimensions of the view, under the tensor's name."""
     return [Spec(name, tensors[name].dtype, size_of(region)) for name, region in regions.items()]
@@ -95,7 +105,10 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
     """
     content: dict[str, Any] = {"mesh": mesh.as_dict()}
     for kind, named in tensors.items():
-        held = [first_held(named, mesh, rank) for rank in range(mesh.size)]
+        written: dict[str, list[tuple[int, Region]]] = {name: [] for name in named}
+        for rank, regions in sorted(all_held(named, mesh).items()):
+            for name, region in regions.items():
+                written[name].append((rank, region))
         content[kind] = {
             name: {
                 "dtype": str(described.dtype).removeprefix("torch."),
@@ -103,10 +116,9 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
                 "pieces": [
                     {
                         "file": files.piece_name(kind, rank, mesh.size),
-                        "region": [list(edge) for edge in held[rank][name]],
+                        "region": [list(edge) for edge in region],
                     }
-                    for rank in range(mesh.size)
-                    if name in held[rank]
+                    for rank, region in written[name]
                 ],
             }
             for name, described in named.items()

@@ -1,6 +1,5 @@
 """Changes how a checkpoint is cut, tensor by tensor, without the network's code and on one process."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_pie
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import layout_from_plain
 from manyhands.core.mesh import make_mesh
+from manyhands.core.outside import parse_json, read_bytes
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
 _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
@@ -29,7 +29,7 @@ def read_plan(file: Path) -> Cut:
     """
     where = str(file)
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(read_bytes(file), once_each=True)
     except OSError as error:
         raise UserError(f"the plan can't be read: {error.strerror}", where, ("name a plan.json",)) from error
     except ValueError as error:

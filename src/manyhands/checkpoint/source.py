@@ -1,6 +1,5 @@
 """Opens any checkpoint for reading in parts: a folder, whole or in pieces, or another tool's file."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from manyhands.checkpoint.pieces import (
     Cut,
     Described,
     Tensors,
-    first_held,
+    all_held,
     read_description,
     whole_region,
 )
+from manyhands.checkpoint.plain_files import read_plain
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import CODES_BACK, FileTensors, MemoryTensors, StoredTensors
 from manyhands.checkpoint.tensors import parameter_names, unflatten, written_order
@@ -117,19 +117,15 @@ def open_checkpoint(path: Path, *, verified: bool = False) -> Source:
         verify(path)
     names = read_manifest(path)["files"]
     try:
-        state, branches = _read_json(path / layout.STATE), {}
+        state, branches = read_plain(path / layout.STATE), {}
         if layout.OPTIMIZER_PLAN in names:
-            branches = _read_json(path / layout.OPTIMIZER_PLAN)
+            branches = read_plain(path / layout.OPTIMIZER_PLAN)
         mesh, kinds = _open_pieces(path, names) if layout.PIECES in names else (None, _open_whole(path, names))
     except (SafetensorError, OSError, ValueError) as error:
         raise torn(path, f"holds what can't be read: {error}") from error
     return Source(
         path, "whole" if mesh is None else "pieces", kinds[MODEL], kinds.get(OPTIMIZER), branches, state, mesh
     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_bytes())
 
 
 def _open_whole(path: Path, names: dict[str, Any]) -> dict[str, StoredTensors]:
@@ -139,14 +135,13 @@ def _open_whole(path: Path, names: dict[str, Any]) -> dict[str, StoredTensors]:
 
 def _open_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, StoredTensors]]:
     file = path / layout.PIECES
-    mesh, kinds = read_description(_read_json(file), str(file))
+    mesh, kinds = read_description(read_plain(file), str(file))
     opened: dict[str, StoredTensors] = {}
     for kind, tensors in kinds.items():
         places: dict[str, list[Any]] = {name: [] for name in tensors}
-        for rank in range(mesh.size):
+        for rank, regions in all_held(tensors, mesh).items():
             piece = path / layout.piece_name(kind, rank, mesh.size)
-            regions = first_held(tensors, mesh, rank)
-            if regions and piece.name not in names:
+            if piece.name not in names:
                 raise torn(piece, "is missing: the manifest doesn't name it")
             for name, region in regions.items():
                 places[name].append((piece, region))

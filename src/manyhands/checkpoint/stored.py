@@ -1,6 +1,5 @@
 """The tensors of a checkpoint, read region by region into whatever layout is wanted."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from manyhands.checkpoint.stream import CODES
 from manyhands.checkpoint.verify import torn
 from manyhands.core.layouts import TensorLayout, whole
 from manyhands.core.mesh import Mesh
+from manyhands.core.outside import parse_json
 
 CODES_BACK = {code: dtype for dtype, code in CODES.items()}
 
@@ -113,7 +113,7 @@ class FileTensors(StoredTensors):
                 raise torn(file, f"holds {name} as {found[0]} {list(found[1])}, expected {list(size_of(there))}")
             first, end = (start + offset for offset in entry["data_offsets"])
             piece = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)[first:]
-        except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+        except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
             raise torn(file, f"can't be read: {error}") from error
         if first % self.dtype(name).itemsize:
             piece = piece.clone()  # some writers don't align what they write
@@ -124,7 +124,7 @@ class FileTensors(StoredTensors):
         if file not in self._headers:
             with safe_open(file, framework="pt", device="cpu"), file.open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
-                self._headers[file] = (8 + length, json.loads(opened.read(length)))
+                self._headers[file] = (8 + length, parse_json(opened.read(length)))
         return self._headers[file]
 
 

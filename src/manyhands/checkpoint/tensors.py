@@ -9,6 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from manyhands.core.outside import UnreadableError, parse_json
+
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
 
@@ -35,10 +37,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def written_order(file: Any) -> list[str]:
-    """The names in an open .safetensors file, in the order in which they were written where the file says it."""
+    """The names in an open .safetensors file, in the order in which they were written where the file says it.
+
+    Raises:
+        UnreadableError: what the file says of the order is no list of names.
+    """
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
-    return written if order is not None and sorted(written := json.loads(order)) == sorted(names) else names
+    written = parse_json(order) if order is not None else names
+    if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
+        raise UnreadableError("the order of the tensors is no list of names")
+    return written if sorted(written) == sorted(names) else names
 
 
 def _own(tensor: Tensor, seen: set[int]) -> Tensor:
@@ -98,18 +107,24 @@ def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
         value[_TENSOR]: parameter
         for parameter, entries in branches.get("state", {}).items()
         for value in entries.values()
-        if isinstance(value, dict) and _TENSOR in value
+        if isinstance(value, dict) and isinstance(value.get(_TENSOR), str)
     }
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Puts the tensors back in their places; the inverse of `flatten`."""
+    """Puts the tensors back in their places; the inverse of `flatten`.
+
+    Raises:
+        UnreadableError: a tensor that it names isn't there.
+    """
     if isinstance(tree, list):
         return [unflatten(value, tensors) for value in tree]
     if not isinstance(tree, dict):
         return tree
     if _TENSOR in tree:
+        if not isinstance(tree[_TENSOR], str) or tree[_TENSOR] not in tensors:
+            raise UnreadableError(f"it names a tensor that isn't there: {tree[_TENSOR]}")
         return tensors[tree[_TENSOR]]
-    if _TUPLE in tree:
+    if isinstance(tree.get(_TUPLE), list):
         return tuple(unflatten(value, tensors) for value in tree[_TUPLE])
     return {key: unflatten(value, tensors) for key, value in tree.items()}

@@ -1,11 +1,12 @@
 """Compares a checkpoint folder with its manifest. A torn or altered one is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint import layout
+from manyhands.checkpoint.plain_files import checked_plain
 from manyhands.core.errors import UserError
+from manyhands.core.outside import read_bytes
 
 
 class TornCheckpointError(UserError):
@@ -39,12 +40,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise torn(file, "is missing")
     try:
-        text = file.read_bytes()
-        content = json.loads(text)
-        whole = isinstance(content, dict) and layout.manifest_text(content) == text
-    except (OSError, ValueError):
-        content, whole = {}, False
-    if not whole:
+        text = read_bytes(file)
+        content = checked_plain(layout.MANIFEST, text)
+    except (OSError, ValueError) as error:
+        raise torn(file, f"was altered or cut short: {error}") from error
+    if layout.manifest_text(content) != text:
         raise torn(file, "was altered or cut short: it doesn't match the SHA-256 at its end")
     if content.get("format", 0) > layout.PIECES_FORMAT:
         mend = f"install manyhands {content.get('manyhands')} or later"

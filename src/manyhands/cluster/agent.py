@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import functools
 import importlib
-import json
 import logging
 import os
 import shutil
@@ -39,6 +38,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from manyhands.cluster.facts.load import cores
 from manyhands.cluster.orders import DEVICE_INDEX, Orders
+from manyhands.core.outside import parse_json
 from manyhands.core.records import FAILURE_FILE
 
 POLL_S = 0.05
@@ -261,7 +261,7 @@ def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
 
 def _result(agent: Agent, result: RunResult | None, scratch: str) -> dict[str, Any]:
     """What each worker returned, or how it ended; the first that the agent saw end is among them."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in Path(scratch).glob("*.json")]
+    records = [parse_json(path.read_bytes(), infinite=True) for path in Path(scratch).glob("*.json")]
     if result is None:
         return {"returned": {}, "failed": {}, "records": records}
     failed = {rank: failure.exitcode for rank, failure in result.failures.items()}

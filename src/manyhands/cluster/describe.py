@@ -5,6 +5,7 @@ from types import ModuleType
 
 from manyhands.cluster.inventory import Cluster
 from manyhands.core.errors import UserError
+from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
 from manyhands.core.plugins import load_choice, module_names, unknown_choice
 
 FORMATS = "manyhands.cluster.formats"
@@ -34,11 +35,12 @@ def read_text(path: Path) -> str:
         UserError: it can't be read, or is not text.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return decoded(read_bytes(path, MOST_TEXT_BYTES))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}", str(path), ("give the file's own path",)) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text", str(path), (f"known formats: {', '.join(names('read'))}",)) from error
+    except ValueError as error:
+        mend = (f"known formats: {', '.join(names('read'))}",)
+        raise UserError(f"{path} describes no machines: {error}", str(path), mend) from error
 
 
 def format_of(path: str, text: str) -> ModuleType:

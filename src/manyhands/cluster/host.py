@@ -31,6 +31,7 @@ from manyhands.cluster.orders import Orders
 from manyhands.cluster.probe import Probe
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import use_run_folder
+from manyhands.core.outside import parse_json
 from manyhands.parallel.ports import listen
 
 Request = dict[str, Any]
@@ -90,7 +91,7 @@ class Wire:
     def _next(self) -> Request | None:
         while b"\n" in self._rest:
             line, _, self._rest = self._rest.partition(b"\n")
-            request = json.loads(line)
+            request = parse_json(line, infinite=True)
             if request.get("do") != "alive":
                 return request
             self.tell("alive")

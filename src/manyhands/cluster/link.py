@@ -17,6 +17,7 @@ from typing import Any
 
 from manyhands.cluster.inventory import Machine
 from manyhands.core.errors import RunError
+from manyhands.core.outside import parse_json
 
 # The other end is told so often that its head is there.
 PULSE_S = 2.0
@@ -147,7 +148,7 @@ def close_all(links: Sequence[Link]) -> None:
 
 def _parse(line: bytes) -> Message | None:
     try:
-        message = json.loads(line)
+        message = parse_json(line, infinite=True)
     except ValueError:
         return None  # a greeting of the other machine's login shell
     return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None

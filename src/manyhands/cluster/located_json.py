@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from manyhands.core.errors import UserError
+from manyhands.core.outside import MOST_TEXT_BYTES, UnreadableError, finite_number, whole_number
 
 Path = tuple[str | int, ...]
 
 _BLANK = re.compile(r"[ \t\r\n]*")
-_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_STRING_OR_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[\]}])')
+# What isn't closed ends with the line, or with the text: looking for the end again and again would take minutes.
+_STRING = r'("(?:\\.|[^"\\\n])*+"?)'
+_STRING_OR_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+_STRING_OR_LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
 _DEEPEST = 50
+_MOST_VALUES = 400_000  # each with its place; ten times what a table of ten thousand cards has
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,11 @@ def parse(text: str, where: str) -> Document:
     """Reads JSON.
 
     Raises:
-        UserError: it is not JSON, or one object has a key twice with different values.
+        UserError: it is not JSON, or far larger than a description of a cluster, or one object has a key twice with
+            different values.
     """
+    if len(text) > MOST_TEXT_BYTES or text.count(",") > _MOST_VALUES:
+        raise UserError("this is far larger than a description of machines", where, ("give another file",))
     reader = _Reader(text.removeprefix("\ufeff"), where)
     value = reader.value(())
     reader.skip_blanks()
@@ -79,7 +86,9 @@ class _Reader:
         self.position = 0
         self.lines: dict[Path, int] = {}
         self._ends = [found.start() for found in re.finditer("\n", text)]
-        self._decoder = json.JSONDecoder(parse_constant=self._no_constant)
+        self._decoder = json.JSONDecoder(
+            parse_constant=self._no_constant, parse_int=whole_number, parse_float=finite_number
+        )
 
     @property
     def here(self) -> str:
@@ -117,6 +126,8 @@ class _Reader:
             found, self.position = self._decoder.raw_decode(self.text, self.position)
         except json.JSONDecodeError as error:
             self.refuse(error.msg[:1].lower() + error.msg[1:], error.pos)
+        except UnreadableError as error:
+            self.refuse(str(error))
         return found
 
     def _object(self, path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from manyhands.cluster.formats import hostfile
 from manyhands.cluster.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
+from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
 
 
 def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
@@ -21,7 +22,8 @@ def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
     if options.hostfile:
         path = Path(options.hostfile).expanduser()
         try:
-            return hostfile.read(path.read_text(encoding="utf-8"), str(path)).machines
-        except (OSError, UnicodeDecodeError) as error:
+            text = decoded(read_bytes(path, MOST_TEXT_BYTES))
+        except (OSError, ValueError) as error:
             raise UserError(f"the hostfile can't be read: {error}", str(path), ("name a text file",)) from None
+        return hostfile.read(text, str(path)).machines
     return ()

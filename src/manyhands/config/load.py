@@ -6,7 +6,7 @@ the recipe over the defaults. All mistakes are reported at once, each with its p
 
 import json
 import os
-import tomllib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,14 @@ from pydantic import BaseModel, ValidationError
 
 from manyhands.config.job import Job
 from manyhands.config.recipes import recipe_for
-from manyhands.core.errors import UserError
+from manyhands.config.toml_file import ONE_WORD, read_toml
+from manyhands.core.errors import UserError, shortened
+from manyhands.core.outside import parse_toml
 from manyhands.core.plugins import did_you_mean
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on.
 ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR"}
-# Sections that may be written as one word: data = "mnist" is data.name = "mnist".
-ONE_WORD = {"data": "name", "model": "name", "parallel": "mode", "sync": "method"}
-
 Values = dict[str, Any]
 
 
@@ -68,7 +67,7 @@ def load_job(
     origins: dict[str, str] = {}
     for layer, name in layers:
         _overlay(values, origins, layer, name)
-    chosen = recipe_for(recipe or values.get("data.name", "digits"), values.get("model.name", ""))
+    chosen = recipe_for(recipe or str(values.get("data.name", "digits")), str(values.get("model.name", "")))
     merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         # A recipe's smoothing is for its own loss.
@@ -84,24 +83,6 @@ def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) 
         key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
         values[key] = value
         origins[key] = f"{name} {_variable(key)}" if name == "environment" else name
-
-
-def read_toml(path: Path) -> Values:
-    """Reads a TOML file.
-
-    Raises:
-        UserError: it is missing or isn't TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no job file {path}", mend=("name an existing job.toml",)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} is not TOML: {error}", str(path), ('write values as key = "text" or key = 3',)
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}", str(path)) from None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
@@ -130,8 +111,8 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
 def parse_value(text: str) -> Any:
     """A value from a flag or variable: TOML's own syntax where it parses, else the text itself."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 
@@ -148,6 +129,7 @@ def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[str
 def _check(values: Values, origins: dict[str, str]) -> Job:
     keys = list(known_keys())
     problems = [_unknown(key, keys, origins) for key in values if key not in keys]
+    problems += [(f"{key} {what}", origins.get(key, "job"), "") for key in values for what in _unwritable(values[key])]
     tree: dict[str, dict[str, Any]] = {}
     for key in keys:
         if key in values:
@@ -187,7 +169,16 @@ def _unknown(key: str, keys: list[str], origins: dict[str, str]) -> tuple[str, s
         name = key.rpartition(".")[2]
         near = [known for known in keys if known.endswith(f".{name}")]
         hint = f'did you mean "{near[0]}"?' if near else "--show-config lists all keys"
-    return f"there is no option {key}", origins.get(key, ""), hint
+    return f"there is no option {shortened(key)}", origins.get(key, ""), hint
+
+
+def _unwritable(value: Any) -> Iterator[str]:
+    """What is wrong with a text that neither a path nor job.toml can hold."""
+    words = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(word, str) and "\0" in word for word in words):
+        yield "has a NUL character in it, which no name can have"
+    elif any(isinstance(word, str) and re.search("[\ud800-\udfff]", word) for word in words):
+        yield "is not UTF-8, which job.toml is written in"
 
 
 def _explain(item: Mapping[str, Any], origins: dict[str, str]) -> tuple[str, str, str]:
@@ -198,7 +189,7 @@ def _explain(item: Mapping[str, Any], origins: dict[str, str]) -> tuple[str, str
         key = ".".join(key.split(".")[:2])
     given = item.get("input")
     message = str(item["msg"]).removeprefix("Value error, ")
-    found = "" if isinstance(given, dict) else f", found {json.dumps(given, default=str)}"
+    found = "" if isinstance(given, dict) else f", found {shortened(json.dumps(given, default=str))}"
     expected = expected_values(key)
     # What concerns several sections has no key of its own.
     what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"

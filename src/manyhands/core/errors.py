@@ -41,6 +41,11 @@ class ManyhandsError(Exception):
         return "\n".join(lines)
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """A text from outside as an error quotes it: at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 class UserError(ManyhandsError):
     """The user's own input is wrong; nothing was started or changed."""
 

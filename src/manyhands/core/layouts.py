@@ -1,5 +1,6 @@
 """Which piece of a tensor lies where: plain data that the executor, checkpoints and the planner share."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,9 +83,10 @@ class TensorLayout:
 
     def pieces(self, mesh: Mesh) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
         """(rank, region) of each different piece, by its first holder; together they are the whole, once."""
-        for rank in range(mesh.size):
-            if self.first_holder(mesh, rank) == rank:
-                yield rank, self.region(mesh, rank)
+        cut = self.cut_axes
+        for place in itertools.product(*(range(size) if axis in cut else (0,) for axis, size in enumerate(mesh.sizes))):
+            rank = mesh.rank(place)
+            yield rank, self.region(mesh, rank)
 
     def as_plain(self) -> dict[str, Any]:
         """As JSON data."""
@@ -101,6 +103,17 @@ def whole(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> Tensor
     return TensorLayout(shape, shape, (), gradient_axes)
 
 
+def _count(value: Any) -> int:
+    """A length or a number of an axis, as JSON has it.
+
+    Raises:
+        ValueError: it is something else, or beyond what a tensor can have.
+    """
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value} is no length")
+    return value
+
+
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
     """Reads what `as_plain` wrote.
 
@@ -109,12 +122,12 @@ def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
     """
     try:
         layout = TensorLayout(
-            tuple(int(length) for length in content["shape"]),
-            tuple(int(length) for length in content["view"]),
-            tuple((int(dim), tuple(int(axis) for axis in axes)) for dim, axes in content["cuts"]),
-            tuple(int(axis) for axis in content.get("gradient_axes", ())),
+            tuple(map(_count, content["shape"])),
+            tuple(map(_count, content["view"])),
+            tuple((_count(dim), tuple(map(_count, axes))) for dim, axes in content["cuts"]),
+            tuple(map(_count, content.get("gradient_axes", ()))),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError("this is no layout of a tensor", where, ("write the plan or checkpoint anew",)) from error
     axes = [axis for _, cut in layout.cuts for axis in cut]
     dims = [dim for dim, _ in layout.cuts]

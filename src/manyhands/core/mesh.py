@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, shortened
 
-_AXIS = re.compile(r"([A-Za-z][A-Za-z0-9_]*)=(\d+)")
+_AXIS = re.compile(r"([A-Za-z][A-Za-z0-9_]*)=([0-9]{1,9})")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 MOST_AXES = 3
+MOST_PROCESSES = 65_536
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
     """
     matches = [_AXIS.fullmatch(word.strip()) for word in text.split(",")]
     if any(match is None for match in matches):
-        raise UserError(f'"{text}" is not a mesh', where, ("name axes with sizes, major to minor: dp=2,tp=2",))
+        raise UserError(
+            f'"{shortened(text)}" is not a mesh', where, ("name axes with sizes, major to minor: dp=2,tp=2",)
+        )
     return make_mesh({match[1]: int(match[2]) for match in matches if match}, where, count=len(matches))
 
 
@@ -103,7 +107,16 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
         raise UserError("a mesh has one to three axes of different names", where, ("such as dp=2,tp=2",))
     small = [name for name, size in sizes.items() if type(size) is not int or size < 1]
     if small:
-        raise UserError(f"the mesh's axis {small[0]} has size {sizes[small[0]]}", where, ("a size is 1 or more",))
+        raise UserError(
+            f"the mesh's axis {shortened(small[0])} has size {shortened(str(sizes[small[0]]))}",
+            where,
+            ("a size is a whole number, 1 or more",),
+        )
+    if strange := [name for name in sizes if not _NAME.fullmatch(name)]:
+        raise UserError(f'"{shortened(strange[0])}" is no name of an axis', where, ("such as dp, tp, tp2",))
+    if math.prod(sizes.values()) > MOST_PROCESSES:
+        what = f"a mesh of {math.prod(sizes.values())} processes is larger than {MOST_PROCESSES}, the most there are"
+        raise UserError(what, where, ("sizes are numbers of processes, such as dp=2,tp=2",))
     return Mesh(tuple(sizes.items()))
 
 

@@ -11,7 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from manyhands.core.blame import users_line
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, shortened
+
+_LONGEST_WORD = 200
 
 
 def module_names(package: str) -> list[str]:
@@ -26,7 +28,8 @@ def load_choice(package: str, name: str) -> ModuleType:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A question with the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    # Comparing takes the product of both lengths, and no word of ours is as long as this.
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6) if len(word) <= _LONGEST_WORD else []
     return f'did you mean "{near[0]}"?' if near else ""
 
 
@@ -35,7 +38,7 @@ def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> Us
     words = sorted(known)
     shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")
     hint = did_you_mean(word, words)
-    return UserError(f'no {kind} is called "{word}"', where, tuple(filter(None, (hint, f"known: {shown}"))))
+    return UserError(f'no {kind} is called "{shortened(word)}"', where, tuple(filter(None, (hint, f"known: {shown}"))))
 
 
 def is_object_reference(word: str) -> bool:

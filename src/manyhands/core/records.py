@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from manyhands.core.outside import parse_json
+
 VERSION = 1
 # `Failure.error` where a whole machine, or the connection to it, has gone.
 MACHINE_LOST = "MachineLost"
@@ -139,7 +141,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                content = json.loads(line)
+                content = parse_json(line)
             except ValueError:
                 continue
             if isinstance(content, dict):

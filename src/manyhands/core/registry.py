@@ -1,6 +1,5 @@
 """Which runs go on: the head of each leaves a small record in the user's state folder, and removes it in the end."""
 
-import json
 import os
 import platform
 import sys
@@ -13,6 +12,7 @@ import psutil
 from platformdirs import user_state_path
 from pydantic import Field, ValidationError
 
+from manyhands.core.outside import parse_json, read_bytes
 from manyhands.core.records import Record, write_json
 
 # A clock that is set moves the start of every process a little.
@@ -123,5 +123,5 @@ def _path(record: Running) -> Path:
 def _read(path: Path) -> Running | None:
     """The record, or None where it went away meanwhile or isn't one that this version knows."""
     with suppress(OSError, ValueError, ValidationError):
-        return Running.model_validate(json.loads(path.read_bytes()))
+        return Running.model_validate(parse_json(read_bytes(path)))
     return None

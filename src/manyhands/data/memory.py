@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from manyhands.core.outside import read_object
 from manyhands.data.decode import CorruptImageError, decode, probe
 from manyhands.data.folder import Listing
 from manyhands.data.once import committed, one_at_a_time
@@ -144,10 +145,8 @@ def _key(listing: Listing, *purpose: object) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+    report = read_object(path)
+    return report if report and isinstance(report.get("corrupt"), list) else None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.core.outside import parse_json
 from manyhands.core.world import World
 
 
@@ -60,7 +61,7 @@ def _encode(value: Any) -> Tensor:
 
 
 def _decode(buffer: Tensor) -> Any:
-    return json.loads(bytes(buffer.cpu().numpy()))
+    return parse_json(bytes(buffer.cpu().numpy()), infinite=True)
 
 
 def _room(length: int, world: World) -> Tensor:

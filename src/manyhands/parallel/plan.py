@@ -1,6 +1,5 @@
 """A plan: which part of each op's work each process does. Short, readable, and edited by hand."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import Any
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, layout_from_plain
 from manyhands.core.mesh import Mesh, make_mesh, parse_mesh
+from manyhands.core.outside import parse_json, read_bytes
 from manyhands.core.plugins import did_you_mean
 from manyhands.parallel.graph import INPUT, Graph, Loop, Op
 from manyhands.parallel.options import ParallelOptions
@@ -61,7 +61,7 @@ def read_plan(path: Path) -> Plan:
         UserError: there is none, or it is not a plan; says which field.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once_each)
+        content = parse_json(read_bytes(path), once_each=True)
     except OSError as error:
         raise UserError(f"the plan can't be read: {error.strerror}", str(path), ("manyhands plan job.toml",)) from error
     except ValueError as error:
@@ -69,15 +69,6 @@ def read_plan(path: Path) -> Plan:
             f"the plan is not JSON: {error}", str(path), ("write it anew: manyhands plan job.toml",)
         ) from error
     return plan_from_plain(content, str(path))
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of a name that is there twice, JSON would keep the last one without a word."""
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f'"{twice}" is there twice in one object')
-    return dict(pairs)
 
 
 def plan_from_plain(content: Any, where: str) -> Plan:

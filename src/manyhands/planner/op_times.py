@@ -15,6 +15,8 @@ from typing import Any
 import platformdirs
 import torch
 
+from manyhands.core.outside import parse_json, read_bytes
+
 FORMAT = "op-times/1"
 _REPEATS = 5
 _LONG_S = 0.1
@@ -120,7 +122,7 @@ class OpTimes:
 
     def _read(self) -> dict[str, float]:
         try:
-            content = json.loads(self._file.read_text(encoding="utf-8"))
+            content = parse_json(read_bytes(self._file), infinite=True)
             return _checked(content, self._environment)
         except FileNotFoundError:
             return {}

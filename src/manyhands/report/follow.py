@@ -1,11 +1,11 @@
 """Follows a run while it writes: what is new since the last look."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manyhands.core.folder import RunFolder
+from manyhands.core.outside import parse_json
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.report.read import parse, parse_metrics
 
@@ -44,7 +44,7 @@ class Tail:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError:
         return None
     return content if isinstance(content, dict) else None

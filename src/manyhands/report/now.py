@@ -1,6 +1,5 @@
 """How far a run is now, from the ends of its files: cheap however long it has run."""
 
-import json
 import math
 import time
 from contextlib import suppress
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.folder import RunFolder
+from manyhands.core.outside import read_object
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.core.registry import Running
 from manyhands.report.follow import Tail
@@ -96,7 +96,4 @@ def _end_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-        return content if isinstance(content, dict) else {}
-    return {}
+    return read_object(path) or {}

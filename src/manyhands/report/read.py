@@ -1,7 +1,5 @@
 """Reads a run folder, whatever state it is in: running, finished, stopped, crashed or resumed."""
 
-import json
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +10,7 @@ from pydantic import ValidationError
 from manyhands.core import records
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.outside import parse_toml, read_bytes, read_object
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, Record, StepMetrics
 
 METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {
@@ -161,16 +160,12 @@ def _read_record(schema: type[AnyRecord], file: Path) -> AnyRecord | None:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(file) or {}
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return parse_toml(read_bytes(file))
     except (OSError, ValueError):
         return {}
 

@@ -1,6 +1,5 @@
 """Uses what a run has learnt: evaluates a checkpoint, or says what is on pictures."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.outside import read_object
 from manyhands.run.logs import read_places
 from manyhands.run.train import WORK, failure_of
 from manyhands.run.worker import Failed, as_error, evaluate_here
@@ -124,7 +124,7 @@ def _following(job: Job, folder: RunFolder) -> Job:
     searched = job.parallel.mode == "auto" or job.parallel.fill == "search"
     if not searched or not folder.plan.is_file():
         return job
-    content = json.loads(folder.plan.read_text(encoding="utf-8"))
+    content = read_object(folder.plan) or {}
     found = {"mode": "data"} if content.get("mode") == "data" else {"mode": "semi", "plan": str(folder.plan)}
     options = {"mesh": "", "pin": (), "fill": "data", **found}
     return job.model_copy(update={"parallel": job.parallel.model_copy(update=options)})

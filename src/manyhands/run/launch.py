@@ -1,6 +1,5 @@
 """One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
 
-import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines, write_json
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import facts_wanted, survey_crew
+from manyhands.run.logs import read_places
 from manyhands.run.train import LOOPBACK, STOPPING, WORK, Outcome, conclude, run_folder, train
 
 # What the doctor would say, and the next minute may change.
@@ -184,18 +184,13 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: di
     saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     link = crew.links[0]
     if saved and job.checkpoint.resume == "auto" and not opened["checkpoints"]:
-        had = next((machine["host"] for machine in _noted(folder)), "")
+        had = next((place.host for place in read_places(folder)), "")
         raise UserError(
             f"{link.machine.name} has no checkpoint of {folder.path}, which was saved last at step {saved[-1]}"
             + (f" on {had}" if had else ""),
             f"{link.machine.name}:{opened['folder']}/checkpoints",
             ("name first the machine that has them", "or copy the folder there", "or start afresh: another --out"),
         )
-
-
-def _noted(folder: RunFolder) -> list[dict[str, Any]]:
-    """What machines.json said before this start."""
-    return json.loads(folder.machines.read_text(encoding="utf-8")) if folder.machines.is_file() else []
 
 
 def _share_code(crew: Crew) -> None:

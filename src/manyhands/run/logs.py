@@ -1,6 +1,5 @@
 """What the processes of a run wrote: their own files in the run folder, as they are or as they grow."""
 
-import json
 import tempfile
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from manyhands.cluster.link import Link
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.outside import parse_json, read_bytes
 from manyhands.core.registry import goes_on, running
 from manyhands.report.read import no_run
 from manyhands.run.watch import matches, unknown_run
@@ -213,7 +213,7 @@ def read_places(folder: RunFolder) -> list[LogPlace]:
     """
     path = folder.machines
     try:
-        return TypeAdapter(list[LogPlace]).validate_python(json.loads(path.read_bytes()))
+        return TypeAdapter(list[LogPlace]).validate_python(parse_json(read_bytes(path)))
     except FileNotFoundError:
         return []
     except (ValueError, ValidationError) as error:

@@ -1,10 +1,8 @@
 """imagenet main.py's own files, written at the end of each epoch as it does, so that its --resume goes on from them."""
 
-import json
 import math
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from manyhands.checkpoint.foreign import write_foreign
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.errors import UserError
+from manyhands.core.outside import read_object
 from manyhands.core.records import write_json
 from manyhands.train.optimize import learning_rate
 from manyhands.train.parts import Parts
@@ -159,10 +158,7 @@ def _remember(parts: Parts, written: list[Path]) -> None:
 
 
 def _recall(parts: Parts) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        content = json.loads((parts.folder.path / WRITTEN).read_bytes())
-        return content if isinstance(content, dict) else {}
-    return {}
+    return read_object(parts.folder.path / WRITTEN) or {}
 
 
 def _identity(path: Path) -> list[int]:

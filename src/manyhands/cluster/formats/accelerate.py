@@ -15,6 +15,7 @@ from manyhands.cluster.holding import canonical, must_hold
 from manyhands.cluster.inventory import Cluster, Machine
 from manyhands.cluster.located_json import at_line
 from manyhands.core.errors import UserError
+from manyhands.core.outside import UnreadableError, parse_yaml
 
 NAMES = ("accelerate",)
 
@@ -211,12 +212,12 @@ class _Values:
 
 def _parsed(text: str, where: str) -> tuple[Mapping[str, Any], Mapping[str, int]]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = at_line(where, mark.line + 1) if mark else where
-        raise UserError(f"this is not yaml: {getattr(error, 'problem', error)}", at, ("mend this line",)) from error
+        content, node = parse_yaml(text)
+    except UnreadableError as error:
+        line = re.match(r"line ([0-9]+):? ", str(error))
+        at = at_line(where, int(line[1])) if line else where
+        problem = str(error)[line.end() :] if line else str(error)
+        raise UserError(f"this is not yaml: {problem}", at, ("mend this line",)) from error
     if not isinstance(node, yaml.MappingNode) or not all(isinstance(key, str) for key in content):
         raise UserError("expected lines such as num_processes: 4", where, ("`accelerate config` writes such a file",))
     lines: dict[str, int] = {}

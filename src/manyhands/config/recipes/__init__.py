@@ -4,11 +4,11 @@ A section [for."PATTERN"] of a recipe holds what differs for networks whose name
 """
 
 import fnmatch
-import tomllib
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from manyhands.core.outside import parse_toml
 from manyhands.core.plugins import is_object_reference
 
 
@@ -29,7 +29,7 @@ def recipe_for(data: str, model: str) -> Recipe:
     own = {file.name.removesuffix(".toml"): file for file in files(__name__).iterdir() if file.name.endswith(".toml")}
     # By name among our own: a path, such as that of a folder of pictures, must not lead to a file beside it.
     name = base if base in own else "folder"
-    tree = tomllib.loads(own[name].read_text(encoding="utf-8"))
+    tree = parse_toml(own[name].read_bytes())
     per_model: dict[str, dict[str, Any]] = tree.pop("for", {})
     values = {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
     chosen = model or str(values.get("model.name", ""))

@@ -1,0 +1,207 @@
+"""The readers of what comes from outside: plain data, or one error that says what is wrong."""
+
+import json
+import time
+import tomllib
+
+import pytest
+
+from manyhands.checkpoint.plain_files import checked_plain
+from manyhands.checkpoint.tensors import unflatten
+from manyhands.cluster.located_json import parse, without_comments
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import layout_from_plain
+from manyhands.core.mesh import make_mesh, parse_mesh
+from manyhands.core.outside import (
+    UnreadableError,
+    decoded,
+    parse_json,
+    parse_toml,
+    parse_yaml,
+    read_bytes,
+    read_object,
+)
+
+DEEP = 5_000
+JSON_TEXTS = ("{}", "[1, -2.5e3, true, null]", '{"a": [{"b": "[[[[{{{{ \\" \\\\"}]}', '"\\ud83d\\ude00 and \\\\ud800"')
+
+
+@pytest.mark.parametrize("text", JSON_TEXTS)
+def test_json_is_what_pythons_reader_makes_of_it(text):
+    assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * DEEP, "64 levels"),
+        ('{"a":' * DEEP, "64 levels"),
+        ("9" * 5_000, "40 digits"),
+        ("1e999", "larger than any"),
+        ("NaN", "NaN"),
+        ("[1,", "line 1"),
+        ("\ufeff\ufeff1", "BOM"),
+    ],
+)
+def test_json_that_is_too_much_says_so(text, said):
+    with pytest.raises(UnreadableError, match=said):
+        parse_json(text)
+
+
+def test_strings_in_json_may_have_brackets_without_end():
+    assert parse_json(json.dumps("[" * DEEP)) == "[" * DEEP
+
+
+def test_halves_of_characters_can_be_shown_afterwards():
+    assert parse_json('["\\ud800", "\\udfffx", "a\\\\ud800", "\\ud83d\\ude00"]') == [
+        "\ufffd",
+        "\ufffdx",
+        "a\\ud800",
+        "😀",
+    ]
+
+
+def test_names_that_are_there_twice_are_refused_where_that_is_asked_for():
+    assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
+    with pytest.raises(UnreadableError, match='"a" is there twice'):
+        parse_json('{"a": 1, "b": 1, "a": 2}', once_each=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a = " + "[" * DEEP, "64 levels"),
+        ("a = " + "[" * 100 + "]" * 100, "64 levels"),
+        ("a = " + "{a = " * 500, "64 levels"),
+        ("a = " + "9" * 5_000, "40 digits"),
+        ("a = 0x" + "f" * 5_000, "40 digits"),
+        (".".join("a" * 20_000) + " = 1", "32 parts"),
+        ("[" + " . ".join(['"a"'] * 20_000) + "]", "32 parts"),
+        ("a = 1\nb\n", "line 2"),
+        ("a = 1\n" * 300_000, "1 MiB"),
+    ],
+)
+def test_toml_that_is_too_much_says_so_at_once(text, said):
+    began = time.process_time()
+    with pytest.raises(UnreadableError, match=said):
+        parse_toml(text)
+    # A dotted key of 40 kB took 24 s: no speed of ours, but whether it grows with the square.
+    assert time.process_time() - began < 10
+
+
+def test_toml_is_what_pythons_reader_makes_of_it():
+    text = 'a.b.c = "x.y.z"\n[d]\ne = [1, 2.5, 1979-05-27]\n'
+    assert parse_toml(text) == tomllib.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * DEEP, "64 levels"),
+        ("a: " + "{a: " * DEEP, "64 levels"),
+        ("".join(f"{' ' * level}a:\n" for level in range(200)), "64 levels"),
+        ("a: " + "9" * 5_000, "digits"),
+        ("a: &b [1]\nc: *b", "line 1"),
+        ("a: 1\nb: !!timestamp x", "line 2"),
+        ("a: 2001-99-99", "can't be read"),
+        ("a: 0x_", "can't be read"),
+        ("a: [1", "line 1"),
+        ("{[1]: 2}", "line 1"),
+        ("x" * 200_000, "128 KiB"),
+    ],
+)
+def test_yaml_that_is_too_much_says_so(text, said):
+    with pytest.raises(UnreadableError, match=said):
+        parse_yaml(text)
+
+
+def test_text_may_begin_with_a_mark_and_says_which_line_is_of_another_encoding():
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        assert decoded("名字 = 1".encode(encoding)) == "名字 = 1"
+    with pytest.raises(UnreadableError, match="line 2 is not UTF-8, but may be GBK"):
+        decoded("a = 1\nb = '猫和狗'".encode("gbk"))
+
+
+def test_files_have_a_largest_size(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('{"a": 1}')
+    assert read_object(file) == {"a": 1}
+    with pytest.raises(UnreadableError, match="larger than"):
+        read_bytes(file, 4)
+    assert read_object(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("state.json", '{"step": "many"}'),
+        ("state.json", '{"step": 1e3}'),
+        ("state.json", '{"best": 3}'),
+        ("state.json", '{"classes": "cat"}'),
+        ("optimizer.json", '{"state": [1]}'),
+        ("optimizer.json", '{"state": {"a": 1}}'),
+        ("optimizer.json", '{"param_groups": [{"params": 3}]}'),
+        ("manifest.json", '{"files": []}'),
+        ("manifest.json", '{"files": {"state.json": {"size": "1", "sha256": 3}}}'),
+        ("manifest.json", "[]"),
+    ],
+)
+def test_files_of_a_checkpoint_hold_what_such_files_hold(name, text):
+    with pytest.raises(ValueError, match=name):
+        checked_plain(name, text.encode())
+
+
+@pytest.mark.parametrize("tree", [{"$tensor": "b"}, {"$tensor": ["a"]}, {"$tensor": None}])
+def test_an_optimizer_names_tensors_that_are_there(tree):
+    with pytest.raises(UnreadableError, match="a tensor that isn't there"):
+        unflatten({"x": [tree]}, {})
+
+
+@pytest.mark.parametrize("length", ["Infinity", "1e30", "-1", '"3"', "true", "9" * 30])
+def test_a_layout_has_lengths(length):
+    content = json.loads(f'{{"shape": [{length}], "view": [{length}], "cuts": []}}')
+    with pytest.raises(UserError, match="layout"):
+        layout_from_plain(content, parse_mesh("dp=2"), "plan")
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 10**9}, {"dp": 2**16, "tp": 2}, {"": 2}, {"dp": "2"}, {"d p": 2}])
+def test_a_mesh_has_a_number_of_processes_that_there_can_be(sizes):
+    with pytest.raises(UserError):
+        make_mesh(sizes)
+    with pytest.raises(UserError):
+        parse_mesh("dp=" + "9" * 5_000)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * DEEP, "9" * 5_000, '{"a": ' + "9" * 5_000 + "}", '{"a": 1e999}', "[0," * 500_000]
+)
+def test_json_with_lines_has_the_same_limits(text):
+    with pytest.raises(UserError):
+        parse(text, "table.json")
+
+
+def test_comments_and_strings_without_end_are_read_once():
+    for text in ("/*" * 200_000, '"\\' * 200_000, "," + " " * 200_000):
+        assert len(without_comments(text)) == len(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"data": [5]}, "data.name"),
+        ({"run.out": "a\0b"}, "run.out has a NUL character"),
+        ({"run.out": "a\udcff"}, "run.out is not UTF-8"),
+        ({"train.lr": "9" * 5_000}, "train.lr"),
+        ({"x" * 100_000: 1}, "there is no option"),
+    ],
+)
+def test_strange_values_of_options_are_refused_on_one_screen(flags, said):
+    with pytest.raises(UserError, match=said) as refused:
+        load_job(flags, environment={})
+    assert len(str(refused.value)) < 2_000
+
+
+def test_a_word_that_looks_like_a_number_is_a_word():
+    job = load_job({"data": 5, "model": 4294967296}, environment={}).job
+    assert (job.data.name, job.model.name) == ("5", "4294967296")
