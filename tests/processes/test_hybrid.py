@@ -33,6 +33,7 @@ EQUAL = {
     "gather": (False, True),
     "scatter": (True, False),
     "reduce_scatter": (False, False),
+    "all_to_all": (False, False),
 }
 
 
@@ -51,10 +52,14 @@ def _pairings(world, mesh, names, cases):
     for method, shape, dim, seed in cases:
         takes, gives = EQUAL[method]
         local = list(shape)
-        if method == "gather":
+        dims = [dim]
+        if method == "all_to_all":
+            # Two dimensions at least: the one before is cut where this one was.
+            local, shape, dims = [*local, 4], [*shape, 4], [len(shape), dim]
+        if method in {"gather", "all_to_all"}:
             local[dim] = bounds(shape[dim], axis.size)[axis.rank + 1] - bounds(shape[dim], axis.size)[axis.rank]
         x = _random(local, takes, grid, numbers, seed).requires_grad_()
-        y = getattr(axis, method)(x, *([] if method in {"enter", "all_reduce"} else [dim]))
+        y = getattr(axis, method)(x, *([] if method in {"enter", "all_reduce"} else dims))
         back = _random(y.shape, gives, grid, numbers, seed + 500)
         y.backward(back)
         once = 1 / axis.size

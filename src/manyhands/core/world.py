@@ -14,6 +14,8 @@ class World:
         local_size: processes on this machine.
         device: torch's name of the device of this process, such as "cpu" or "cuda:1".
         backend: torch.distributed's backend, or "" when the process is alone.
+        collective_timeout_s: seconds after which a silent peer is given up, also in groups of some processes; 0 for
+            torch's own.
     """
 
     rank: int = 0
@@ -22,6 +24,7 @@ class World:
     local_size: int = 1
     device: str = "cpu"
     backend: str = ""
+    collective_timeout_s: float = 0.0
 
     @property
     def alone(self) -> bool:

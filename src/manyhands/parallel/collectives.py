@@ -1,6 +1,7 @@
 """The ordinary collectives and subgroups, the same whether there is one process or many."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -44,12 +45,20 @@ class Subgroup:
             dist.all_reduce(result, _OPERATIONS[operation], group=self._handle)
         return result / self.size if operation == "mean" else result
 
+    def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
+        """The members' tensors put together, on member `target` alone; the others get None."""
+        receiver, result = self._rank_of(target, "reduce"), _own_copy(tensor)
+        if self.size > 1:
+            dist.reduce(result, receiver, _OPERATIONS[operation], group=self._handle)
+        if self.rank != target:
+            return None
+        return result / self.size if operation == "mean" else result
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Member `source`'s tensor; the others give one of the same shape and dtype."""
-        self._require_member()
-        result = _own_copy(tensor)
+        sender, result = self._rank_of(source, "broadcast"), _own_copy(tensor)
         if self.size > 1:
-            dist.broadcast(result, src=self.ranks[source], group=self._handle)
+            dist.broadcast(result, src=sender, group=self._handle)
         return result
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -62,15 +71,45 @@ class Subgroup:
         dist.all_gather(parts, mine, group=self._handle)
         return torch.stack(parts)
 
+    def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
+        """The members' tensors, stacked in their order [size, …], on member `target` alone; the others get None."""
+        receiver, mine = self._rank_of(target, "gather"), _own_copy(tensor)
+        if self.size == 1:
+            return mine[None]
+        parts = [torch.empty_like(mine) for _ in self.ranks] if self.rank == target else None
+        dist.gather(mine, parts, dst=receiver, group=self._handle)
+        return torch.stack(parts) if parts else None
+
+    def all_to_all(self, tensors: Tensor) -> Tensor:
+        """Row number `rank` of each member's tensors [size, …], in the order of the members: rows change places."""
+        self._require_member()
+        self._require_rows(tensors, "all_to_all")
+        mine = _own_copy(tensors)
+        if self.size == 1:
+            return mine
+        received = torch.empty_like(mine)
+        dist.all_to_all_single(received, mine, group=self._handle)
+        return received
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Sends a tensor to member `target`, which must call `receive`; waits until it is on its way."""
+        dist.send(_own_copy(tensor), dst=self._other(target, "send"), group=self._handle)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """What member `source` sends; `tensor` says shape, dtype and device, and is left as it is."""
+        result = torch.empty_like(_own_copy(tensor))
+        dist.recv(result, src=self._other(source, "receive"), group=self._handle)
+        return result
+
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
         """Row number `rank` of member `source`'s tensors [size, …]; the others give a tensor of the same shape."""
         self._require_member()
-        if tensors.shape[0] != self.size:
-            raise UserError(f"scatter needs one row for each of {self.size} processes, and got {tensors.shape[0]}")
+        self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()
 
     def reduce_scatter(self, tensors: Tensor, operation: Operation = "sum") -> Tensor:
         """This process's row of the members' tensors [size, …] put together."""
+        self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 
     def barrier(self) -> None:
@@ -83,6 +122,24 @@ class Subgroup:
         if self.rank < 0:
             raise UserError(f"this process is not one of ranks {', '.join(map(str, self.ranks))}", "subgroup")
 
+    def _require_rows(self, tensors: Tensor, what: str) -> None:
+        rows = tensors.shape[0] if tensors.ndim else 0
+        if rows != self.size:
+            raise UserError(f"{what} needs one row for each of {self.size} processes, and got {rows}", what)
+
+    def _rank_of(self, member: int, what: str) -> int:
+        """A member's rank in the whole run; members are counted from 0 within the group."""
+        self._require_member()
+        if not 0 <= member < self.size:
+            mend = (f"0 … {self.size - 1}: the place among ranks {', '.join(map(str, self.ranks))}",)
+            raise UserError(f"there is no member {member} in a group of {self.size}", what, mend)
+        return self.ranks[member]
+
+    def _other(self, member: int, what: str) -> int:
+        if member == self.rank:
+            raise UserError(f"member {member} is this process itself", what, ("another member of the group",))
+        return self._rank_of(member, what)
+
 
 def _own_copy(tensor: Tensor) -> Tensor:
     """A copy whose values lie in memory in one order on all processes, whatever the strides: backends send bytes."""
@@ -94,6 +151,11 @@ def whole(world: World) -> Subgroup:
     return Subgroup(range(world.size), world.rank, None)
 
 
+def group_timeout(world: World) -> timedelta | None:
+    """How long some processes' group waits for a silent peer; torch's own would be half an hour, whatever the job."""
+    return timedelta(seconds=world.collective_timeout_s) if world.collective_timeout_s else None
+
+
 def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
     """A subgroup; every process of the run must make the same ones in the same order, members or not.
 
@@ -103,5 +165,5 @@ def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
         raise UserError(f"{list(ranks)} are not distinct ranks of 0 … {world.size - 1}", "new_group")
-    handle = None if world.alone else dist.new_group(members)
+    handle = None if world.alone else dist.new_group(members, timeout=group_timeout(world))
     return Subgroup(members, members.index(world.rank) if world.rank in members else -1, handle)

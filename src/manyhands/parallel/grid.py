@@ -11,6 +11,7 @@ from torch import Tensor
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
+from manyhands.parallel.collectives import group_timeout
 from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Grid:
 
     def _make(self, axes: tuple[int, ...]) -> Any:
         groups = sorted({tuple(self.mesh.peers(axes, rank)) for rank in range(self.mesh.size)})
-        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])[0]
+        patience = group_timeout(self.world)
+        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=patience)[0]
 
     def group(self, axes: Sequence[int]) -> Any:
         """The process group along some axes that this process is in; None is torch's word for all processes."""

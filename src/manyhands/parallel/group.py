@@ -119,7 +119,13 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         timeout=timedelta(seconds=collective_timeout_s),
     )
     world = World(
-        membership.rank, membership.size, membership.local_rank, membership.local_size, device, str(dist.get_backend())
+        membership.rank,
+        membership.size,
+        membership.local_rank,
+        membership.local_size,
+        device,
+        str(dist.get_backend()),
+        collective_timeout_s,
     )
     if membership.started_by in {"--init", "met"} and not world.speaks:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")

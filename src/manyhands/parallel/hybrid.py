@@ -206,6 +206,26 @@ class Axis:
         dim = self._dim(x, dim, "reduce_scatter")
         return self._turn("reduce_scatter", x, ("P", dim), ("R", dim), x.shape)
 
+    def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
+        """Pieces in one dimension become pieces in another: forward an all-to-all, backward one the other way.
+
+        The same as `gather` in one dimension and then `scatter` in the other, with a fraction of the traffic. Its own
+        conjugate, with the dimensions exchanged.
+
+        Args:
+            x: this process's piece, of the length in `joined` that `scatter` gives.
+            cut: the dimension that is whole and is cut.
+            joined: the dimension that is cut and is put together.
+            length: of the whole in `joined`. Without it the processes tell each other, in a small message.
+        """
+        cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
+        if cut == joined:
+            mend = ("two dimensions; within one there is nothing to exchange",)
+            raise UserError(f"dimension {cut} can't be cut and put together at once", "all_to_all", mend)
+        shape = list(x.shape)
+        shape[joined] = self._length(x, joined, length)
+        return self._turn("all_to_all", x, (joined, cut), (joined, cut), shape)
+
     def _turn(
         self,
         method: str,
