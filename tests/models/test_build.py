@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.models.build import build_model, describe
+from manyhands.models.build import build_model, describe, settle
 from manyhands.models.options import ModelOptions
 
 
@@ -19,13 +19,39 @@ def test_small_pictures_take_the_cifar_stem_and_say_so():
     (note,) = needs.notes
     assert note.startswith("resnet18 with the CIFAR stem (3x3, no max-pool) because pictures are 32 px")
     assert note.endswith("torchvision:resnet18 is the original")
-    assert build("resnet18", size=64, channels=1).conv1.kernel_size == (3, 3)
+    assert build("resnet18", size=32, channels=1).conv1.kernel_size == (3, 3)
 
 
-@pytest.mark.parametrize(("name", "size"), [("resnet18", 65), ("torchvision:resnet18", 32)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("resnet18", 65), ("torchvision:resnet18", 32), ("torchvision:resnet18", 64)]
+)
 def test_the_original_resnet(name: str, size: int):
     assert describe(ModelOptions(name=name), size).notes == []
     assert build(name, size=size).conv1.kernel_size == (7, 7)
+
+
+def test_pictures_of_64_px_keep_the_original_stem_and_the_other_is_priced():
+    (note,) = describe(ModelOptions(name="resnet18"), 64).notes
+    assert "cifar:resnet18 keeps every pixel (3x3 stem, no max-pool), for about 16 times the work" in note
+    assert build("resnet18", size=64).conv1.kernel_size == (7, 7)
+    assert build("cifar:resnet18", size=64).conv1.kernel_size == (3, 3)
+    assert describe(ModelOptions(name="resnet18", pretrained=True), 64).notes == []
+
+
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18", "cifar:resnet18", "cnn"])
+def test_a_settled_name_means_the_same_network_at_any_size(name: str, size: int):
+    settled = settle(ModelOptions(name=name), size)
+    shapes = [
+        {
+            key: value.shape
+            for key, value in build_model(options, channels=3, size=size, num_classes=4).state_dict().items()
+        }
+        for options in (ModelOptions(name=name), settled)
+    ]
+    assert shapes[0] == shapes[1]
+    assert settle(settled, 224).name == settled.name
+    assert settled.name in {"cifar:resnet18", "torchvision:resnet18", "cnn"}
 
 
 def test_pretrained_means_the_original():

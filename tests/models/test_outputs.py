@@ -25,7 +25,21 @@ def test_the_first_output_is_the_main_one(output: object, weights: list[float]):
     assert [weight for _, weight in heads] == weights
 
 
-@pytest.mark.parametrize("output", [None, {"logits": ONE}, (), (None, ONE), (ONE, "x"), 3.0])
-def test_anything_else_is_refused(output: object):
-    with pytest.raises(UserError, match="forward returns"):
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        (None, "nothing"),
+        ({"logits": ONE}, r"a dict of logits: a tensor \[2, 3\]"),
+        ((), "a tuple"),
+        ((None, ONE), r"a tuple of nothing, a tensor \[2, 3\]"),
+        ((ONE, "x"), r"a tuple of a tensor \[2, 3\], a str"),
+        (3.0, "a float"),
+        ((ONE, torch.zeros(2, 64, 7, 7)), r"a tuple of a tensor \[2, 3\], a tensor \[2, 64, 7, 7\]"),
+        ((ONE, torch.zeros(2)), r"a tuple of a tensor \[2, 3\], a tensor \[2\]"),
+        (torch.zeros(2, 3, 7, 7), r"a tensor \[2, 3, 7, 7\]"),
+    ],
+)
+def test_anything_else_is_refused_with_what_it_is(output: object, shown: str):
+    with pytest.raises(UserError, match=f"forward returns {shown}\n") as raised:
         main_and_auxiliary(output)
+    assert "[N, classes]" in raised.value.mend[0]

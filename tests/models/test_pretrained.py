@@ -15,7 +15,7 @@ from torchvision import models
 from manyhands.core.errors import UserError
 from manyhands.models import pretrained
 from manyhands.models.architectures import torchvision as zoo
-from manyhands.models.build import build_model
+from manyhands.models.build import build_model, describe, settle
 from manyhands.models.options import ModelOptions
 
 SQUEEZENET = "squeezenet1_1-b8a52dc0.pth"
@@ -161,3 +161,20 @@ def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypat
             pretrained.fetch_weights(url)
     assert time.monotonic() - started < 5
     assert f"put it at {cache / 'net-01234567.pth'}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3", "vit_b_32", "maxvit_t", "resnet18", "squeezenet1_1"])
+def test_the_network_of_published_weights_is_made_without_them(cache: Path, monkeypatch, name: str):
+    monkeypatch.setattr(pretrained.urllib.request, "urlopen", None)  # nothing may be fetched for the second one
+    options = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
+    weights = models.get_model(name, **options).state_dict()
+    url = models.get_model_weights(name)["DEFAULT"].url
+    torch.save(weights, cache / url.rpartition("/")[2])
+    asked = ModelOptions(name=name, pretrained=True)
+    first = build_model(asked, channels=3, size=describe(asked, 64).size or 64, num_classes=7)
+    settled = settle(asked, 64)
+    (cache / url.rpartition("/")[2]).unlink()
+    again = build_model(settled, channels=3, size=describe(settled, 64).size or 64, num_classes=7)
+    assert {k: v.shape for k, v in first.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
+    assert getattr(first, "transform_input", None) == getattr(again, "transform_input", None)
+    assert not settled.pretrained

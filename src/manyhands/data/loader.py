@@ -42,6 +42,7 @@ class Loader:
         workers: int = 0,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        classes: int = 0,
     ) -> None:
         """Prepares; reads and starts nothing yet.
 
@@ -54,6 +55,7 @@ class Loader:
             workers: processes that decode, for sources that aren't in memory; 0: in this process; -1: by the cores.
             dtype: of images; pictures are normalised in float32 (float64 for float64).
             channels_last: lays [n, C, S, S] out with channels innermost.
+            classes: labels that a user's own sample may have are 0 … classes - 1; 0: any.
         """
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         normalise = Normalise(pixels, torch.device(device), dtype)
@@ -63,7 +65,8 @@ class Loader:
         elif isinstance(source, ImageFiles):
             self._feed = WorkerFeed(FileSamples(source, pixels, train=train, seed=seed), normalise, workers)
         else:
-            self._feed = WorkerFeed(OwnSamples(source, pixels, train=train, seed=seed), normalise, workers)
+            own = OwnSamples(source, pixels, train=train, seed=seed, classes=classes)
+            self._feed = WorkerFeed(own, normalise, workers)
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch for each index tensor int64 [n] in `requests`, in order.

@@ -50,8 +50,9 @@ class FileSamples:
 class OwnSamples:
     """Reads the user's data set, with every generator that it may use seeded for each sample."""
 
-    def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int) -> None:
+    def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
         self._dataset, self._pixels, self._train, self._seed = source.dataset, pixels, train, seed
+        self._classes = classes
         # Plain tensors hold no chance and need no loop.
         self._tensors = source.dataset.tensors if type(source.dataset) is TensorDataset else None
 
@@ -68,9 +69,18 @@ class OwnSamples:
                 return self._tensors[0][samples], self._tensors[1][samples].to(torch.int64)
             with restored_generators():
                 pairs = [self._one(epoch, sample) for sample in samples]
+            self._refuse_other_labels([label for _, label in pairs], samples)
+            return _stack([image for image, _ in pairs], samples), torch.tensor([label for _, label in pairs])
         except ManyhandsError as error:
             return error
-        return _stack([image for image, _ in pairs], samples), torch.tensor([label for _, label in pairs])
+
+    def _refuse_other_labels(self, labels: list[int], samples: list[int]) -> None:
+        """What a data set knows of its labels is checked when it is opened; what it tells by the sample, here."""
+        for label, sample in zip(labels, samples, strict=True):
+            if self._classes and not 0 <= label < self._classes:
+                what = f"the label of sample {sample:,} is {label}, but there are {self._classes} classes"
+                mend = (f"labels are whole numbers from 0 to {self._classes - 1}; mend or leave out the sample",)
+                raise UserError(what, "the data set", mend)
 
     def _one(self, epoch: int, sample: int) -> tuple[Tensor, int]:
         seed_generators(derive(self._seed, "sample", epoch, sample))

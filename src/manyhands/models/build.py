@@ -12,7 +12,8 @@ from manyhands.models.options import ModelOptions
 from manyhands.models.user import build_user_model
 
 _PACKAGE = "manyhands.models.architectures"
-_ORIGINAL = "torchvision:"
+# From here on the pictures are no longer called small.
+_LARGE = 64
 
 
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
@@ -28,7 +29,12 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
     if is_object_reference(options.name):
         return ModelNeeds()
     name, choice = _find(options, size)
-    return choice.needs(name, size, options.arguments, options.pretrained)
+    needs = choice.needs(name, size, options.arguments, options.pretrained)
+    small = None if name != options.name or options.pretrained else _for_smaller(name, size)
+    if small and size <= _LARGE:
+        note = f"{name} as it is on photographs, since pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
+        needs.notes.append(note)
+    return needs
 
 
 def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int, mesh: Any = None) -> nn.Module:
@@ -62,20 +68,50 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
+def settle(options: ModelOptions, size: int) -> ModelOptions:
+    """The same network by a name and arguments that mean it for pictures of any size, without published weights.
+
+    What is built from it takes the weights of what is built from `options`, whatever those began with.
+    """
+    plain = {"weights": "", "pretrained": False}
+    if is_object_reference(options.name):
+        return options.model_copy(update=plain)
+    name, choice = _find(options, size)
+    arguments = choice.published_arguments(name, options.arguments) if options.pretrained else options.arguments
+    return options.model_copy(update={**plain, "name": _prefix(choice) + name, "arguments": arguments})
+
+
 def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
-    """The choice file for a name. One that is for small pictures only (MAX_SIZE) goes before one for all."""
-    choices = [load_choice(_PACKAGE, word) for word in module_names(_PACKAGE)]
-    name = options.name.removeprefix(_ORIGINAL)
-    candidates = [choice for choice in choices if name in choice.names() and _max_size(choice) >= size]
-    published = [choice for choice in candidates if hasattr(choice, "build_pretrained")]
-    if name != options.name or (options.pretrained and published):
-        candidates = published
+    """The choice file for a name, and the name without the file's prefix.
+
+    A prefix names the file. Without one, a file for small pictures only (MAX_SIZE) goes before one for all.
+    """
+    choices = _choices()
+    named = next((choice for choice in choices if _prefix(choice) and options.name.startswith(_prefix(choice))), None)
+    prefix = _prefix(named) if named else ""
+    name = options.name.removeprefix(prefix)
+    candidates = [choice for choice in ([named] if named else choices) if name in choice.names()]
     if not candidates:
-        prefix = _ORIGINAL if name != options.name else ""
-        fitting = [choice for choice in choices if not prefix or hasattr(choice, "build_pretrained")]
-        known = {prefix + word for choice in fitting for word in choice.names()}
+        known = {prefix + word for choice in ([named] if named else choices) for word in choice.names()}
         raise unknown_choice("network", options.name, known, "model.name")
+    if not named:
+        published = [choice for choice in candidates if hasattr(choice, "build_pretrained")]
+        fitting = [choice for choice in candidates if _max_size(choice) >= size]
+        candidates = published if options.pretrained and published else fitting
     return name, min(candidates, key=_max_size)
+
+
+def _choices() -> list[ModuleType]:
+    return [load_choice(_PACKAGE, word) for word in module_names(_PACKAGE)]
+
+
+def _for_smaller(name: str, size: int) -> ModuleType | None:
+    """The choice file that has this network for pictures smaller than these alone."""
+    return next((choice for choice in _choices() if name in choice.names() and _max_size(choice) < size), None)
+
+
+def _prefix(choice: ModuleType) -> str:
+    return getattr(choice, "PREFIX", "")
 
 
 def _max_size(choice: ModuleType) -> float:

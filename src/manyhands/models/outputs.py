@@ -1,6 +1,6 @@
 """What a network returns in training: its logits, and those of auxiliary heads where it has any."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +15,8 @@ def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]
     """Splits a network's output into its logits and the auxiliary ones with their weights in the loss.
 
     Args:
-        output: a Tensor [N, classes], or a tuple or namedtuple of which the first is that and the others are alike;
-            None among the others is left out.
+        output: a Tensor [N, classes], or a tuple or namedtuple of which the first is that and the others have its
+            shape; None among the others is left out.
 
     Returns:
         The logits, and (logits [N, classes], weight) of each auxiliary head: 0.3 where there are several (GoogLeNet,
@@ -25,13 +25,26 @@ def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]
     Raises:
         UserError: it is something else.
     """
-    if isinstance(output, Tensor):
-        return output, []
-    if isinstance(output, Sequence) and output and all(o is None or isinstance(o, Tensor) for o in output):
-        main, *others = output
-        heads = [head for head in others if head is not None]
-        if main is not None:
+    main, *others = output if isinstance(output, Sequence) and output else [output]
+    others = [head for head in others if head is not None]
+    if isinstance(main, Tensor) and main.ndim == 2:
+        heads = [head for head in others if isinstance(head, Tensor) and head.shape == main.shape]
+        if len(heads) == len(others):
             weight = _ONE_HEAD if len(heads) == 1 else _MORE_HEADS
             return main, [(head, weight) for head in heads]
-    mend = ("return a tensor [N, classes], or a tuple of such tensors: the logits, then the auxiliary ones",)
-    raise UserError(f"the network's forward returns a {type(output).__name__}", "model", mend)
+    mend = (
+        "return a tensor [N, classes]: one row for each picture",
+        "or a tuple of such tensors, all of one shape: the logits, then those of auxiliary heads",
+    )
+    raise UserError(f"the network's forward returns {_shown(output)}", "model", mend)
+
+
+def _shown(output: Any) -> str:
+    """What a network returned, in words: types, and shapes of tensors."""
+    if isinstance(output, Tensor):
+        return f"a tensor {list(output.shape)}"
+    if isinstance(output, Sequence) and not isinstance(output, str) and output:
+        return f"a {type(output).__name__} of {', '.join(map(_shown, output))}"
+    if isinstance(output, Mapping) and output:
+        return f"a {type(output).__name__} of {', '.join(f'{key}: {_shown(value)}' for key, value in output.items())}"
+    return "nothing" if output is None else f"a {type(output).__name__}"

@@ -35,7 +35,7 @@ class Evaluation:
         top1: share of samples whose first guess is right.
         top5: share of samples whose label is among the first five guesses.
         cells: int64 [cells, 3]: true class, guessed class, samples; of the confusion matrix where it isn't zero.
-        classes: outputs that count.
+        classes: rows and columns of that matrix: the classes, and outputs beyond them up to the last that was guessed.
         seconds: how long it took.
     """
 
@@ -61,7 +61,7 @@ class Evaluator:
     Args:
         loader: of the test split.
         length: samples in the split.
-        classes: outputs that count.
+        classes: how many there are; the network may have more outputs, and a guess beyond is a wrong one.
         block: samples in a block.
         world: who takes part.
         log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
@@ -104,9 +104,9 @@ class Evaluator:
         return self._sum_up(*counts, started)
 
     def _count(self, model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this process's samples: true and guessed class in one number; top-5 hits and samples; block losses."""
+        """Of this process's samples: true and guessed class [2, length]; top-5 hits and samples; block losses."""
         device = self.world.device
-        pairs = torch.zeros(self.length, dtype=torch.int64, device=device)
+        pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
         losses = torch.zeros(len(self.blocks), dtype=self._precise, device=device)
         for number, counted, batch in self._batches():
@@ -120,7 +120,7 @@ class Evaluator:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
             block = self.blocks[number]
-            pairs[block.start : block.stop] = labels * self.classes + guesses[:, 0].clamp_max(self.classes - 1)
+            pairs[:, block.start : block.stop] = torch.stack([labels, guesses[:, 0]])
             tallies += torch.stack([(guesses == labels[:, None]).any(1).sum(), labels.new_tensor(len(labels))])
             losses[number] = self._loss(logits, labels)
         return pairs, tallies, losses
@@ -170,14 +170,16 @@ class Evaluator:
                 "evaluation",
                 ("do all processes see the same data? compare the folders on each machine",),
             )
-        codes, counts = pairs.cpu().unique(return_counts=True)
-        cells = torch.stack([codes // self.classes, codes % self.classes, counts], 1)
+        labels, guesses = pairs.cpu()
+        columns = max(self.classes, 1 + int(guesses.max()))
+        codes, counts = (labels * columns + guesses).unique(return_counts=True)
+        cells = torch.stack([codes // columns, codes % columns, counts], 1)
         return Evaluation(
             count=count,
             loss=float(losses.cpu().sum()) / count,
             top1=int(cells[cells[:, 0] == cells[:, 1], 2].sum()) / count,
             top5=hits / count,
             cells=cells,
-            classes=self.classes,
+            classes=columns,
             seconds=time.perf_counter() - started,
         )

@@ -32,6 +32,7 @@ from manyhands.train.samples import (
     class_names,
     first_picture,
     make_loader,
+    name_outputs,
     open_splits,
     pixels_for,
 )
@@ -61,7 +62,7 @@ def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Obje
     classes = tuple(known or class_names(job, splits, outputs_of(snapshot) if snapshot else 0))
     check_labels(splits, len(classes))
     pixels = pixels_for(job, splits, objects)
-    loader = make_loader(job, splits.test, pixels, world, train=False)
+    loader = make_loader(job, splits.test, pixels, world, train=False, classes=len(classes))
     network = None
     if job.parallel.mode == "hybrid":
         network = _hybrid_network(job, pixels, classes, world, objects)
@@ -151,6 +152,7 @@ def _silent() -> Journal:
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
     """An evaluation as JSON data."""
+    classes = name_outputs(classes, found.classes)
     totals, right = [0] * len(classes), [0] * len(classes)
     cells: list[list[int]] = found.cells.tolist()
     for true, guessed, count in cells:

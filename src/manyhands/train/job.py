@@ -17,7 +17,6 @@ from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.data.loader import Loader
 from manyhands.data.order import Cut, Order
 from manyhands.data.splits import Splits
 from manyhands.data.transforms import Pixels
@@ -50,16 +49,7 @@ from manyhands.train.recover import (
     training_digest,
 )
 from manyhands.train.rehearse import Rehearsed, Trial, rehearse, time_step, warm_up
-from manyhands.train.samples import (
-    Objects,
-    check_labels,
-    class_names,
-    first_picture,
-    make_loader,
-    open_splits,
-    pixels_for,
-    tell_of_skipped,
-)
+from manyhands.train.samples import Objects, Samples, first_picture, name_outputs, open_samples
 from manyhands.train.state import Progress, check_fits, restore
 from manyhands.train.step import Updater
 from manyhands.train.syncing import BY_MODE, Synced, Wish, settle
@@ -85,30 +75,27 @@ def build(
     journal = Journal(folder, world.rank)
     _set_determinism(job)
     _refuse_uncuttable(job, plan, mode, journal)
-    splits = open_splits(job, world, objects)
-    pixels = pixels_for(job, splits, objects)
-    tell_of_skipped(splits, journal)
     criterion = make_criterion(job.train, objects.loss)
     found = find_state(job, folder, world, in_pieces=plan is not None)
-    classes = class_names(job, splits, outputs_of(found.snapshot) if found else 0)
-    check_labels(splits, len(classes))
-    train_loader = make_loader(job, splits.train, pixels, world, train=True)
-    test_loader = make_loader(job, splits.test, pixels, world, train=False)
-    model = make_model(job, pixels, len(classes), world, objects, journal, grid := grid_of(job, world, mode))
+    samples = open_samples(job, world, objects, journal, outputs_of(found.snapshot) if found else 0)
+    classes = samples.classes
+    model = make_model(job, samples.pixels, len(classes), world, objects, journal, grid := grid_of(job, world, mode))
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
     if plan:
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
         cross_entropy = is_cross_entropy(job, objects)
-        how = How(plan=plan, picture=first_picture(train_loader), cross_entropy=cross_entropy)
+        how = How(plan=plan, picture=first_picture(samples.train), cross_entropy=cross_entropy)
         synced, rehearsed = Synced(BY_MODE, Agreeing(), how), Rehearsed([], draws=False)
     else:
-        trial = Trial(model, groups, train_loader, criterion, job)
-        rehearsed = _rehearse(trial, len(classes), min(2, len(splits.train)), world, journal)
-        synced = _settle(trial, rehearsed.unused, len(splits.train), mode, world, journal, found, grid)
+        trial = Trial(model, groups, samples.train, criterion, job)
+        count = len(samples.splits.train)
+        rehearsed = _rehearse(trial, len(classes), min(2, count), world, journal)
+        synced = _settle(trial, rehearsed.unused, count, mode, world, journal, found, grid)
     network = apply_mode(mode, model, world, synced.how)
     _tell_of_cutting(network, len(classes), journal, of_plan=plan is not None)
-    order, cut = order_and_cut(job, splits, world, mode, network, together=not synced.agreeing.own_statistics)
+    classes = _name_all(classes, max(rehearsed.outputs, network.cutting.outputs if network.cutting else 0), journal)
+    order, cut = order_and_cut(job, samples.splits, world, mode, network, together=not synced.agreeing.own_statistics)
     _refuse_small_passes(order, cut, network)
     if job.train.compile:
         model.compile()
@@ -125,10 +112,10 @@ def build(
         gradients_mean=job.parallel.gradients_mean,
         unused=rehearsed.unused,
     )
-    warm_up(update, train_loader, min(2, order.length))
+    warm_up(update, samples.train, min(2, order.length))
     evaluator = Evaluator(
-        test_loader,
-        len(splits.test),
+        samples.test,
+        len(samples.splits.test),
         len(classes),
         job.train.evaluate_batch,
         world,
@@ -144,7 +131,7 @@ def build(
         journal=journal,
         mode=mode,
         classes=classes,
-        feed=Feed(order, cut, train_loader, network.cutting.replica if network.cutting else world.rank),
+        feed=Feed(order, cut, samples.train, network.cutting.replica if network.cutting else world.rank),
         network=network,
         update=update,
         evaluate=lambda: evaluator(
@@ -157,7 +144,7 @@ def build(
         sync=synced.cost,
         draws=rehearsed.draws,
         watcher=_watcher(synced, job, world, total),
-        release=lambda: _release(train_loader, test_loader, restore_norms, network, synced.agreeing),
+        release=lambda: _release(samples, restore_norms, network, synced.agreeing),
     )
     if found:
         resume(parts, found)
@@ -218,7 +205,7 @@ def _rehearse(trial: Trial, classes: int, count: int, world: World, journal: Jou
         layer.rows_per_sample = each
     if unused:
         journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
-    return Rehearsed(unused, draws)
+    return Rehearsed(unused, draws, found.outputs)
 
 
 def _settle(  # noqa: PLR0913 - what a network meets before its mode
@@ -254,6 +241,14 @@ def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal, *
         journal.event("note", note)
 
 
+def _name_all(classes: tuple[str, ...], outputs: int, journal: Journal) -> tuple[str, ...]:
+    """A name for each output; says where there are some that no class stands for."""
+    if outputs > len(classes):
+        told = f"the network has {outputs:,} outputs for {len(classes):,} classes; a guess beyond them counts as wrong"
+        journal.event("note", told)
+    return name_outputs(classes, outputs)
+
+
 def _watcher(synced: Synced, job: Job, world: World, total_steps: int) -> Watcher[Any] | None:
     """What says who is slow, and keeps local steps in time with the link; a collective."""
     agreeing, cost = synced.agreeing, synced.cost
@@ -268,15 +263,13 @@ def _watcher(synced: Synced, job: Job, world: World, total_steps: int) -> Watche
 
 
 def _release(
-    train_loader: Loader,
-    test_loader: Loader,
+    samples: Samples,
     restore_norms: Callable[[], None],
     network: ParallelNetwork,
     agreeing: Agreeing,
 ) -> None:
     agreeing.close()
-    train_loader.close()
-    test_loader.close()
+    samples.close()
     if network.cutting:
         network.cutting.release()
     restore_norms()

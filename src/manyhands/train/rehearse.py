@@ -53,10 +53,12 @@ class Rehearsed:
     Attributes:
         unused: names of trainable parameters that got no gradient.
         draws: True where its training pass or its loss draws random numbers.
+        outputs: how many it has; at least as many as there are classes. 0: it wasn't tried.
     """
 
     unused: list[str]
     draws: bool
+    outputs: int = 0
 
 
 def rehearse(trial: Trial, classes: int, count: int) -> Rehearsed:
@@ -83,7 +85,8 @@ def rehearse(trial: Trial, classes: int, count: int) -> Rehearsed:
                 (f"it should be [{count}, {classes}]", f"--set model.num_classes={logits.shape[-1]} if that is meant"),
             )
         loss.backward()
-        found = Rehearsed([n for n, p in model.named_parameters() if p.requires_grad and p.grad is None], drawn())
+        unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        found = Rehearsed(unused, drawn(), logits.shape[1])
         settle_rows(model, seen, batch.images)
         return found
 

@@ -35,6 +35,42 @@ class Objects:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
+@dataclass(frozen=True)
+class Samples:
+    """A run's data, ready to be read.
+
+    Attributes:
+        splits: the sources.
+        pixels: what pictures become.
+        classes: their names.
+        train: serves the training split.
+        test: serves the split that is evaluated.
+    """
+
+    splits: Splits
+    pixels: Pixels
+    classes: tuple[str, ...]
+    train: Loader
+    test: Loader
+
+    def close(self) -> None:
+        """Ends the loaders' processes."""
+        self.train.close()
+        self.test.close()
+
+
+def open_samples(job: Job, world: World, objects: Objects, journal: Journal, outputs: int = 0) -> Samples:
+    """Opens the data, says what can't be read of it, and checks its labels; `outputs` as `class_names` has it."""
+    splits = open_splits(job, world, objects)
+    tell_of_skipped(splits, journal)
+    pixels = pixels_for(job, splits, objects)
+    classes = class_names(job, splits, outputs)
+    check_labels(splits, len(classes))
+    train = make_loader(job, splits.train, pixels, world, train=True, classes=len(classes))
+    test = make_loader(job, splits.test, pixels, world, train=False, classes=len(classes))
+    return Samples(splits, pixels, classes, train, test)
+
+
 def open_splits(job: Job, world: World, objects: Objects) -> Splits:
     """The data; all processes must see the same."""
     if objects.train_set is not None:
@@ -89,7 +125,12 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
             "model.num_classes",
             ("--set model.num_classes=10", "or give the data set an attribute `classes`"),
         )
-    return names + tuple(str(number) for number in range(len(names), wanted)) if wanted > len(names) else names
+    return name_outputs(names, wanted)
+
+
+def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
+    """A name for each of so many outputs: those of the classes, and the numbers of outputs beyond them."""
+    return names + tuple(str(number) for number in range(len(names), outputs))
 
 
 def check_labels(splits: Splits, classes: int) -> None:
@@ -115,8 +156,8 @@ def tell_of_skipped(splits: Splits, journal: Journal) -> None:
         journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
 
 
-def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool) -> Loader:
-    """Samples to pixels on this process's device."""
+def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:
+    """Samples to pixels on this process's device; `classes`: what labels are below, where that is known."""
     return Loader(
         source,
         pixels,
@@ -126,6 +167,7 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
         workers=loader_workers(job, source, world),
         dtype=DTYPES.get(job.train.precision, torch.float32),
         channels_last=job.train.channels_last,
+        classes=classes,
     )
 
 

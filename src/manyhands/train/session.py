@@ -19,6 +19,8 @@ from manyhands.data.loader import Loader
 from manyhands.data.open import from_objects, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.order import Cut, Order
+from manyhands.data.splits import check_labels
+from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.apply import apply_mode, make_equal, resolve_mode
 from manyhands.parallel.collectives import Subgroup, new_group, whole
 from manyhands.parallel.network import How, ParallelNetwork
@@ -95,14 +97,21 @@ class Session(Subgroup):
         self._prepared = Prepared(network, norm, optimizer, feed)
         return network.call, optimizer, Samples(self)
 
-    def _loader(self, data: Any, model: nn.Module, *, train: bool) -> Loader:
-        """Samples of the numbers that the network computes with."""
+    def _loader(self, data: Any, model: nn.Module, *, train: bool, classes: int = 0) -> Loader:
+        """Samples of the numbers that the network computes with; their labels are below `classes` where that is given.
+
+        Raises:
+            UserError: a label is beyond; of labels that must be read, when its sample is.
+        """
         splits = from_objects(data, data, DataOptions(name="objects"))
+        if classes and splits.train.labels is not None:
+            check_labels(splits.train.labels, classes, "the data set")
         pixels = resolve_pixels(DataOptions(name="objects"), splits.pixels)
         seed = derive(self.job.train.seed, "augment")
         double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         dtype = torch.float64 if double else torch.float32
-        return Loader(splits.train, pixels, train=train, seed=seed, device=self.world.device, dtype=dtype)
+        device = self.world.device
+        return Loader(splits.train, pixels, train=train, seed=seed, device=device, dtype=dtype, classes=classes)
 
     def epochs(self, count: int) -> Iterator[int]:
         """0 … count - 1; each has an order of its own."""
@@ -127,19 +136,20 @@ class Session(Subgroup):
     def evaluate(self, model: nn.Module, test_set: Any, classes: int | None = None) -> Evaluation:
         """Evaluates on all processes; each sample counts once."""
         network = getattr(model, "module", model)
-        loader = self._loader(test_set, network, train=False)
-        outputs = classes or self._outputs(network, loader)
+        outputs = classes or self._outputs(network, test_set)
+        loader = self._loader(test_set, network, train=False, classes=outputs)
         try:
             block = self.job.train.evaluate_batch
             return Evaluator(loader, len(test_set), outputs, block, self.world)(network, contextlib.nullcontext())
         finally:
             loader.close()
 
-    def _outputs(self, network: nn.Module, loader: Loader) -> int:
+    def _outputs(self, network: nn.Module, test_set: Any) -> int:
+        loader = self._loader(test_set, network, train=False)
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
         training = network.training
         with torch.inference_mode():
-            count = network.eval()(batch.images).shape[1]
+            count = main_and_auxiliary(network.eval()(batch.images))[0].shape[1]
         network.train(training)
         return count
 

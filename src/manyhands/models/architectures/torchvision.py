@@ -10,6 +10,7 @@ from manyhands.models.construct import construct
 from manyhands.models.needs import ModelNeeds
 from manyhands.models.pretrained import fetch_weights
 
+PREFIX = "torchvision:"
 _PUBLISHED_CLASSES = 1000
 # Networks that take one size only, and the argument that sets it; the auxiliary head of inception_v3 asks for 299.
 _SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception": ("", 299)}
@@ -47,6 +48,23 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
     if name in _WITH_OPEN_DEFAULT:
         arguments = {"init_weights": True, **arguments}
     return construct(models.get_model_builder(name), name, arguments, {"weights": None, "num_classes": num_classes})
+
+
+def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with which `build` makes the network that `build_pretrained` makes, but for its weights.
+
+    torchvision's builders set some of their own accord where they are given weights.
+    """
+    added: dict[str, Any] = {}
+    argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
+    if argument and fixed:
+        sides = list(_published(name).meta["min_size"])
+        added[argument] = sides if argument == "input_size" else max(sides)
+    if name in _WITH_OPEN_DEFAULT:
+        added["transform_input"] = True
+        if name == "googlenet":
+            added["aux_logits"] = False
+    return {**added, **arguments}
 
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
