@@ -10,6 +10,7 @@ from torch import nn
 
 from manyhands.config.job import TrainOptions
 from manyhands.config.load import load_job
+from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.job import build
@@ -119,3 +120,49 @@ def test_what_was_frozen_trains_once_it_is_no_longer(tmp_path):
     assert state[after.body.weight]["momentum_buffer"].any()
     assert not torch.equal(before.body.weight, after.body.weight)
     assert "starts anew" not in (tmp_path / "events.jsonl").read_text()
+
+
+class Masked(nn.Module):
+    """Has an attention's mask among its buffers, as many transformers do, and a buffer that is lost if asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 5)
+        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+        self.register_buffer("seen", torch.zeros(1))
+        self.lose = False
+
+    def forward(self, images):
+        if self.lose and self.training:
+            self.seen += torch.nan
+        rows = images[:, 0]
+        return self.head((rows @ rows.transpose(1, 2) + self.mask).softmax(2).mean(1))
+
+
+def _masked(folder, steps, *, lose=False, method="allreduce", world=None):
+    flags = {"data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.max_steps": steps, "sync.method": method}
+    flags |= {"sync.every": 2, "sync.codec": "int8"}
+    model = Masked()
+    world = world or World()
+    mode = "single" if world.alone else "data"
+    parts = build(load_job(flags, environment={}).job, RunFolder(folder), world, mode, Objects(model))
+    model.lose = lose
+    fit(parts)
+    parts.release()
+    return parts.progress.step
+
+
+def test_a_mask_of_infinities_is_saved_and_what_was_lost_on_the_way_is_not(tmp_path):
+    assert _masked(tmp_path / "run", 2) == 2
+    assert _masked(tmp_path / "run", 4) == 4
+    with pytest.raises(RunError, match="buffer seen is not finite, and no loss was before"):
+        _masked(tmp_path / "lost", 2, lose=True)
+
+
+def _masked_apart(world, folder):
+    return _masked(Path(folder), 4, method="local", world=world)
+
+
+def test_processes_that_train_apart_save_their_masks_too(tmp_path):
+    assert run_on_ranks(_masked_apart, 2, str(tmp_path)) == [4, 4]
+    assert "could not save" not in (tmp_path / "events.jsonl").read_text()

@@ -48,10 +48,10 @@ class _InfiniteGradient(torch.autograd.Function):
         return gradient * float("inf")
 
 
-def _fit(world, wrong, accelerator, mode="data"):
+def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
     flags = {
         "data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 3, "train.audit_every": 5,
-        "checkpoint.every": "2steps",
+        "checkpoint.every": "2steps", "sync.method": sync, "sync.every": 2, "sync.codec": "none",
     }  # fmt: skip
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
@@ -87,9 +87,9 @@ def test_lost_numbers_on_an_accelerator_stop_all_processes():
         assert where == "rank 1, step 2"
 
 
-def _first_words(world):
+def _first_words(world, wrong="loss", mode="fsdp", sync="allreduce"):
     try:
-        return _fit(world, "loss", False, "fsdp")
+        return _fit(world, wrong, False, mode, sync)
     except RuntimeError as error:
         return "", str(error)
 
@@ -99,6 +99,14 @@ def test_a_process_that_holds_a_piece_of_the_network_tells_of_a_lost_loss_alone(
     what, where = run_on_ranks(_first_words, 2)[1]
     assert what == "the loss is not finite"
     assert where.startswith("rank 1, step 2, samples ")
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_trains_by_itself_tells_of_a_lost_gradient_alone():
+    # Rank 0 trains on, and would be waited for as long as collectives may take.
+    what, where = run_on_ranks(_first_words, 2, "gradient", "data", "local")[1]
+    assert "the gradient of linear." in what
+    assert where.startswith("rank 1, step ")
 
 
 @pytest.mark.parametrize("wrong", ["loss", "gradient"])

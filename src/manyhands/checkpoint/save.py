@@ -48,7 +48,7 @@ def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
         SaveError: no room, or the disk fails; nothing is left behind, training may go on.
         TypeError: the state or the optimizer's state is not plain data.
     """
-    refuse_non_finite(snapshot.model)
+    refuse_non_finite(snapshot)
     target = folder / layout.step_name(step)
     if verifies(target):
         return target
@@ -97,10 +97,10 @@ def remove_step(folder: Path, step: int) -> None:
         _known_good.pop(path, None)
 
 
-def refuse_non_finite(model: dict[str, Tensor]) -> None:
-    """Raises a RunError that names the first tensor (any shape and dtype) with a NaN or an infinity in it."""
-    for name, tensor in model.items():
-        if not tensor.is_floating_point() and not tensor.is_complex():
+def refuse_non_finite(snapshot: Snapshot) -> None:
+    """Raises a RunError that names the first tensor of the network with a NaN or an infinity that was finite once."""
+    for name, tensor in snapshot.model.items():
+        if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         values = tensor.float() if tensor.element_size() == 1 else tensor
         if not bool(torch.isfinite(values).all()):

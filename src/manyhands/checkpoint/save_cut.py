@@ -119,7 +119,7 @@ def _agreed_contents(step: int, snapshot: Snapshot, cut: Cut, peers: Peers) -> C
     def describe() -> str:
         if peers.size != cut.mesh.size:
             raise RunError(f"{peers.size} processes can't save what is cut over {cut.mesh}")
-        refuse_non_finite(snapshot.model)
+        refuse_non_finite(snapshot)
         made.append(held_contents(step, snapshot, cut, peers.rank))
         plain = [step, cut.mesh.as_dict(), as_plain(made[0].tensors)]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()

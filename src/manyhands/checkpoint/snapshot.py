@@ -15,8 +15,10 @@ class Snapshot:
         optimizer: {"state": {parameter: {key: Tensor or number}}, "param_groups": [{"params": [names], "lr": …}]},
             the form of torch's get_optimizer_state_dict with full_state_dict; None where there is none.
         state: plain JSON data: step, epoch, step_in_epoch, best, scaler … (tuples come back as lists).
+        endless: names of tensors that may hold NaN or infinity, since they began so (the mask of an attention, say).
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Any] | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    endless: frozenset[str] = frozenset()

@@ -41,7 +41,9 @@ def follows_plan(mode: str) -> bool:
 
 def apply_mode(mode: str, model: nn.Module, world: World, how: How) -> ParallelNetwork:
     """Has the network run under a mode over the world."""
-    return load_choice(MODES, mode).apply(model, world, how)
+    network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, how)
+    network.endless = frozenset(name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all()))
+    return network
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:

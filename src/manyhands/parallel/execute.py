@@ -158,7 +158,14 @@ class State:
 def _draws(op: Op) -> bool:
     if op.module is not None:
         return any(_is_random(module) for module in op.module.modules())
-    return "dropout" in _word(op) or _drops_samples(op)
+    return ("dropout" in _word(op) or _drops_samples(op)) and _dropped_share(op) != 0
+
+
+def _dropped_share(op: Op) -> Any:
+    """What a function that drops something is told to drop, a number or another op; None if it isn't told."""
+    if op.node is None:
+        return None
+    return op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
 
 
 def _drops_samples(op: Op) -> bool:
@@ -272,6 +279,7 @@ class SplitNetwork(nn.Module):
         letters: of each op.
         norms: BatchNorm's groups for each set of axes that cuts the samples.
         classes: of the network's output.
+        draws: True where some op draws random numbers in training.
     """
 
     def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
@@ -279,6 +287,7 @@ class SplitNetwork(nn.Module):
         self.grid, self.letters = grid, letters
         self._whole = (model,)
         self.classes = train.ops[train.ops[LOSS].sources[0]].extent.dims[-1]
+        self.draws = any(_draws(op) for op in train.ops.values())
         self.state = State()
         self.layouts = parameter_layouts(train, letters)
         for name, tensor in model.state_dict().items():

@@ -78,6 +78,7 @@ class Cutting:
         outputs: how many classes the network tells apart; 0 if unknown.
         most_parts: into how many parts some op shares out the samples.
         whole_outputs: in evaluation each process gets the outputs of all samples; False: of its own.
+        draws: some op draws random numbers in training.
     """
 
     grid: Grid
@@ -93,6 +94,7 @@ class Cutting:
     outputs: int = 0
     most_parts: int = 1
     whole_outputs: bool = True
+    draws: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -143,6 +145,7 @@ class ParallelNetwork:
         cutting: how it is cut, for modes that cut by a plan.
         reach_all: of the loss of an update's last pass, the same loss, whose backward comes to every parameter, also to
             those that this pass didn't use; for modes that wait for all.
+        endless: names of buffers that held NaN or infinity from the start, and may.
     """
 
     call: nn.Module
@@ -154,6 +157,7 @@ class ParallelNetwork:
     sharded: bool = False
     cutting: Cutting | None = None
     reach_all: Callable[[Tensor], Tensor] = field(default=_as_it_is)
+    endless: frozenset[str] = frozenset()
 
     def replicas(self, size: int) -> int:
         """How many of `size` processes are given different samples."""

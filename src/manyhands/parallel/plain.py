@@ -26,18 +26,18 @@ def broadcast_plain(value: Any, world: World) -> Any:
     return _decode(buffer)
 
 
-def gather_plain(value: Any, world: World) -> list[Any]:
-    """Every process's value by its rank, on every process; a collective."""
+def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
+    """Every process's value by its rank, on every process (of a group, by its place there); a collective."""
     if world.alone:
         return [value]
-    content = _encode(value)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
-    dist.all_gather(lengths, torch.tensor([content.numel()], device=world.device))
+    content, size = _encode(value), dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([content.numel()], device=world.device), group=group)
     longest = max(int(length) for length in lengths)
     mine = _room(longest, world)
     mine[: content.numel()] = content.to(world.device)
-    everybody = [_room(longest, world) for _ in range(world.size)]
-    dist.all_gather(everybody, mine)
+    everybody = [_room(longest, world) for _ in range(size)]
+    dist.all_gather(everybody, mine, group=group)
     return [_decode(buffer[: int(length)]) for buffer, length in zip(everybody, lengths, strict=True)]
 
 

@@ -60,6 +60,7 @@ def split(model: nn.Module, world: World, how: How) -> ParallelNetwork:
             plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, {**plan.about, "notes": graph.notes}
         ),
         outputs=network.classes,
+        draws=network.draws,
         most_parts=max(plan.mesh.parts(batch_axes(one)) for one in letters.values()),
     )
     return ParallelNetwork(

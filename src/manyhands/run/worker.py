@@ -316,6 +316,8 @@ def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def plan(parts: Any) -> dict[str, Any]:
     """How the work is split, and which exceptions from the same-at-any-number law are in force."""
+    from manyhands.train.exceptions import exceptions
+
     order, cut = parts.feed.order, parts.feed.cut
     shares = cut.passes(min(order.batch, order.length))
     return {
@@ -340,28 +342,6 @@ def split_of(parts: Any) -> dict[str, Any]:
         return {"mesh": {"dp": parts.world.size}}
     content = cutting.plan.as_plain()
     return {key: value for key, value in content.items() if key != "format"}
-
-
-def exceptions(parts: Any) -> list[str]:
-    """Sentences about what makes this run depend on the number of processes."""
-    import torch.nn as nn
-    from torch.nn.modules.dropout import _DropoutNd
-
-    from manyhands.parallel.apply import normalises_in_groups
-
-    modules = list(parts.network.inner.modules())
-    found: list[str] = []
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules) and (
-        parts.job.train.norm_group == "local" or parts.agreeing.own_statistics or not normalises_in_groups(parts.mode)
-    ):
-        found.append("BatchNorm takes its statistics over what each process has (norm_group = local).")
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
-        found.append("Dropout draws other masks at another number of processes.")
-    if parts.agreeing.alone:
-        found.append("Local steps (sync.method = local): results depend on the number of machines.")
-    elif parts.agreeing.own:
-        found.append(f"Compressed gradients (sync.method = {parts.sync.method}): results depend on who sends what.")
-    return found
 
 
 def evaluate_here(

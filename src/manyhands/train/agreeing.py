@@ -69,6 +69,10 @@ class Agreeing:
         """Has the network be the one that all processes have agreed on."""
         return contextlib.nullcontext()
 
+    def told(self, value: Any, world: World) -> dict[int, Any]:
+        """By rank, what each process says that updates with the same gradients as this one; a collective of these."""
+        return dict(enumerate(gather_plain(value, world)))
+
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
         """What must be equal on all processes."""
         return dict(model.state_dict())
@@ -175,6 +179,15 @@ class NowAndThen(Agreeing):
     def agreed(self) -> AbstractContextManager[None]:
         """The agreed point in place of this process's own."""
         return self.steps.agreed()
+
+    def told(self, value: Any, world: World) -> dict[int, Any]:
+        """Of this process's machine, since the others know nothing of its gradients."""
+        machine = self.steps.machine
+        if machine is None:
+            return {world.rank: value}
+        return dict(
+            zip(dist.get_process_group_ranks(machine.group), gather_plain(value, world, machine.group), strict=True)
+        )
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
         """The agreed point, and what isn't trained."""

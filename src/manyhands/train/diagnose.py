@@ -59,7 +59,10 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
 
 
 def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
-    """The error for a gradient that is not finite after agreement; every process sees it and looks at its own part."""
+    """The error for a gradient that is not finite; every process that updates with it looks at its own part.
+
+    Those that share gradients all are here; where each machine trains by itself, its own alone.
+    """
     updater.optimizer.zero_grad(set_to_none=True)
     updater.gradients(update, step, agree=False)
     mine = ""
@@ -67,8 +70,8 @@ def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
         if parameter.grad is not None and not _finite(parameter.grad):
             mine = f"the gradient of {name} is {_kind(parameter.grad)}"
             break
-    everybody: list[str] = gather_plain(mine, updater.world)
-    rank = next((rank for rank, text in enumerate(everybody) if text), 0)
+    everybody: dict[int, str] = updater.agreeing.told(mine, updater.world)
+    rank = next((rank for rank, text in everybody.items() if text), min(everybody))
     what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
     return RunError(what, f"rank {rank}, step {step}", MEND)
 
@@ -82,22 +85,28 @@ def explain_piece(model: nn.Module, world: World, step: int) -> RunError:
     return RunError(f"the gradient of {bad} is not finite", f"rank {world.rank}, step {step}", MEND)
 
 
-def explain_lost(model: nn.Module, world: World, first_bad: Tensor | float) -> RunError:
-    """The error for accelerators, where losses are looked at every so often: called by all processes at once.
+def explain_lost(network: ParallelNetwork, world: World, first_bad: Tensor | float) -> RunError:
+    """The error for what is looked at every so often (losses on accelerators, what is saved): all call it at once.
 
     Args:
-        model: its parameters are looked through.
+        network: its parameters and buffers are looked through.
         world: who takes part.
         first_bad: this process's first step with a loss that was not finite, infinite if it saw none.
     """
     everybody: list[float] = gather_plain(float(first_bad), world)
     step = min(everybody)
     rank = everybody.index(step)
-    lost = next((name for name, parameter in model.named_parameters() if not _finite(parameter)), "")
-    what = f"; by now parameter {lost} is not finite either" if lost else ""
-    where = f"rank {rank}, step {step:.0f}" if math.isfinite(step) else "an update: no loss was seen to be lost before"
+    lost = next((name for name, one in network.inner.named_parameters() if not _finite(one)), "")
+    lost = lost and f"parameter {lost}"
+    for name, buffer in network.inner.named_buffers():
+        if not lost and name not in network.endless and not _finite(buffer):
+            lost = f"buffer {name}"
     mend = (*MEND, "the last checkpoint is from before: manyhands resume goes on from it")
-    return RunError(f"the loss is not finite{what}", where, mend)
+    if not math.isfinite(step):
+        what = f"{lost or 'a part of the network'} is not finite, and no loss was before"
+        return RunError(what, "an update", mend)
+    what = f"; by now {lost} is not finite either" if lost else ""
+    return RunError(f"the loss is not finite{what}", f"rank {rank}, step {step:.0f}", mend)
 
 
 def _finite(tensor: Tensor) -> bool:

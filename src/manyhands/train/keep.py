@@ -89,7 +89,7 @@ def save(parts: Parts) -> None:
         dist.broadcast(flag, src=0)
         outcome = int(flag)
     if outcome == NOT_FINITE:
-        raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
+        raise explain_lost(parts.network, parts.world, parts.update.measured.first_bad)
     if outcome == SAVED:
         progress.saved_step = progress.step
         prune_own(parts)

@@ -70,7 +70,7 @@ def _attend(parts: Parts, stop: StopSignal) -> bool:
     extra = parts.watcher.mine if parts.watcher else None
     verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop), extra=extra)
     if not math.isfinite(verdict.loss):
-        raise explain_lost(parts.network.inner, parts.world, parts.update.measured.first_bad)
+        raise explain_lost(parts.network, parts.world, parts.update.measured.first_bad)
     _record(parts, verdict, order.steps_per_epoch)
     if parts.watcher:
         parts.heed(verdict.extra, verdict.waited_s)

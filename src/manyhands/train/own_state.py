@@ -35,10 +35,12 @@ def save_own(parts: Parts) -> None:
     if parts.update.scaler:
         state["scaler"] = parts.update.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    endless = frozenset({"buffers"} if parts.network.endless else set[str]())
+    optimizer = named_optimizer(parts.network.inner, parts.update.optimizer)
     said = ""
     try:
         remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
-        save(folder, step, Snapshot(content, named_optimizer(parts.network.inner, parts.update.optimizer), state))
+        save(folder, step, Snapshot(content, optimizer, state, endless))
     except SaveError as error:
         said = error.what
     for rank, word in enumerate(gather_plain(said, parts.world)):

@@ -66,7 +66,7 @@ def capture(
         model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
         optimizer_state = named_optimizer(network.inner, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "top1": progress.best_top1}
-    return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra})
+    return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra}, network.endless)
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

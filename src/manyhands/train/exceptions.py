@@ -1,0 +1,84 @@
+"""What makes a run depend on the number of processes, in sentences for plan.json and the report."""
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from manyhands.parallel.apply import normalises_in_groups
+from manyhands.train.parts import Parts
+
+# Of modules that drop whole branches of single samples: parts of their classes' names in torchvision, timm and others.
+_DROPS_BRANCHES = ("stochasticdepth", "droppath", "drop_path")
+
+
+def exceptions(parts: Parts) -> list[str]:
+    """The exceptions from "the same at any number of processes" that are in force."""
+    return [*_of_norms(parts), *_of_draws(parts), *_of_agreeing(parts)]
+
+
+def _of_norms(parts: Parts) -> list[str]:
+    modules = parts.network.inner.modules()
+    if not any(isinstance(module, _BatchNorm) for module in modules):
+        return []
+    local = parts.job.train.norm_group == "local" or parts.agreeing.own_statistics
+    if local or not normalises_in_groups(parts.mode):
+        return ["BatchNorm takes its statistics over what each process has (norm_group = local)."]
+    unknown = sum(not layer.rows_per_sample for layer in parts.update.norm.layers)
+    if unknown:
+        return [
+            f"{unknown} BatchNorm layer(s) normalise rows that can't be told apart by sample: they take their "
+            "statistics over what each process has."
+        ]
+    return []
+
+
+def _of_draws(parts: Parts) -> list[str]:
+    """Random numbers: each process draws its own, so other samples meet other ones at another number of processes."""
+    found = [f"{kind} draws other masks at another number of processes." for kind in _dropping(parts.network.inner)]
+    cutting = parts.network.cutting
+    if not found and (parts.draws or (cutting and cutting.draws)):
+        found.append("The network draws random numbers in training: other ones at another number of processes.")
+    return found
+
+
+def _dropping(network: nn.Module) -> Iterable[str]:
+    modules = list(network.modules())
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
+        yield "Dropout"
+    if any(_drops_branches(module) for module in modules):
+        yield "Stochastic depth"
+    if any(_attention_dropout(module) > 0 for module in modules):
+        yield "Attention's dropout"
+
+
+def _drops_branches(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    share = getattr(module, "drop_prob", getattr(module, "p", 0.0))
+    return any(word in name for word in _DROPS_BRANCHES) and isinstance(share, int | float) and share > 0
+
+
+def _attention_dropout(module: nn.Module) -> float:
+    """The share that a module which computes attention by itself drops; 0 for other modules."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout
+    if "attention" not in type(module).__name__.lower():
+        return 0.0
+    shares = [getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout_p")]
+    return max((share for share in shares if isinstance(share, int | float)), default=0.0)
+
+
+def _of_agreeing(parts: Parts) -> list[str]:
+    found: list[str] = []
+    if parts.agreeing.alone:
+        found.append("Local steps (sync.method = local): results depend on the number of machines.")
+    elif parts.agreeing.own:
+        found.append(f"Compressed gradients (sync.method = {parts.sync.method}): results depend on who sends what.")
+    elif parts.sync.method == "bf16":
+        found.append("Gradients are rounded to bf16 before they are added up (sync.method = bf16).")
+    if not parts.job.parallel.gradients_mean:
+        found.append(
+            "Gradients are the sum of all processes' means: larger with more of them (gradients_mean = false)."
+        )
+    return found

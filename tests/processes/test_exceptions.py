@@ -1,0 +1,111 @@
+"""plan.json names everything that makes a run depend on the number of processes, and nothing else."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import nn
+from torchvision.ops import StochasticDepth
+
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
+from manyhands.train.exceptions import exceptions
+from manyhands.train.job import build
+from manyhands.train.samples import Objects
+from tests.processes.ranks import run_on_ranks
+
+
+class Net(nn.Module):
+    """Has something done with a picture's rows, adds them up, and tells classes apart."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between, self.head = between, nn.Linear(8, 5)
+
+    def forward(self, images):
+        return self.head(self.between(images[:, 0]).mean(1))
+
+
+class DropPath(nn.Module):
+    def __init__(self, drop_prob):
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, values):
+        return values * (torch.rand(len(values), 1, 1) >= self.drop_prob)
+
+
+class Functional(nn.Module):
+    def __init__(self, share):
+        super().__init__()
+        self.share = share
+
+    def forward(self, values):
+        return F.dropout(values, self.share, training=self.training and self.share > 0)
+
+
+class Attention(nn.Module):
+    def __init__(self, share):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, dropout=share, batch_first=True)
+
+    def forward(self, values):
+        return self.inner(values, values, values)[0]
+
+
+class Mixed(nn.Module):
+    """Normalises rows of which each has values of all samples."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8) if share else nn.Identity()
+
+    def forward(self, values):
+        return self.norm(values.transpose(0, 1).flatten(0, 1)).view(8, -1, 8).transpose(0, 1)
+
+
+def _encoder(share):
+    return nn.TransformerEncoderLayer(8, 2, 8, dropout=share, batch_first=True)
+
+
+def _found(world, between=None, mode="single", **settings):
+    flags = {"data.name": "synthetic:20x1x8x8x5", "train.batch": 8, **settings}
+    with tempfile.TemporaryDirectory() as folder:
+        objects = Objects(Net(between or nn.Identity()))
+        parts = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, objects)
+        found = exceptions(parts)
+        parts.release()
+        return found
+
+
+CASES = [
+    (lambda share: StochasticDepth(share, "row"), ["Stochastic depth draws"]),
+    (DropPath, ["Stochastic depth draws"]),
+    (nn.Dropout, ["Dropout draws"]),
+    (Functional, ["The network draws random numbers"]),
+    (Attention, ["Attention's dropout draws"]),
+    (_encoder, ["Dropout draws", "Attention's dropout draws"]),
+    (Mixed, ["1 BatchNorm layer(s) normalise rows"]),
+]
+
+
+@pytest.mark.parametrize(("make", "wanted"), CASES)
+def test_what_draws_or_mixes_is_named_where_it_does(make, wanted):
+    found = _found(World(), make(0.3))
+    assert [line[: len(words)] for line, words in zip(found, wanted, strict=True)] == wanted
+    if make is not DropPath:  # which draws for nothing at a share of 0
+        assert _found(World(), make(0.0)) == []
+
+
+def _of_agreeing(world):
+    settings = {"sync.method": "bf16", "parallel.gradients_mean": "false"}
+    return _found(world, None, "data", **settings)
+
+
+def test_rounded_and_added_gradients_are_named():
+    for found in run_on_ranks(_of_agreeing, 2):
+        assert "rounded to bf16" in found[0]
+        assert "gradients_mean = false" in found[1]
