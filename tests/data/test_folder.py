@@ -1,4 +1,6 @@
 import multiprocessing
+import os
+import shutil
 import tarfile
 
 import numpy
@@ -247,3 +249,44 @@ def count_decoded(root, results):
     memory.decode = counting
     splits = opened(root)
     results.put((len(decoded), int(splits.train.images.sum())))
+
+
+def test_links_neither_multiply_samples_nor_carry_them_into_another_class_or_split(tmp_path):
+    make(tmp_path / "one", count=5)
+    make(tmp_path / "elsewhere", classes=("more",), count=2)
+    (tmp_path / "one" / "cat" / "loop").symlink_to("..")
+    (tmp_path / "one" / "cat" / "itself").symlink_to("itself")
+    (tmp_path / "one" / "cat" / "dogs").symlink_to("../dog")
+    (tmp_path / "one" / "cat" / "up").symlink_to("../..")
+    (tmp_path / "one" / "dog" / "more").symlink_to(tmp_path / "elsewhere" / "more")
+    (tmp_path / "one" / "dog" / "again").symlink_to(tmp_path / "elsewhere" / "more")
+    splits = opened(tmp_path / "one", memory_limit_mib=0)
+    assert sorted(torch.cat([splits.train.labels, splits.test.labels]).tolist()) == [0] * 5 + [1] * 7
+    paths = [os.path.realpath(path) for path in (*splits.train.paths, *splits.test.paths)]
+    assert len(set(paths)) == len(paths) == 12
+    assert any("4 link(s)" in note and "one/cat/loop" in note for note in splits.notes)
+
+
+def test_links_between_the_splits(tmp_path):
+    make(tmp_path / "train", count=3)
+    make(tmp_path / "val", count=2)
+    (tmp_path / "train" / "cat" / "val").symlink_to("../../val")
+    (tmp_path / "val" / "dog" / "train").symlink_to("../../train/dog")
+    splits = opened(tmp_path)
+    assert (len(splits.train), len(splits.test)) == (6, 4)
+    shutil.rmtree(tmp_path / "val")
+    (tmp_path / "val").symlink_to("train")
+    assert "2 class folder(s) of val/ are those of train/" in opened(tmp_path).notes[0]
+    (tmp_path / "train" / "kitten").symlink_to("cat")
+    with pytest.raises(UserError, match='"cat" and "kitten" are one folder'):
+        opened(tmp_path)
+
+
+def test_a_pipe_with_a_pictures_name_is_not_waited_for(tmp_path):
+    os.mkfifo(make(tmp_path) / "cat" / "f.png")
+    (tmp_path / "cat" / "link.png").symlink_to("f.png")
+    splits = opened(tmp_path)
+    assert len(splits.train) + len(splits.test) == 20
+    assert "2 other files ignored" in splits.description
+    with pytest.raises(CorruptImageError, match="a folder, a pipe or a device"):
+        decode(str(tmp_path / "cat" / "f.png"), 3)

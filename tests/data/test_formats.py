@@ -3,7 +3,9 @@
 import gzip
 import io
 import pickle
+import struct
 import tarfile
+import tracemalloc
 
 import numpy
 import pytest
@@ -263,3 +265,24 @@ def test_gzip_with_a_second_member_is_refused(tmp_path):
     path.write_bytes(path.read_bytes() + gzip.compress(b"more"))
     with pytest.raises(UserError, match="found more"):
         read_idx(path, 3)
+
+
+def test_a_packed_file_that_claims_far_more_than_it_can_hold_takes_no_memory(tmp_path):
+    header = struct.pack(">HBBIII", 0, 8, 3, 1 << 16, 1 << 8, 1 << 7)
+    (tmp_path / "x.gz").write_bytes(gzip.compress(header + bytes(4 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="its header says 2,147,483,648 values"):
+            read_idx(tmp_path / "x.gz", 3)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_cifar_file_of_another_size_is_refused_before_it_is_read(tmp_path):
+    layout = Layout("x", "x.tar.gz", ("a.bin",), "b.bin", "names", label_bytes=1)
+    for name in ("a.bin", "b.bin"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 30)  # a hole, which takes no room on the disk
+    with pytest.raises(UserError, match=r"a\.bin has 1,073,741,824 bytes"):
+        read_files(tmp_path, layout)

@@ -20,6 +20,7 @@ from manyhands.data.plain_pickle import as_tensor, read_plain
 from manyhands.data.splits import ImagesInMemory, check_labels
 
 _PIXELS = 3 * 32 * 32
+_MOST_BYTES = 1 << 29  # of one file; the largest published one has 150 MB
 _MEND = ("fetch it again, or copy it anew",)
 
 
@@ -60,13 +61,17 @@ def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():
-            found = {name: (place / name).read_bytes() for name in names if (place / name).is_file()}
+            for name in names:
+                if (place / name).is_file():
+                    _check_size(name, (place / name).stat().st_size, place)
+                    found[name] = (place / name).read_bytes()
         else:
             with tarfile.open(place) as archive:
                 for member in archive:
                     word = PurePosixPath(member.name).name
                     content = archive.extractfile(member) if member.isfile() and word in names else None
                     if content is not None:
+                        _check_size(word, member.size, place)
                         found[word] = content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
         raise UserError(f"{place.name} can't be read: {error}", str(place), _MEND) from error
@@ -74,6 +79,12 @@ def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
     if missing:
         raise UserError(f"{place.name} has no {', '.join(missing)}", str(place), _MEND)
     return found
+
+
+def _check_size(name: str, size: int, place: Path) -> None:
+    """Raises UserError before memory is taken for a file that is none of CIFAR's, whatever its name."""
+    if size > _MOST_BYTES:
+        raise UserError(f"{name} has {size:,} bytes; CIFAR's files have {_MOST_BYTES:,} at most", str(place), _MEND)
 
 
 def read_split(files: dict[str, bytes], names: tuple[str, ...], layout: Layout, classes: int) -> ImagesInMemory:

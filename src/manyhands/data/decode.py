@@ -1,6 +1,10 @@
 """One picture file of any kind to 8-bit RGB or grey."""
 
+import contextlib
 import io
+import os
+import re
+import stat
 from pathlib import Path
 
 import numpy
@@ -12,6 +16,10 @@ _SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif",
 _MORE_SUFFIXES = frozenset({".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
 _GREY = frozenset({"1", "L", "LA", "La", "I", "F"})
 _WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose "I" is 16 bits wide
+# Where Pillow itself begins to warn. One picture of this size takes 0.7 GB and a second; it is brought to some
+# hundred pixels a side anyway.
+_MOST_MEGAPIXELS = 89
+_BLOCK_ROWS = 256
 
 PICTURE_SUFFIXES = _SUFFIXES | _MORE_SUFFIXES
 
@@ -38,13 +46,14 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
         content: the file's bytes, where they are at hand already.
 
     Raises:
-        CorruptImageError: it is missing, empty, cut short, no picture, or larger than Pillow allows.
+        CorruptImageError: it is missing, empty, cut short, no picture, or of more than 89 megapixels.
     """
     try:
-        with Image.open(path if content is None else io.BytesIO(content)) as image:
+        with _opened(path, content) as image:
             image.load()
-            return to_mode(_upright(image), channels)
-    except MemoryError:
+            _turn_upright(image)
+            return to_mode(image, channels)
+    except (CorruptImageError, MemoryError):
         raise
     except Exception as error:
         raise corrupt(path, _reason(path, error, content)) from error
@@ -57,10 +66,32 @@ def probe(path: str) -> tuple[int, int, bool]:
         CorruptImageError: it can't be read.
     """
     try:
-        with Image.open(path) as image:
+        with _opened(path, None) as image:
             return image.width, image.height, is_grey(image)
+    except CorruptImageError:
+        raise
     except Exception as error:
         raise corrupt(path, _reason(path, error, None)) from error
+
+
+def _opened(path: str, content: bytes | None) -> Image.Image:
+    """A picture whose header is read; raises CorruptImageError before anything large is made or waited for."""
+    if content is None and not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - at each picture of a million
+        raise corrupt(path, "it is a folder, a pipe or a device")
+    try:
+        image = Image.open(path if content is None else io.BytesIO(content))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        # The warning is an error where the user has made all warnings errors.
+        raise _too_large(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
+    if image.width * image.height > _MOST_MEGAPIXELS * 1e6:
+        image.close()
+        raise _too_large(path, image.width * image.height)
+    return image
+
+
+def _too_large(path: str, pixels: int) -> CorruptImageError:
+    reason = f"it has {pixels / 1e6:.0f} megapixels, and {_MOST_MEGAPIXELS} are the most; make it smaller"
+    return corrupt(path, reason)
 
 
 def is_grey(image: Image.Image) -> bool:
@@ -74,17 +105,14 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
         image = _eight_bits(image)
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert("L" if channels == 1 else "RGB")
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _turn_upright(image: Image.Image) -> None:
     """Turns the picture as its camera says; a picture whose EXIF data is broken stays as it is."""
-    try:
-        turned = ImageOps.exif_transpose(image)
-    except Exception:  # noqa: BLE001 - Pillow raises a dozen kinds; the pixels themselves are whole
-        return image
-    turned.format = image.format
-    return turned
+    with contextlib.suppress(Exception):  # Pillow raises a dozen kinds; the pixels themselves are whole
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
@@ -93,17 +121,29 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     16 bits: by 257. 32-bit whole numbers and fractions have no agreed range: 0 to 1 where all values lie there
     (fractions), 0 to 255 as they are, 0 to 65,535 by 257, else from the picture's least to its greatest.
     """
-    values = numpy.nan_to_num(numpy.asarray(image).astype(numpy.float64))
-    low, high = float(values.min()), float(values.max())
+    values = numpy.asarray(image)
+    # Block by block: the whole in double precision is eight times a large picture's bytes.
+    blocks = [slice(start, start + _BLOCK_ROWS) for start in range(0, len(values), _BLOCK_ROWS)]
+    low = min(float(numpy.nan_to_num(values[rows]).min()) for rows in blocks)
+    high = max(float(numpy.nan_to_num(values[rows]).max()) for rows in blocks)
+    scaled = numpy.empty(values.shape, numpy.uint8)
+    for rows in blocks:
+        block = _scaled(numpy.nan_to_num(values[rows].astype(numpy.float64)), image, low, high)
+        scaled[rows] = numpy.clip(block.round(), 0, 255)
+    return Image.fromarray(scaled)
+
+
+def _scaled(values: numpy.ndarray, image: Image.Image, low: float, high: float) -> numpy.ndarray:
+    """Values of a wide picture, of which `low` is the least and `high` the greatest, as 0 to 255."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _WIDE_PORTABLE):
-        values = values / 257
-    elif image.mode == "F" and low >= 0 and high <= 1:
-        values = values * 255
-    elif low >= 0 and 255 < high <= 65535:
-        values = values / 257
-    elif low < 0 or high > 255:
-        values = (values - low) * (255 / (high - low)) if high > low else values * 0
-    return Image.fromarray(numpy.clip(values.round(), 0, 255).astype(numpy.uint8))
+        return values / 257
+    if image.mode == "F" and low >= 0 and high <= 1:
+        return values * 255
+    if low >= 0 and 255 < high <= 65535:
+        return values / 257
+    if low < 0 or high > 255:
+        return (values - low) * (255 / (high - low)) if high > low else values * 0
+    return values
 
 
 def _reason(path: str, error: Exception, content: bytes | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
+from manyhands.data.walk import Identity, class_identities, folders_in, walk
 
 _TEST_NAMES = ("val", "validation", "valid", "test")
 
@@ -21,6 +22,7 @@ class Listing:
         names: each picture's path below root, with "/"; sorted by class, then by name.
         labels: each picture's class.
         ignored: how many other files lie there.
+        notes: sentences for the user on what was left out.
     """
 
     root: Path
@@ -28,6 +30,7 @@ class Listing:
     names: tuple[str, ...]
     labels: tuple[int, ...]
     ignored: int = 0
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -50,15 +53,27 @@ def list_splits(root: Path, validation: float) -> tuple[Listing, Listing]:
         UserError: there are no class folders, fewer than two, an empty one, or the two splits differ in classes.
     """
     train_root = root / "train"
-    if not train_root.is_dir() or not _folders(train_root):
+    if not train_root.is_dir() or not folders_in(train_root):
         return split(list_classes(root), validation)
-    train = list_classes(train_root)
     for word in _TEST_NAMES:
         if (root / word).is_dir():
-            test = list_classes(root / word)
-            _check_same(train, test)
-            return train, test
-    return split(train, validation)
+            return _list_both(train_root, root / word)
+    return split(list_classes(train_root), validation)
+
+
+def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:
+    """Lists two splits; links don't carry pictures of the one into the other."""
+    homes = [set(class_identities(place, folders_in(place))) for place in (train_root, test_root)]
+    if shared := homes[0] & homes[1]:
+        # Somebody linked whole class folders, so they want it; but they must know.
+        train, test = list_classes(train_root), list_classes(test_root)
+        note = f"{len(shared)} class folder(s) of {test_root.name}/ are those of {train_root.name}/: the network is"
+        train = replace(train, notes=(f"{note} evaluated on pictures that it was trained on", *train.notes))
+    else:
+        train, entered = _list_classes(train_root, homes[1] | {os.path.realpath(test_root)})
+        test, _ = _list_classes(test_root, entered - homes[1])
+    _check_same(train, test)
+    return train, test
 
 
 def list_classes(root: Path) -> Listing:
@@ -67,24 +82,36 @@ def list_classes(root: Path) -> Listing:
     Raises:
         UserError: there are no class folders, only one, or one without pictures.
     """
-    classes = _folders(root)
+    return _list_classes(root, set())[0]
+
+
+def _list_classes(root: Path, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
+    """The listing, and the folders that were entered; links to those in `taken` aren't followed."""
+    classes = folders_in(root)
     if not classes:
         raise _no_classes(root)
     if len(classes) == 1:
         mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
         raise UserError(f'{root} has only one class folder, "{classes[0]}"', str(root), mend)
+    below = walk(root, classes, taken)
     names: list[str] = []
     labels: list[int] = []
-    ignored = 0
-    for label, name in enumerate(classes):
-        found, others = _pictures(root, name)
-        if not found:
+    for label, (name, found) in enumerate(zip(classes, below.classes, strict=True)):
+        if not found.names:
             mend = ("put pictures into it, or remove it", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
             raise UserError(f'the class folder "{name}" has no pictures', str(root / name), mend)
-        names += found
-        labels += [label] * len(found)
-        ignored += others
-    return Listing(root, classes, tuple(names), tuple(labels), ignored)
+        names += found.names
+        labels += [label] * len(found.names)
+    ignored = sum(found.others for found in below.classes)
+    notes = _of_links(root, below.left_out)
+    return Listing(root, classes, tuple(names), tuple(labels), ignored, notes), below.entered
+
+
+def _of_links(root: Path, left_out: list[str]) -> tuple[str, ...]:
+    if not left_out:
+        return ()
+    shown = ", ".join(f"{root.name}/{name}" for name in left_out[:3]) + (" …" if len(left_out) > 3 else "")
+    return (f"{len(left_out)} link(s) to folders that are part of the set already aren't followed: {shown}",)
 
 
 def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
@@ -106,29 +133,7 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     if not kept:
         kept.add(min(range(len(listing)), key=lambda index: _digest(listing.names[index])))
     train = listing.part([index for index in range(len(listing)) if index not in kept])
-    return replace(train, ignored=listing.ignored), listing.part(sorted(kept))
-
-
-def _folders(root: Path) -> tuple[str, ...]:
-    with os.scandir(root) as entries:
-        return tuple(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith((".", "__"))))
-
-
-def _pictures(root: Path, name: str) -> tuple[list[str], int]:
-    """Pictures below root/name, sorted, and the number of other files; hidden files count as neither."""
-    found: list[str] = []
-    others = 0
-    for folder, folders, files in os.walk(root / name, followlinks=True):
-        folders[:] = sorted(word for word in folders if not word.startswith("."))
-        below = Path(folder).relative_to(root).as_posix()
-        for file in files:
-            if file.startswith("."):
-                continue
-            if Path(file).suffix.lower() in PICTURE_SUFFIXES:
-                found.append(f"{below}/{file}")
-            else:
-                others += 1
-    return sorted(found), others
+    return replace(train, ignored=listing.ignored, notes=listing.notes), listing.part(sorted(kept))
 
 
 def _check_same(train: Listing, test: Listing) -> None:

@@ -50,7 +50,8 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
     names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
     text += _left_out(sum(listing.ignored for listing in listings), len(names))
-    return Splits(sources[0], sources[1], listings[0].classes, text, usual or pixels, names)
+    notes = (*listings[0].notes, *listings[1].notes)
+    return Splits(sources[0], sources[1], listings[0].classes, text, usual or pixels, names, notes)
 
 
 def _left_out(ignored: int, skipped: int) -> str:

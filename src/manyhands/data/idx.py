@@ -21,6 +21,10 @@ from manyhands.data.splits import ImagesInMemory, check_labels
 
 _BYTES = 0x08
 _MOST_BYTES = 1 << 32
+_BLOCK = 1 << 20
+# No packed pictures are a hundredth of themselves; a file that says so would take memory for nothing. Labels may be.
+_LIKELY_BYTES = 64 << 20
+_MOST_TIMES_PACKED = 100
 _MEND = ("delete the file and fetch it again, or copy it anew",)
 
 
@@ -41,7 +45,9 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             shape = _read_shape(file, path, dimensions)
             wanted = math.prod(shape)
-            content = file.read(wanted + 1)
+            if path.suffix == ".gz":
+                _check_likely(path, wanted)
+            content = _read_at_most(file, wanted + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path.name} is not a whole gzip file: {error}", str(path), _MEND) from error
     except OSError as error:
@@ -49,7 +55,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     if len(content) != wanted:
         found = "more" if len(content) > wanted else f"{len(content):,}"
         raise UserError(f"{path.name}: expected {wanted:,} values ({_times(shape)}), found {found}", str(path), _MEND)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(shape)
+    return torch.frombuffer(content, dtype=torch.uint8).view(shape)
 
 
 def write_idx(path: Path, values: Tensor) -> None:
@@ -70,6 +76,22 @@ def read_pair(images: Path, labels: Path, classes: int) -> ImagesInMemory:
         what = f"{images.name} holds {len(pictures):,} pictures and {labels.name} {len(numbers):,} labels"
         raise UserError(what, str(images.parent), _MEND)
     return ImagesInMemory(pictures.unsqueeze(1), check_labels(numbers, classes, str(labels)))
+
+
+def _check_likely(path: Path, wanted: int) -> None:
+    """Raises UserError where a packed file is far smaller than what its header says, before memory is taken."""
+    there = path.stat().st_size
+    if wanted > max(_LIKELY_BYTES, there * _MOST_TIMES_PACKED):
+        what = f"{path.name}: its header says {wanted:,} values, and the packed file has {there:,} bytes"
+        raise UserError(what, str(path), _MEND)
+
+
+def _read_at_most(file: "IO[bytes] | gzip.GzipFile", count: int) -> bytearray:
+    """Up to `count` bytes; takes memory for what is there, whatever the header says, and for that only once."""
+    content = bytearray()
+    while len(content) < count and (block := file.read(min(_BLOCK, count - len(content)))):
+        content += block
+    return content
 
 
 def _read_shape(file: "IO[bytes] | gzip.GzipFile", path: Path, dimensions: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """From the word that the user wrote to two sources of samples."""
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _limited(splits: Splits, options: DataOptions) -> Splits:
     if train is splits.train and test is splits.test:
         return splits
     text = f"{splits.description}, of which {len(train):,} + {len(test):,} are used"
-    return Splits(train, test, splits.classes, text, splits.pixels, splits.skipped)
+    return replace(splits, train=train, test=test, description=text)
 
 
 def _first(source: Source, count: int) -> Source:

@@ -83,6 +83,7 @@ class Splits:
         description: for people, such as "digits: 1,437 + 360 pictures".
         pixels: what suits this data set where neither the user nor the model says otherwise.
         skipped: pictures that can't be read and were left out, because the user asked for that.
+        notes: sentences for the user on what else isn't as it looks.
     """
 
     train: Source
@@ -91,6 +92,7 @@ class Splits:
     description: str
     pixels: Pixels
     skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def describe(title: str, train: Source, test: Source, place: str = "") -> str:

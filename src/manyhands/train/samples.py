@@ -150,7 +150,9 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 
 def tell_of_skipped(splits: Splits, journal: Journal) -> None:
-    """Says which pictures can't be read."""
+    """Says which pictures can't be read, and what else isn't as it looks."""
+    for note in splits.notes:
+        journal.event("warning", note)
     if splits.skipped:
         left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {', '.join(splits.skipped[:3])}"
         journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
