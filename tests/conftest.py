@@ -1,6 +1,8 @@
 """Settings for all tests."""
 
 import os
+import shutil
+import subprocess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -21,3 +23,29 @@ def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     monkeypatch.delenv("MANYHANDS_DATA", raising=False)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder that is a disk of 4 MiB by itself."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"NOT SHOWN what a full disk does: none can be mounted here ({mounted.stderr.strip()})")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def fill():
+    """Fills a disk to the last byte; what is returned is the file that does so."""
+
+    def filled(folder):
+        filler = folder / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(folder).free))
+        assert shutil.disk_usage(folder).free == 0
+        return filler
+
+    return filled

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TextIO, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
@@ -40,6 +40,7 @@ from manyhands.cluster.facts.load import cores
 from manyhands.cluster.orders import DEVICE_INDEX, Orders
 from manyhands.core.outside import parse_json
 from manyhands.core.records import FAILURE_FILE
+from manyhands.core.streams import Tolerant
 
 POLL_S = 0.05
 # After the first failure the others get this long to leave by themselves before they are killed.
@@ -219,6 +220,8 @@ def _write_to(path: Path) -> None:
     os.dup2(output, 2)
     os.close(output)
     os.close(nothing)
+    # A log on a full disk loses lines; what wrote them, a library or the user's own code, must not fail by it.
+    sys.stdout, sys.stderr = cast(TextIO, Tolerant(sys.stdout)), cast(TextIO, Tolerant(sys.stderr))
 
 
 def prepare(device: str, preload: list[str]) -> dict[str, Any]:

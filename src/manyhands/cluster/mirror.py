@@ -4,9 +4,13 @@ Records and small files travel; checkpoints stay where they are written.
 """
 
 import contextlib
+import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from manyhands.core.records import write_all
 
 GROWING = ("metrics.jsonl", "events.jsonl")
 WHOLE = ("job.toml", "plan.json", "env.json", "evaluations/best.json", "evaluations/last.json")
@@ -63,12 +67,15 @@ class Sender:
 class Receiver:
     """Writes what comes from the machine of rank 0 into the head's run folder.
 
+    Where the disk here is full pieces wait in memory, so that neither the run ends nor its records have holes.
+
     Args:
         folder: the run folder here.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._waiting: deque[dict[str, Any]] = deque()
 
     def held(self) -> dict[str, int]:
         """Bytes of each growing file that are here."""
@@ -77,6 +84,13 @@ class Receiver:
 
     def take(self, piece: dict[str, Any]) -> None:
         """Writes one piece; what doesn't carry on from what is here replaces it, and the older is kept aside."""
+        self._waiting.append(piece)
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+
+    def _write(self, piece: dict[str, Any]) -> None:
         name, text = piece["name"], piece["text"].encode()
         path = self._folder / name
         if name in GROWING:
@@ -93,8 +107,13 @@ class Receiver:
             path.rename(_free(path))
         elif size != offset:
             raise ValueError(f"{path} has {size} bytes, and what came begins at {offset}")
-        with path.open("ab") as file:
-            file.write(text)
+        try:
+            with path.open("ab", buffering=0) as file:
+                write_all(file.fileno(), text)
+        except OSError:
+            # Half a piece would be half a line, and what comes next wouldn't carry on from it.
+            os.truncate(path, offset)
+            raise
 
 
 def _size(path: Path) -> int:

@@ -1,6 +1,7 @@
 """The run folder: where everything about one run is kept, and the only meeting place of its programs."""
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -9,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 
 from manyhands.core.errors import UserError
+
+_FULL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,17 @@ def use_run_folder(path: Path) -> RunFolder:
     return folder
 
 
+def is_full(path: Path) -> bool:
+    """True where the disk of a folder has less than 64 KiB of room for this user; False where that isn't known."""
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return False
+    # Some file systems keep a part for the system's own user.
+    blocks = state.f_bfree if os.geteuid() == 0 else state.f_bavail
+    return state.f_blocks > 0 and blocks * state.f_frsize < _FULL_BYTES
+
+
 def topmost_missing(path: Path) -> Path | None:
     """The first folder, counted from the root, that is to be made for `path` to be there; None if it is."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
@@ -147,19 +161,31 @@ def remove_new(folder: Path, topmost: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        mend = ("make room there, or give --out a folder on another disk",)
+        return UserError(f"the run folder {path} can't be written: {error.strerror}", str(path), mend)
     if path.is_file():
         return UserError(f"{path} is a file, not a folder", "--out", ("give --out DIR",))
     return UserError(f"the run folder {path} can't be made: {error.strerror or error}", "--out", ("give --out DIR",))
 
 
 def write_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file; an earlier one that says otherwise is kept under a number."""
+    """Writes the job file; an earlier one that says otherwise is kept under a number.
+
+    Raises:
+        UserError: there is no room for it; what was there before still is.
+    """
     path = folder.job
-    if path.is_file() and path.read_text(encoding="utf-8") != text:
-        number = 1
-        while (aside := path.with_name(f"job-{number}.toml")).exists():
-            number += 1
-        path.rename(aside)
     temporary = path.with_name(f".job.toml.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        if path.is_file() and path.read_text(encoding="utf-8") != text:
+            number = 1
+            while (aside := path.with_name(f"job-{number}.toml")).exists():
+                number += 1
+            path.rename(aside)
+        temporary.replace(path)
+    except OSError as error:
+        raise _unwritable(folder.path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)

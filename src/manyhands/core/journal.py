@@ -1,8 +1,11 @@
 """Writes what happens into the run folder: records by rank 0 alone, and lines by each process into its own file."""
 
+import functools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from manyhands.core.folder import RunFolder
@@ -16,9 +19,15 @@ from manyhands.core.records import (
     write_json,
 )
 
+# Records that wait for room on a full disk: at two in a second more than an hour's, in some megabytes of memory.
+_MOST_WAITING = 10_000
+
 
 class Journal:
     """The run's own diary.
+
+    A full disk neither ends the run nor tears a hole into its records: they wait, and are written in their order as
+    soon as there is room. Of more than ten thousand the oldest are left out.
 
     Args:
         folder: the run folder.
@@ -27,12 +36,13 @@ class Journal:
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self._folder, self._rank, self._told = folder, rank, False
+        self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
 
     def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
         """Records an event; the other ranks keep silent, for rank 0 sees the same."""
         if self._rank == 0:
             record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
-            self._keep(lambda: append(self._folder.events, record))
+            self._keep(functools.partial(append, self._folder.events, record))
 
     def line(self, text: str) -> None:
         """Adds a line, with the time, to this process's own file; on every rank."""
@@ -42,18 +52,23 @@ class Journal:
     def metrics(self, record: StepMetrics | EvaluationMetrics) -> None:
         """Records what was measured."""
         if self._rank == 0:
-            self._keep(lambda: append(self._folder.metrics, record))
+            self._keep(functools.partial(append, self._folder.metrics, record))
 
     def detail(self, name: str, record: EvaluationDetail) -> None:
         """Records an evaluation whole, as evaluations/<name>.json."""
         if self._rank == 0:
-            self._keep(lambda: write_json(self._folder.evaluations / f"{name}.json", record))
+            self._keep(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """A full disk costs the record, not the run; this process's own output says so once."""
+        """Writes what waits, and this; what can't be written waits, and this process's own output says so once."""
+        self._waiting.append(write)
         try:
-            write()
+            while self._waiting:
+                self._waiting[0]()
+                self._waiting.popleft()
         except OSError as error:
             if not self._told:
                 self._told = True
-                sys.stderr.write(f"records can't be written to {self._folder.path}: {error}\n")
+                # That output may lie on the same disk.
+                with suppress(OSError):
+                    sys.stderr.write(f"records can't be written to {self._folder.path}: {error}; they wait for room\n")

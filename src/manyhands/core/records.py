@@ -110,26 +110,56 @@ class Failure(Record):
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds one line; whole lines only, so that a reader never sees half a record for long."""
+    """Adds one line; see `append_line`."""
     append_line(path, record.model_dump_json())
 
 
 def append_line(path: Path, text: str) -> None:
-    """Adds one line of text, in one write, since others may write to the same file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Adds one line of text, on a line of its own also where an earlier writer was cut short in the middle of one.
+
+    It is one write wherever there is room, since others may write to the same file.
+
+    Raises:
+        OSError: it can't be written, wholly at least: the disk is full, for one.
+    """
+    line = (text + "\n").encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, (text + "\n").encode())
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        try:
+            write_all(descriptor, line)
+        except OSError:
+            # What did get there is no line; it goes again unless somebody else has written behind it.
+            if line.startswith(os.pread(descriptor, len(line), size)):
+                os.ftruncate(descriptor, size)
+            raise
     finally:
         os.close(descriptor)
 
 
+def write_all(descriptor: int, content: bytes) -> None:
+    """Writes all of it: a single write may take a part only, on a disk that is nearly full or after a signal."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file by way of a temporary one, so that no reader ever sees half of it."""
+    """Writes a JSON file by way of a temporary one, so that no reader ever sees half of it.
+
+    Raises:
+        OSError: it can't be written; what was there before still is.
+    """
     text = content.model_dump_json(indent=1) if isinstance(content, BaseModel) else json.dumps(content, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -4,9 +4,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.control import Control
@@ -14,12 +13,16 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from manyhands.core.errors import UserError
+from manyhands.core.folder import is_full
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
+from manyhands.core.streams import Tolerant
 from manyhands.report.follow import Follower
 from manyhands.report.line import Progress, epoch_line, epoch_log, evaluation_line, evaluation_log, live_line, step_line
 from manyhands.report.words import moment, plain
 
 _PLAIN_EVERY_S = 30.0
+# The processes can't say on a full disk that it is full, so the screen looks now and then.
+_DISK_EVERY_S = 5.0
 # Events that are told, and how loud. All others are only in events.jsonl.
 LEVELS = {
     "note": "INFO",
@@ -34,31 +37,6 @@ LEVELS = {
     "warning": "WARNING",
 }
 _STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}
-
-
-class _Tolerant:
-    """A stream that may go away, as a terminal does that is closed; what is written then is heard by nobody.
-
-    Args:
-        stream: where to write.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Writes, as far as there is somebody to read it."""
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Sends what waits."""
-        with suppress(OSError):
-            self._stream.flush()
 
 
 class Screen:
@@ -89,7 +67,7 @@ class Screen:
         # rich looks at NO_COLOR itself; FORCE_COLOR may colour a log, but never moves its cursor.
         colour = terminal or bool(os.environ.get("FORCE_COLOR"))
         self._console = Console(
-            file=cast(TextIO, _Tolerant(output)),
+            file=cast(TextIO, Tolerant(output)),
             force_terminal=colour,
             highlight=False,
             markup=False,
@@ -102,6 +80,7 @@ class Screen:
         self._plain_at = clock()
         self._drawn = ""
         self._untold: StepMetrics | None = None
+        self._folder, self._disk_at, self._disk_full = folder, clock(), False
 
     def update(self) -> None:
         """Reads what is new and shows it. Cheap: to be called a few times a second."""
@@ -121,6 +100,7 @@ class Screen:
                 self._show_event(record)
             elif record.asked:
                 self.say(step_line(self._progress))
+        self._look_at_disk()
         if self.live:
             self._draw()
         elif not self._quiet and self._progress.last and self._clock() - self._plain_at >= _PLAIN_EVERY_S:
@@ -171,6 +151,19 @@ class Screen:
         at = f" at step {event.step}" if event.step is not None else ""
         message = "" if event.kind == "saved" else event.message
         self._tell(LEVELS.get(event.kind, "INFO"), message or f"{event.kind}{at}")
+
+    def _look_at_disk(self) -> None:
+        """Says when the disk of the run folder is full, and when there is room again."""
+        if self._clock() - self._disk_at < _DISK_EVERY_S:
+            return
+        self._disk_at = self._clock()
+        full = is_full(self._folder)
+        if full and not self._disk_full:
+            words = "the run goes on; records wait for room, and checkpoints are left out"
+            self.say(f"the disk of {self._folder} is full: {words}", "WARNING")
+        elif self._disk_full and not full:
+            self.say(f"the disk of {self._folder} has room again")
+        self._disk_full = full
 
     def _tell(self, level: str, message: str) -> None:
         """Says a message once, however many processes or restarts send it."""

@@ -1,5 +1,6 @@
 """What each process of a run does. The only module of `run` whose functions import torch."""
 
+import functools
 import hashlib
 import os
 import platform
@@ -20,7 +21,7 @@ from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserErro
 from manyhands.core.folder import RunFolder, write_job
 from manyhands.core.git import revision
 from manyhands.core.journal import Journal
-from manyhands.core.records import FAILURE_FILE, Event, Failure, append, write_json
+from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.world import Membership
 
 Say = Callable[[str], None]
@@ -69,7 +70,7 @@ def _note_in_log(text: str) -> None:
 
 def _note_in_folder(folder: RunFolder) -> Say:
     """Tells the head of this machine, which shows what is in the run folder."""
-    return lambda text: append(folder.events, Event(time=time.time(), kind="note", message=text))
+    return functools.partial(Journal(folder, 0).event, "note")
 
 
 def train_here(

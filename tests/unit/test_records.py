@@ -1,0 +1,67 @@
+"""Lines of records: each whole, and by itself, whatever happened to the one before it."""
+
+import json
+
+import pytest
+
+from manyhands.cluster.mirror import Receiver
+from manyhands.core.folder import RunFolder, is_full
+from manyhands.core.journal import Journal
+from manyhands.core.records import Event, append, read_lines, write_json
+
+
+def event(number, length=0):
+    return Event(time=number, kind="note", message="x" * length)
+
+
+def times(path):
+    return [line["time"] for line in read_lines(path)]
+
+
+def test_a_torn_last_line_does_not_take_the_next_record_with_it(tmp_path):
+    path = tmp_path / "events.jsonl"
+    append(path, event(1))
+    with path.open("a") as file:
+        file.write(event(2).model_dump_json()[:20])
+    append(path, event(3))
+    append(path, event(4))
+    assert times(path) == [1, 3, 4]
+
+
+def test_a_line_is_written_whole_or_the_caller_hears_of_it(small_disk, fill):
+    path = small_disk / "events.jsonl"
+    append(path, event(1, 3000))
+    filler = fill(small_disk)
+    assert is_full(small_disk)
+    with pytest.raises(OSError, match="No space left"):
+        append(path, event(2, 3000))
+    with pytest.raises(OSError, match="No space left"):
+        write_json(small_disk / "best.json", {"x": 1})
+    assert sorted(file.name for file in small_disk.iterdir()) == ["events.jsonl", "filler"]
+    filler.unlink()
+    append(path, event(3))
+    assert times(path) == [1, 3]
+
+
+def test_records_wait_for_room_in_their_order(small_disk, fill, capsys):
+    folder = RunFolder(small_disk)
+    journal = Journal(folder, 0)
+    journal.event("note", "x" * 3000, 1)
+    filler = fill(small_disk)
+    for step in range(2, 5):
+        journal.event("note", "x" * 3000, step)
+    assert capsys.readouterr().err.count("No space left") == 1
+    filler.unlink()
+    journal.event("note", "", 5)
+    assert [line["step"] for line in read_lines(folder.events)] == [1, 2, 3, 4, 5]
+
+
+def test_what_comes_from_another_machine_waits_for_room_too(small_disk, fill):
+    receiver, path = Receiver(small_disk), small_disk / "events.jsonl"
+    lines = [json.dumps({"time": number, "text": "x" * 3000}) + "\n" for number in range(4)]
+    filler = fill(small_disk)
+    for number, line in enumerate(lines[:3]):
+        receiver.take({"name": path.name, "offset": number * len(line), "text": line})
+    filler.unlink()
+    receiver.take({"name": path.name, "offset": 3 * len(lines[0]), "text": lines[3]})
+    assert times(path) == [0, 1, 2, 3]
