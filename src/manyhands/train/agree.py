@@ -101,8 +101,12 @@ class Agreement:
         """True at steps that are equal on all processes."""
         return force or step >= self._next_step
 
+    def leave_out(self, seconds: float) -> None:
+        """Doesn't count so many seconds, of an evaluation or a save, as time of training; what was measured stays."""
+        self._last += seconds
+
     def reset(self, step: int) -> None:
-        """Starts the clock anew, after an evaluation or at the start."""
+        """Starts the clock anew, where nothing has been measured since the last verdict."""
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
     def agree(

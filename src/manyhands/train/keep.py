@@ -23,7 +23,7 @@ SAVED, NOT_SAVED, NOT_FINITE = 1, 0, 2
 
 def evaluate(parts: Parts) -> bool:
     """Evaluates on all processes and records it; True when it is the best so far."""
-    progress = parts.progress
+    progress, started = parts.progress, time.perf_counter()
     parts.phase = "evaluate"
     parts.agreeing.agree_on_buffers(progress.step)
     with parts.agreeing.agreed():
@@ -48,7 +48,7 @@ def evaluate(parts: Parts) -> bool:
     detail = describe(found, parts)
     for name in ("last", "best") if best else ("last",):
         parts.journal.detail(name, detail)
-    parts.agreement.reset(progress.step)
+    parts.agreement.leave_out(time.perf_counter() - started)
     parts.phase = "train"
     return best
 
@@ -70,7 +70,7 @@ def describe(found: Evaluation, parts: Parts) -> EvaluationDetail:
 
 def save(parts: Parts) -> None:
     """Commits a checkpoint; a full disk or the like costs the checkpoint, not the run, and is said loudly."""
-    progress = parts.progress
+    progress, started = parts.progress, time.perf_counter()
     parts.phase = "save"
     extra = {"job": parts.digest, "classes": list(parts.classes), "model": parts.job.model.name}
     extra["sync"] = {**asdict(parts.sync), "processes": parts.world.size}
@@ -95,7 +95,7 @@ def save(parts: Parts) -> None:
         prune_own(parts)
     parts.saves += 1
     parts.agreement.saved()
-    parts.agreement.reset(progress.step)
+    parts.agreement.leave_out(time.perf_counter() - started)
     parts.phase = "train"
 
 
