@@ -204,7 +204,7 @@ class TestHostfiles:
 class TestTorchrun:
     def test_the_flags_are_torchs_own(self):
         run = pytest.importorskip("torch.distributed.run")
-        known = torchrun._FLAGS.valued | torchrun._FLAGS.switches
+        known = torchrun.FLAGS.valued | torchrun.FLAGS.switches
         flags = {
             word.lstrip("-").replace("-", "_")
             for action in run.get_args_parser()._actions
@@ -359,7 +359,57 @@ class TestAccelerate:
         assert accelerate.read(text, "").machines
 
 
+# As tutorials print it: torch.distributed.launch as the module, comments, and words of the user's own behind.
+PRINTED = """{
+"version": "0.2.0",
+"configurations": [
+{
+"name": "Python: Current File",
+"type": "python",
+"request": "launch",
+"module": "torch.distributed.launch",
+"console": "internalConsole",
+"justMyCode": true,
+"env": {"CUDA_VISIBLE_DEVICES": "4"},
+"args": [
+"--nproc_per_node", "1", // GPUs
+"--master_port", "29500",
+"tools/train.py",
+"configs/net.py",
+"--launcher", "pytorch",
+"work_dir=work_dirs/debug"
+]
+}
+]
+}
+"""
+
+
 class TestLaunchJson:
+    def test_torchruns_flags_in_a_configuration_are_read(self):
+        cluster = launch_json.read(PRINTED, "launch.json")
+        assert cluster.machines == (Machine("localhost", 1, (4,)),)
+        assert cluster.master_port == 29500
+        four = PRINTED.replace('"1", // GPUs', '"4",').replace('"CUDA_VISIBLE_DEVICES": "4"', "")
+        assert launch_json.read(four, "").machines == (Machine("localhost", 4),)
+        as_program = PRINTED.replace('"module": "torch.distributed.launch"',
+                                     '"program": "/env/lib/torch/distributed/launch.py"')  # fmt: skip
+        assert launch_json.read(as_program, "").machines == cluster.machines
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ('"1", // GPUs', '"${env:GPUS}",', "which only a shell can fill in"),
+            ('"1", // GPUs', '"many",', 'nproc-per-node is "many"'),
+            ('"--master_port"', '"--master_prot"', "there is no flag --master_prot"),
+            ('"args": [', '"args": "x", "more": [', "args is a list"),
+        ],
+    )
+    def test_a_mistake_in_torchruns_flags_is_named_with_its_line(self, old, new, said):
+        with pytest.raises(UserError, match=re.escape(said)) as caught:
+            launch_json.read(PRINTED.replace(old, new), "launch.json")
+        assert re.match(r"launch\.json, line 1[0-9]", caught.value.where)
+
     def test_one_rank_is_debugged_while_the_others_run(self):
         text = launch_json.write(Cluster((Machine("localhost", 3),), master_port=1234))
         assert text.startswith("//")

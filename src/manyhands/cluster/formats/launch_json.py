@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from manyhands.cluster.command_cluster import joined
+from manyhands.cluster.command_lines import Command
 from manyhands.cluster.holding import canonical, must_hold
 from manyhands.cluster.inventory import Cluster, Machine
 from manyhands.cluster.located_json import Document, Path, dotted, parse, without_comments
+from manyhands.cluster.torchrun_flags import MODULES, read_command
 from manyhands.core.errors import UserError
 
 NAMES = ("launch.json",)
@@ -32,10 +35,13 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads the processes that the configurations start, from the RANK and WORLD_SIZE of each.
+    """Reads the processes that the configurations start.
+
+    From the RANK and WORLD_SIZE of each, or, where the module is torch.distributed.launch or torch.distributed.run,
+    from its flags in `args`.
 
     Raises:
-        UserError: no configuration has them, ranks are missing, or a value is taken from where it can't be.
+        UserError: no configuration has either, ranks are missing, or a value is taken from where it can't be.
     """
     document = parse(without_comments(text), where)
     ranks: dict[int, tuple[Path, dict[str, str]]] = {}
@@ -44,9 +50,11 @@ def read(text: str, where: str) -> Cluster:
         environment = configuration.get("env") or {}
         if "RANK" in environment:
             ranks.setdefault(_number(document, (*path, "env", "RANK"), environment), (path, environment))
+    if not ranks and (started := _by_torchrun(document)):
+        return Cluster(**{**vars(started), "source": f"launch.json {where}".rstrip()})
     if not ranks:
         raise UserError(
-            "no configuration has RANK and WORLD_SIZE in its env",
+            "no configuration has RANK and WORLD_SIZE in its env, or starts torch.distributed.launch or .run",
             document.at(("configurations",)),
             ("write one: manyhands convert-cluster HOSTFILE --to launch.json",),
         )
@@ -58,6 +66,26 @@ def read(text: str, where: str) -> Cluster:
     devices = _devices(document, [ranks[rank] for rank in range(size)])
     source = f"launch.json {where}".rstrip()
     return canonical(Cluster((Machine(HOST, size, devices),), master_port=port, source=source))
+
+
+def _by_torchrun(document: Document) -> Cluster | None:
+    """The cluster of the configurations that start torchrun, which must agree; None where none does."""
+    found: list[tuple[Path, Cluster]] = []
+    for path, configuration in _configurations(document):
+        program = str(configuration.get("program", "")).removesuffix(".py").replace("/", ".")
+        if configuration.get("module") in MODULES or program.endswith(MODULES):
+            arguments, environment = configuration.get("args", []), configuration.get("env") or {}
+            if not isinstance(arguments, list):
+                raise UserError("args is a list of words", document.at((*path, "args")), ("mend it",))
+            words = ("torchrun", *map(str, arguments))
+            variables = {name: str(value) for name, value in environment.items()}
+            command = Command(words, variables, where=document.at((*path, "args")))
+            found.append((path, joined([read_command(command)], "--node-rank", "--master-addr")))
+    for path, cluster in found[1:]:
+        if cluster != found[0][1]:
+            what = "this configuration starts other processes than the first one"
+            raise UserError(what, document.at(path), ("leave one of them in the file",))
+    return found[0][1] if found else None
 
 
 def write(cluster: Cluster) -> str:
