@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from manyhands.cli.main import main
 from manyhands.parallel import meet
-from tests.e2e.command import NETS, QUICK, assert_one_screen, finish, free_port, running, start, wait_until
+from tests.e2e.command import NETS, QUICK, assert_one_screen, events, finish, free_port, running, start, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SOON = ["--set", "cluster.join_warn_s=1", "--set", "cluster.join_timeout_s=4", "--epochs", "2", *QUICK]
@@ -23,6 +23,13 @@ def alone(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits", "mlp", *map(str, arguments)])
     return ended.value.code, capsys.readouterr().err
+
+
+def main_code(*arguments):
+    """The exit code of a command, run here."""
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    return ended.value.code
 
 
 def by_hand(address, size, rank, *arguments, model="mlp"):
@@ -161,3 +168,15 @@ def test_two_by_hand_train_and_tidy_up():
     assert ended[1].out == ""
     assert not meeting.exists()
     assert {path.name for path in Path().iterdir()} == {"run"}
+
+
+def test_what_rank_0_resumes_counts_for_all():
+    assert main_code("train", "digits", "mlp", "--epochs", 1, *QUICK, "--out", "first") == 0
+    address = f"tcp://127.0.0.1:{free_port()}"
+    own = ["--resume", "first"], ["--resume", "no/such/run"]
+    jobs = [by_hand(address, 2, rank, *LATE, "--out", "more", *own[rank]) for rank in (0, 1)]
+    ended = [finish(by) for by in [start(*job) for job in jobs]]
+    assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
+    assert "--resume no/such/run has no effect on rank 1: rank 0 says first" in ended[1].err
+    (resumed,) = events("more", "resumed")
+    assert resumed["step"] == 23

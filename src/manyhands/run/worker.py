@@ -15,6 +15,7 @@ from typing import Any
 import tomli_w
 
 from manyhands import __version__
+from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
@@ -100,6 +101,7 @@ def train_here(
             group.listen(membership.attempt, None if group.world.device in {"cpu", "mps"} else leave)
         if membership.started_by not in {OUR_HEAD, MET}:
             folder = share_folder(group.world, folder)
+        job = _from_where_rank_0_says(job, group.world, say)
         parts = _build(job, folder, group.world, argument)
         from manyhands.train.loop import fit
 
@@ -207,9 +209,21 @@ def digest(job: Job) -> str:
         "cluster": set(ClusterOptions.model_fields) - SHARED,
         "data": {"workers", "machine_workers"},
         "run": {"out", "report"},
+        "checkpoint": {"resume"},
     }
     content = job.model_dump_json(exclude=own)
     return hashlib.sha256(f"{__version__} {content}".encode()).hexdigest()[:16]
+
+
+def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
+    """The job with rank 0's word for what the run goes on from: it keeps the run, and gives its state to the others."""
+    from manyhands.parallel.plain import broadcast_plain
+
+    own = job.checkpoint.resume
+    said = broadcast_plain(own, world)
+    if own not in {said, CheckpointOptions().resume}:
+        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 says {said}")
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
 
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
