@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from manyhands.checkpoint.foreign import read_foreign
-from tests.e2e.command import assert_one_screen, environment, finish, free_port, run, start
+from tests.e2e.command import assert_one_screen, environment, events, finish, free_port, run, start
 
 pytestmark = pytest.mark.timeout(600)
 JOB = ["imagenet", "images", "-a", "shufflenet_v2_x0_5", "-j", "1", "--lr", "0.02", "--set", "run.report=false"]
@@ -85,7 +85,7 @@ def test_one_node_writes_goes_on_and_evaluates(images, here):
     assert "was trained with --lr 0.02, not 0.1" in ended.err
 
 
-def on_nodes(here, count, *words):
+def on_nodes(here, count, *words, **others):
     """The same command on so many nodes, each in a folder of its own; node 0's first."""
     words = [*words, "--dist-url", f"tcp://127.0.0.1:{free_port()}", "--dist-backend", "gloo"]
     words += ["--multiprocessing-distributed", "--world-size", count]
@@ -93,10 +93,34 @@ def on_nodes(here, count, *words):
     for rank in range(count):
         folder = here / f"node-{rank}"
         folder.mkdir(exist_ok=True)
-        started.append(start(*words, "--rank", rank, cwd=folder))
+        started.append(start(*words, "--rank", rank, cwd=folder, **others))
     ended = [finish(process) for process in started]
     assert [each.code for each in ended] == [0] * count, "\n".join(each.err for each in ended)
     return ended
+
+
+# Two accelerators on each node, as far as the command knows; the processes find none and take the CPU.
+TWO_EACH = "import manyhands.cluster.accelerators as a, sys; a.count_accelerators = lambda: 2; \
+from manyhands.cli.main import main; main(sys.argv[1:])"
+
+
+@pytest.mark.slow
+def test_two_nodes_start_two_processes_each(here):
+    words = [
+        "imagenet",
+        "--dummy",
+        "-a",
+        "shufflenet_v2_x0_5",
+        "--epochs",
+        "1",
+        "-b",
+        "4",
+        "--data.train-samples",
+        "16",
+    ]
+    on_nodes(here, 2, *words, "--data.test-samples", "8", "--data.image-size", "32", program=("-c", TWO_EACH))
+    (started,) = events(next((here / "node-0" / "runs").iterdir()), "started")
+    assert started["data"]["processes"] == 4
 
 
 # At a usual rate so few pictures make rounding grow a thousandfold in each update, in double precision too.

@@ -1,17 +1,21 @@
 """imagenet main.py's flags: every one is known, has a home, and nodes are counted as there."""
 
 import inspect
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.imagenet import RECIPE, imagenet
-from manyhands.cli.main import make_app
+from manyhands.cli.main import main, make_app
 from manyhands.cluster.formats.imagenet import Flags, Nodes, job_values, meeting_of, nodes_of, notes
 from manyhands.cluster.inventory import Meeting
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
+from manyhands.data.datasets.fake_imagenet import open as open_fake
+from manyhands.data.options import DataOptions
+from manyhands.models.published import published_names
 
 URL = "tcp://10.0.0.1:8090"
 # Every flag of main.py in all its spellings, with a value, the field it belongs to and what is expected there.
@@ -82,6 +86,23 @@ def test_without_flags_it_is_main_py():
     assert (job.data.mean, job.data.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert job.checkpoint.pth_tar == "."
     assert job.cluster.init == ""
+
+
+def test_the_help_names_all_networks_of_torchvision(capsys):
+    models = pytest.importorskip("torchvision").models
+    assert published_names() == models.list_models(module=models)
+    with pytest.raises(SystemExit):
+        main(["imagenet", "--help"])
+    words = re.split(r"[^\w]+", capsys.readouterr().out)
+    assert set(published_names()) <= set(words)
+
+
+def test_made_pictures_fit_a_network_of_another_size():
+    values = job_values(Flags(arch="inception_v3", dummy=True), nodes_of(Flags()))
+    assert values["data.image_size"] == 299
+    picture, _ = open_fake("fake-imagenet", DataOptions(image_size=299)).test.dataset[0]
+    assert picture.shape == (3, 299, 299)
+    assert job_values(Flags(arch="resnet18", dummy=True), nodes_of(Flags()))["data.image_size"] is None
 
 
 @pytest.mark.parametrize("arch", ["vit_b_16", "convnext_tiny", "swin_t"])

@@ -29,6 +29,8 @@ Sync = Annotated[
     Parameter(help="how gradients are averaged: allreduce, bf16, powersgd, local, or auto by the link; allreduce"),
 ]
 Backend = Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")]
+Pretrained = Annotated[bool | None, Parameter(negative="", help="start from torchvision's weights")]
+Compile = Annotated[bool | None, Parameter(name="--compile", negative="", help="torch.compile the network")]
 Device = Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")]
 Out = Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")]
 Resume = Annotated[str | None, Parameter(help="auto, never, or a run, checkpoint or .pth.tar to go on from")]

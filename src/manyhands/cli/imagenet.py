@@ -13,15 +13,17 @@ from manyhands.cluster.formats.imagenet import Flags, Nodes
 from manyhands.cluster.inventory import Meeting
 from manyhands.config.load import LoadedJob, load_job
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.models.published import published_names
 
 RECIPE = "imagenet-main"
+NETWORKS = " | ".join(published_names()) or "a network of torchvision"
 
 
 def imagenet(  # noqa: PLR0913 - one argument for each flag
     data: Annotated[str | None, Parameter(help="folder with train/ and val/; default: imagenet")] = None,
     /,
     *,
-    arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help="a network of torchvision; resnet18")] = None,
+    arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help=f"{NETWORKS}; default: resnet18")] = None,
     workers: Annotated[
         int | None, Parameter(name=["-j", "--workers"], help="decoding processes of this node; by its cores")
     ] = None,

@@ -9,6 +9,7 @@ from manyhands.cli.flags import (
     AsJson,
     Backend,
     Batch,
+    Compile,
     Data,
     DataDir,
     Device,
@@ -21,6 +22,7 @@ from manyhands.cli.flags import (
     Out,
     Parallel,
     Pin,
+    Pretrained,
     Quiet,
     Resume,
     Seed,
@@ -58,6 +60,8 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     sync: Sync = None,
     backend: Backend = None,
     device: Device = None,
+    pretrained: Pretrained = None,
+    compile_: Compile = None,
     set_: Settings = None,
     show_config: ShowConfig = False,
     dry_run: Annotated[
@@ -89,6 +93,8 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "sync.method": sync,
         "cluster.backend": backend,
         "cluster.device": device,
+        "model.pretrained": pretrained,
+        "train.compile": compile_,
     }
     loaded = load_job({**flags, **settings(set_ or [])}, file=job_file)
     if show_config:

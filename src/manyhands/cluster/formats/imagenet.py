@@ -17,6 +17,8 @@ NAMES = ("imagenet",)
 NODE_BATCH = 256
 # What main.py's --dummy makes: as many pictures as ImageNet has, without augmentation or normalisation.
 DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0,), "data.std": (1.0,)}
+# The network of torchvision that takes pictures of another size alone; main.py's made ones don't fit it.
+DUMMY_SIZES = {"inception_v3": 299}
 _NOT_GIVEN = -1
 
 
@@ -100,8 +102,9 @@ def job_values(flags: Flags, nodes: Nodes) -> dict[str, Any]:
         UserError: flags that can't be honoured together.
     """
     _check_together(flags)
+    arch = (flags.arch or "").removeprefix("torchvision:")
     values = {
-        "model.name": f"torchvision:{flags.arch.removeprefix('torchvision:')}" if flags.arch else None,
+        "model.name": f"torchvision:{arch}" if arch else None,
         "model.pretrained": flags.pretrained or None,
         "train.epochs": flags.epochs,
         "train.start_epoch": flags.start_epoch,
@@ -112,7 +115,7 @@ def job_values(flags: Flags, nodes: Nodes) -> dict[str, Any]:
         "train.seed": flags.seed,
         "run.log_steps": flags.print_freq,
         "checkpoint.resume": flags.resume or None,
-        **(DUMMY if flags.dummy else {"data.name": folder_of(flags)}),
+        **({**DUMMY, "data.image_size": DUMMY_SIZES.get(arch)} if flags.dummy else {"data.name": folder_of(flags)}),
     }
     # Without --multiprocessing-distributed each of a launcher's processes has -j workers of its own.
     apart = nodes.url == "env://" or not flags.workers

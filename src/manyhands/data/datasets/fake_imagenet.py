@@ -20,34 +20,37 @@ _TRAIN, _TEST, _CLASSES, _SIZE = 1_281_167, 50_000, 1000, 224
 
 @dataclass(frozen=True)
 class _Noise:
-    """Pictures uint8 [3, 224, 224], the same one for the same index each time.
+    """Pictures uint8 [3, size, size], the same one for the same index each time.
 
     Attributes:
         purpose: "train" or "test".
         targets: int64 [N].
+        size: rows and columns.
     """
 
     purpose: str
     targets: Tensor
+    size: int
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, sample: int) -> tuple[Tensor, int]:
         generator = torch.Generator().manual_seed(derive(0, "fake-imagenet", self.purpose, sample))
-        picture = torch.randint(0, 256, (3, _SIZE, _SIZE), dtype=torch.uint8, generator=generator)
+        picture = torch.randint(0, 256, (3, self.size, self.size), dtype=torch.uint8, generator=generator)
         return picture, int(self.targets[sample])
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001, ARG001
-    """Makes the labels; the pictures come when they are asked for."""
-    train, test = (_samples(purpose, count) for purpose, count in (("train", _TRAIN), ("test", _TEST)))
+    """Makes the labels; the pictures, of data.image_size, come when they are asked for."""
+    size = options.image_size or _SIZE
+    train, test = (_samples(purpose, count, size) for purpose, count in (("train", _TRAIN), ("test", _TEST)))
     classes = tuple(f"class {number}" for number in range(_CLASSES))
-    pixels = Pixels(_SIZE, 3, (0.5,) * 3, (0.25,) * 3, "none")
+    pixels = Pixels(size, 3, (0.5,) * 3, (0.25,) * 3, "none")
     return Splits(train, test, classes, describe("made pictures", train, test), pixels)
 
 
-def _samples(purpose: str, count: int) -> UserSamples:
+def _samples(purpose: str, count: int, size: int) -> UserSamples:
     drawn = mix_tensor(torch.arange(count) + derive(0, "fake-imagenet", purpose) % 2**31)
     labels = drawn.remainder(_CLASSES)
-    return UserSamples(_Noise(purpose, labels), labels)
+    return UserSamples(_Noise(purpose, labels, size), labels)
