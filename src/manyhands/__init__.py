@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manyhands.parallel.proof.verdict import GradientCheck
     from manyhands.parallel.verify import verify_gradients
     from manyhands.run.planning import find_plan
-    from manyhands.run.python import Run, evaluate, fit, parallelize, predict, session
+    from manyhands.run.python import Run, evaluate, fit, load, parallelize, predict, session
 
 _HOMES = {
     "Axis": "manyhands.parallel.hybrid",
@@ -33,6 +33,7 @@ _HOMES = {
     "evaluate": "manyhands.run.python",
     "find_plan": "manyhands.run.planning",
     "fit": "manyhands.run.python",
+    "load": "manyhands.run.python",
     "open_mesh": "manyhands.parallel.hybrid",
     "predict": "manyhands.run.python",
     "parallelize": "manyhands.run.python",
@@ -43,7 +44,7 @@ _HOMES = {
 
 __all__ = [
     "Axis", "GradientCheck", "Grid", "Job", "ManyhandsError", "Parameter", "Run", "RunError", "UserError", "evaluate",
-    "find_plan", "fit", "open_mesh", "parallelize", "predict", "register_rule", "session", "verify_gradients",
+    "find_plan", "fit", "load", "open_mesh", "parallelize", "predict", "register_rule", "session", "verify_gradients",
 ]  # fmt: skip
 
 

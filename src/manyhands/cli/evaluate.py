@@ -1,7 +1,6 @@
 """manyhands eval."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -11,8 +10,8 @@ from manyhands.cli.train import settings
 
 
 def evaluate(  # noqa: PLR0913 - one argument for each flag
-    run: Annotated[Path, Parameter(help="a run folder, a checkpoint, or imagenet main.py's .pth.tar")],
-    data: Annotated[str | None, Parameter(help="other data than the run's")] = None,
+    run: Annotated[str, Parameter(help="a run's folder or short name, a checkpoint, or main.py's .pth.tar")],
+    data: Annotated[str | None, Parameter(help="other data than the run's; a plain folder is evaluated whole")] = None,
     model: Annotated[str | None, Parameter(help="the network, where the file doesn't say")] = None,
     /,
     *,
@@ -24,13 +23,14 @@ def evaluate(  # noqa: PLR0913 - one argument for each flag
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
 ) -> int:
     """Evaluate a run or a checkpoint: each test sample exactly once."""
+    from manyhands.run.find import find_reference
     from manyhands.run.inspect import evaluate_run
 
     flags = {
         "data.name": data, "model.name": model, "cluster.processes": processes, "data.dir": data_dir,
         "cluster.device": device, **settings(set_ or []),
     }  # fmt: skip
-    show(evaluate_run(run, which=which, flags=flags), as_json=as_json)
+    show(evaluate_run(find_reference(run), which=which, flags=flags), as_json=as_json)
     return 0
 
 
@@ -41,6 +41,6 @@ def show(found: dict[str, Any], *, as_json: bool) -> None:
         return
     print(f"{found['checkpoint'] or 'no checkpoint: the network as it starts'}")
     print(f"{found['count']} samples, each once   top-1 {found['top1']:.2%}   top-5 {found['top5']:.2%}   "
-          f"loss {found['loss']:.4f}")  # fmt: skip
+          f"loss {found['loss']:.4f}   ({found['data']})")  # fmt: skip
     worst = sorted(found["per_class"], key=lambda row: row["top1"])[:5]
     print("weakest classes: " + ", ".join(f"{row['name']} {row['top1']:.1%} of {row['count']}" for row in worst))

@@ -10,7 +10,7 @@ from manyhands.run.logs import find_run, show_logs
 
 
 def logs(
-    run: Annotated[str, Parameter(help="its folder, the folder's name, or the beginning of a running one's")],
+    run: Annotated[str, Parameter(help="its folder, the folder's name, or the beginning of that")],
     /,
     *,
     rank: Annotated[int | None, Parameter(help="one process alone, without its rank before each line")] = None,

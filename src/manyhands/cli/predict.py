@@ -6,19 +6,30 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from manyhands.cli.flags import Device, Processes
+
 
 def predict(
-    run: Annotated[Path, Parameter(help="a run folder or a checkpoint in one")],
-    pictures: Annotated[list[Path], Parameter(help="picture files")],
+    run: Annotated[str, Parameter(help="a run's folder or its short name, or a checkpoint")],
+    pictures: Annotated[list[Path], Parameter(help="picture files, and folders of them")],
     /,
     *,
     which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint")] = "best",
+    processes: Processes = None,
+    device: Device = None,
+    model: Annotated[
+        str | None, Parameter(help="file.py:object, where the run was given its network in Python")
+    ] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object a line")] = False,
 ) -> int:
     """Say what is on pictures: the most likely classes of each."""
-    from manyhands.run.inspect import predict_files
+    from manyhands.run.find import find_reference
+    from manyhands.run.predict import predict_files
 
-    for path, guesses in predict_files(run, pictures, which=which):
+    found = predict_files(
+        find_reference(run), pictures, which=which, model=model, processes=processes, device=device
+    )  # fmt: skip
+    for path, guesses in found:
         if as_json:
             print(json.dumps({"picture": str(path), "guesses": guesses}, ensure_ascii=False))
         else:

@@ -1,14 +1,14 @@
 """manyhands report."""
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 
-def report(run: Annotated[Path, Parameter(help="a run folder")], /) -> int:
+def report(run: Annotated[str, Parameter(help="a run's folder or its short name")], /) -> int:
     """Write a run's report.html and its pictures anew; also for a run that is going on or broke."""
     from manyhands.report.page import write_report
+    from manyhands.run.find import find_reference
 
-    print(write_report(run))
+    print(write_report(find_reference(run)))
     return 0

@@ -35,6 +35,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def network(self) -> Path:
+        """What the trained network is beside its weights; see the module `trained` of core."""
+        return self.path / "network.json"
+
+    @property
     def environment(self) -> Path:
         """Versions, devices, hosts and the revision of the user's code."""
         return self.path / "env.json"

@@ -53,7 +53,7 @@ def list_splits(root: Path, validation: float) -> tuple[Listing, Listing]:
         UserError: there are no class folders, fewer than two, an empty one, or the two splits differ in classes.
     """
     train_root = root / "train"
-    if not train_root.is_dir() or not folders_in(train_root):
+    if not is_divided(root):
         return split(list_classes(root), validation)
     for word in _TEST_NAMES:
         if (root / word).is_dir():
@@ -76,21 +76,30 @@ def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:
     return train, test
 
 
-def list_classes(root: Path) -> Listing:
+def is_divided(root: Path) -> bool:
+    """True where a folder has train/ with class folders in it."""
+    return (root / "train").is_dir() and bool(folders_in(root / "train"))
+
+
+def list_classes(root: Path, *, least: int = 2) -> Listing:
     """Lists the pictures in root's class folders, at any depth.
 
+    Args:
+        root: the folder that holds the class folders.
+        least: so many of them; one is enough where the classes are known already.
+
     Raises:
-        UserError: there are no class folders, only one, or one without pictures.
+        UserError: there are no class folders, fewer than `least`, or one without pictures.
     """
-    return _list_classes(root, set())[0]
+    return _list_classes(root, set(), least)[0]
 
 
-def _list_classes(root: Path, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
+def _list_classes(root: Path, taken: set[Identity], least: int = 2) -> tuple[Listing, set[Identity]]:
     """The listing, and the folders that were entered; links to those in `taken` aren't followed."""
     classes = folders_in(root)
     if not classes:
         raise _no_classes(root)
-    if len(classes) == 1:
+    if len(classes) < least:
         mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
         raise UserError(f'{root} has only one class folder, "{classes[0]}"', str(root), mend)
     below = walk(root, classes, taken)

@@ -1,11 +1,12 @@
 """Opens a folder of pictures: small equal ones into memory, all others as files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, list_splits
+from manyhands.data.folder import Listing, list_classes, list_splits
 from manyhands.data.memory import Decoded, decode_once, find_corrupt_once
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
@@ -34,7 +35,24 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
     Raises:
         UserError: the folder can't be used.
     """
-    listings = list_splits(root, options.validation)
+    return _open(list_splits(root, options.validation), root, options, title, usual)
+
+
+def open_whole_folder(root: Path, options: DataOptions) -> Splits:
+    """Opens a folder of class folders undivided: both splits are all of it.
+
+    Raises:
+        UserError: the folder can't be used.
+    """
+    listing = list_classes(root, least=1)
+    opened = _open((listing, replace(listing, ignored=0, notes=())), root, options, "", None)
+    text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
+    return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)))
+
+
+def _open(
+    listings: tuple[Listing, Listing], root: Path, options: DataOptions, title: str, usual: Pixels | None
+) -> Splits:
     size, channels, equal = _look(listings[0], options.channels)
     opened = _in_memory(listings, size, channels, options) if equal else None
     if opened is None:

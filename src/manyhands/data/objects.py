@@ -1,5 +1,6 @@
 """The user's own data sets, wrapped: what they hold is found out without reading more than needed."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -131,7 +132,8 @@ def _pixels(source: Source) -> Pixels:
     pictures = [picture for picture in map(as_picture, images) if picture is not None]
     if len(pictures) < len(images):
         shape = tuple(getattr(images[0], "shape", ())) or (1,)
-        return photograph_pixels(int(shape[-1]), int(shape[0]) if len(shape) == 3 else 1, "none")
+        pixels = photograph_pixels(int(shape[-1]), int(shape[0]) if len(shape) == 3 else 1, "none")
+        return replace(pixels, own=True)
     sizes = {size for picture in pictures for size in picture.size}
     size = max(sizes) if len(sizes) == 1 or max(sizes) <= _SMALL else 224
     return photograph_pixels(size, 1 if all(map(is_grey, pictures)) else 3, "none")

@@ -7,6 +7,8 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import is_object_reference, load_choice, module_names, unknown_choice
+from manyhands.data.folder import is_divided
+from manyhands.data.gallery import open_whole_folder
 from manyhands.data.objects import splits_of_objects
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
@@ -25,6 +27,22 @@ def open_data(options: DataOptions) -> Splits:
     """
     choice = load_choice(_CHOICES, find_choice(options.name))
     return _limited(choice.open(options.name, options), options)
+
+
+def is_plain_folder(name: str) -> bool:
+    """True for a folder of class folders that isn't divided into train/ and others."""
+    return find_choice(name) == "imagefolder" and not is_divided(Path(name).expanduser())
+
+
+def open_whole(options: DataOptions) -> Splits:
+    """Opens a plain folder to be evaluated whole: both splits are all of its pictures.
+
+    Raises:
+        UserError: it can't be used.
+    """
+    opened = open_whole_folder(Path(options.name).expanduser(), options)
+    test = _first(opened.test, options.test_samples)
+    return replace(opened, train=test, test=test)
 
 
 def from_objects(train: Any, test: Any | None, options: DataOptions) -> Splits:
@@ -52,12 +70,15 @@ def resolve_pixels(
         UserError: mean or deviation has a wrong number of values, or the deviation isn't above zero.
     """
     channels = options.channels or model_channels or pixels.channels
+    size = options.image_size or model_size or pixels.size
     return Pixels(
-        size=options.image_size or model_size or pixels.size,
+        size=size,
         channels=channels,
         mean=_per_channel(options.mean or pixels.mean, channels, "data.mean"),
         std=_per_channel(options.std or pixels.std, channels, "data.std"),
         augment=pixels.augment if options.augment == "auto" else options.augment,
+        resize=round(pixels.resize * size / pixels.size),
+        own=pixels.own,
     )
 
 

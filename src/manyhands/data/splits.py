@@ -1,6 +1,6 @@
 """What a data set is once it is open: two sources of samples, the classes, and its usual pixels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,6 +123,38 @@ def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
             what, place, (f"labels are whole numbers from 0 to {classes - 1}; mend or leave out the sample",)
         )
     return labels
+
+
+def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
+    """A source with its labels turned into those of other classes, by the names of both.
+
+    Args:
+        source: its labels are places in `names`.
+        names: its own classes; numbers alone, in order, are no names.
+        known: the classes that are wanted.
+        place: where the source is from, for errors.
+
+    Raises:
+        UserError: a class isn't among those that are wanted.
+    """
+    if names == known[: len(names)]:
+        return source
+    unknown = [name for name in names if name not in known]
+    if unknown and len(names) <= len(known) and (_only_numbers(names) or _only_numbers(known)):
+        return source
+    if unknown:
+        shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
+        classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
+        mend = (f"the run knows: {classes}", "name the folder that holds the class folders")
+        raise UserError(f"the run has no class {shown}", place, mend)
+    if source.labels is None or isinstance(source, UserSamples):
+        mend = (f"the run's order: {', '.join(known[:8])}",)
+        raise UserError("the data set has the run's classes in another order", place, mend)
+    return replace(source, labels=torch.tensor([known.index(name) for name in names])[source.labels])
+
+
+def _only_numbers(names: tuple[str, ...]) -> bool:
+    return names == tuple(str(number) for number in range(len(names)))
 
 
 def take(source: Source, samples: Tensor) -> Source:

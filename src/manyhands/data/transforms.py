@@ -26,6 +26,8 @@ class Pixels:
         mean: per channel, of pixels in 0 to 1.
         std: per channel, of pixels in 0 to 1.
         augment: "none", "crop", "crop-flip" or "resized-crop-flip"; only training samples are changed.
+        resize: the size before an evaluation picture's middle is cut out; 0: what suits the augmentation.
+        own: True where the user's data set gives numbers, which are used as they are.
     """
 
     size: int
@@ -33,10 +35,14 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: str
+    resize: int = 0
+    own: bool = False
 
     @property
     def resized_to(self) -> int:
         """The size before an evaluation picture's middle is cut out: 256 for 224, where training cuts parts out too."""
+        if self.resize:
+            return self.resize
         return round(self.size * 256 / 224) if self.augment == "resized-crop-flip" else self.size
 
 

@@ -1,11 +1,11 @@
-"""Uses what a run has learnt: evaluates a checkpoint, or says what is on pictures."""
+"""Evaluates what a run has learnt, and runs other short tasks of workers."""
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from manyhands.cluster.orders import Orders
 from manyhands.cluster.rendezvous import participate
@@ -18,11 +18,16 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.outside import read_object
 from manyhands.run.logs import read_places
 from manyhands.run.train import WORK, failure_of
-from manyhands.run.worker import Failed, as_error, evaluate_here
+from manyhands.run.worker import Failed, as_error, evaluate_here, predict_here
+
+# The name of data that the user of the Python interface brings as objects.
+OBJECTS = "objects"
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluates a run's checkpoint, or a file, on the test split.
+    """Evaluates a run's checkpoint, or a file: on the split that the run evaluated, or on the data that flags name.
+
+    A plain folder of class folders is evaluated whole.
 
     Args:
         reference: a run folder, a checkpoint, or a .pth.tar, .pth or .safetensors file.
@@ -30,13 +35,30 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
         flags: changes to the run's job, by dotted key.
 
     Returns:
-        checkpoint, count, loss, top1, top5, per_class and confusion, as plain data.
+        checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data.
 
     Raises:
         ManyhandsError: there is no such run, or the evaluation failed.
     """
+    from manyhands.data.open import is_plain_folder
+
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
-    return _evaluate_by_agent(job, path)
+    if job.data.name == OBJECTS:
+        mend = ("name a folder of pictures: manyhands eval RUN FOLDER", "or manyhands.evaluate(NETWORK, TEST_SET)")
+        raise UserError("this run's data were objects in Python, which only that program has", str(reference), mend)
+    given = [key for key, value in flags.items() if value is not None]
+    whole = "data.name" in given and is_plain_folder(job.data.name)
+    if whole and _is_own_data(reference, job.data.name):
+        _say(f"{job.data.name} is what this run was trained on, most of it; without it the held-back part is evaluated")
+    found = _evaluate(job, path, {"given": given, "whole": whole})
+    return {**found, "data": job.data.name if whole else f"the evaluation split of {job.data.name}"}
+
+
+def _is_own_data(reference: Path, name: str) -> bool:
+    """True where a folder is the one that the run was trained on."""
+    run = run_of(reference)
+    trained_on = load_job({}, file=run.job).job.data.name if run else ""
+    return bool(trained_on) and Path(trained_on).expanduser().resolve() == Path(name).expanduser().resolve()
 
 
 def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
@@ -48,20 +70,35 @@ def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
     Raises:
         ManyhandsError: the evaluation failed.
     """
+    found = _evaluate(job, path, {})
+    return {**found, "data": f"the evaluation split of {job.data.name}"} if found else None
+
+
+def _evaluate(job: Job, path: Path | None, more: dict[str, Any]) -> dict[str, Any]:
+    """What was found; empty on processes other than the first."""
+    found = take_part_or_start(job, "evaluate", {"checkpoint": str(path.resolve()) if path else "", **more})
+    return {"checkpoint": str(path or ""), **found} if found else {}
+
+
+def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
+    """Does a worker's task in this process, where a launcher made it one of a group, else in processes of our own.
+
+    Returns:
+        What the task returned; nothing on processes of a group other than the first.
+
+    Raises:
+        ManyhandsError: the task failed.
+    """
     membership = participate(job.cluster).membership
     if membership is None:
-        return _evaluate_by_agent(job, path)
+        return run_by_agent(job, {"task": task, **argument})
+    work = {"evaluate": evaluate_here, "predict": predict_here}[task]
     with _private_folder() as folder:
         try:
-            found = evaluate_here(job, membership, folder, {"checkpoint": path}, _say)
+            found = work(job, membership, folder, argument, _say)
         except Failed as failed:
             raise as_error(failed.record) from failed.__cause__
-    return {"checkpoint": str(path or ""), **found} if membership.rank == 0 else None
-
-
-def _evaluate_by_agent(job: Job, path: Path | None) -> dict[str, Any]:
-    found = run_by_agent(job, {"task": "evaluate", "checkpoint": str(path.resolve()) if path else ""})
-    return {"checkpoint": str(path or ""), **found}
+    return found if membership.rank == 0 else {}
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
@@ -104,19 +141,30 @@ def _say(text: str) -> None:
 
 
 def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
-    """The job that a checkpoint belongs to, with changes; for a lone file the flags must say data and model."""
+    """The job that a checkpoint belongs to, with changes; for a lone file the flags must name the data.
+
+    Which machines and processes take part is this user's to say now: the run's own may be far away.
+    """
     if not reference.exists():
         raise UserError(
             f"there is nothing at {reference}", "", ("name a run folder, a checkpoint, or a .pth.tar file",)
         )
-    for folder in (reference, *reference.parents[:2]):
-        if RunFolder(folder).exists():
-            return _following(load_job(dict(flags), file=RunFolder(folder).job).job, RunFolder(folder))
+    run = run_of(reference)
+    if run:
+        here = load_job({key: value for key, value in flags.items() if key.startswith("cluster.")}).job.cluster
+        job = load_job(dict(flags), file=run.job).job.model_copy(update={"cluster": here})
+        return _following(job, run)
     if not flags.get("data.name"):
         raise UserError(
             f"{reference} is in no run folder, so the data must be named", "", ("manyhands eval FILE DATA MODEL",)
         )
     return load_job(dict(flags)).job
+
+
+def run_of(reference: Path) -> RunFolder | None:
+    """The run folder that a checkpoint lies in, or that is meant itself."""
+    folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
+    return next((folder for folder in folders if folder.exists()), None)
 
 
 def _following(job: Job, folder: RunFolder) -> Job:
@@ -148,20 +196,3 @@ def resolve_checkpoint(reference: Path, which: str) -> Path:
                 (f"scp -r {away.host}:{away.folder}/checkpoints {reference}/",),
             )
     return resolve(reference, which)  # pyright: ignore[reportArgumentType]
-
-
-def predict_files(
-    reference: Path, pictures: Sequence[Path], *, which: str
-) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
-    """The most likely classes of each picture, with their probabilities.
-
-    Raises:
-        UserError: a picture is missing or broken.
-    """
-    from manyhands.train.inspect import predict_pictures
-
-    for picture in pictures:
-        if not picture.is_file():
-            raise UserError(f"there is no picture {picture}", "", ("name picture files",))
-    job = job_of(reference, {"cluster.device": None})
-    yield from predict_pictures(job, resolve_checkpoint(reference, which), pictures)

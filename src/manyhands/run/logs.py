@@ -105,7 +105,7 @@ AnyFile = LogFile | FarFile
 
 
 def find_run(word: str) -> RunFolder:
-    """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of a running one's.
+    """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of that.
 
     Raises:
         UserError: there is none, or there are several.
@@ -114,11 +114,14 @@ def find_run(word: str) -> RunFolder:
         if word and folder.exists():
             return folder
     runs = running()
-    found = matches(word, runs)
+    found = [Path(record.run) for record in matches(word, runs)]
+    found = found or sorted(
+        path.parent for path in RUNS.glob("*/job.toml") if word and path.parent.name.startswith(word)
+    )
     if len(found) == 1:
-        return RunFolder(Path(found[0].run))
+        return RunFolder(found[0])
     if found:
-        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(record.run for record in found))
+        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(map(str, found)))
     if "/" in word or Path(word).exists():
         raise no_run(Path(word))
     raise unknown_run(

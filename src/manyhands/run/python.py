@@ -1,10 +1,11 @@
-"""The Python interface: fit, evaluate, predict and session, under plain python, a launcher, or with workers=N."""
+"""The Python interface: fit, evaluate, load, predict and session, under plain python, a launcher, or with workers=N."""
 
 import contextlib
+import copy
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ class Run:
     Attributes:
         path: the run folder.
         status: "finished" or "stopped".
+        model: the network, where `fit` was given an object.
     """
 
     path: Path
     status: str
+    model: Any = field(default=None, repr=False, compare=False)
 
     @property
     def evaluations(self) -> list[EvaluationMetrics]:
@@ -103,7 +106,7 @@ def fit(
     outcome = _start(job, objects, workers, quiet=quiet)
     if workers is not None and objects.model is not None:
         _load_weights(objects.model, outcome.folder)
-    return Run(outcome.folder.path, outcome.status)
+    return Run(outcome.folder.path, outcome.status, objects.model)
 
 
 def _flags(settings: dict[str, Any]) -> dict[str, Any]:
@@ -148,12 +151,60 @@ def evaluate(model: Any, test_set: Any, *, batch: int = 256) -> Any:
         return here.evaluate(model.to(here.device), test_set)
 
 
-def predict(run: Run | str | Path, pictures: Sequence[str | Path], *, which: str = "best") -> list[Any]:
-    """The most likely classes of picture files: for each a list of (class name, probability)."""
-    from manyhands.run.inspect import predict_files
+def load(run: Run | str | Path, which: str = "best", *, model: Any = None, device: str = "cpu") -> Any:
+    """The network that a run has trained, ready for use.
 
-    path = run.path if isinstance(run, Run) else Path(run)
-    return [guesses for _, guesses in predict_files(path, [Path(picture) for picture in pictures], which=which)]
+        network, transform, classes = manyhands.load("runs/pets")
+        scores = network(transform("cat.jpg")[None])
+        print(classes[scores.argmax()])
+
+    Args:
+        run: what `fit` returned, a run folder, or a checkpoint.
+        which: "best" or "last", for a run.
+        model: the network, where the run was given an object; it takes the weights. Or the name of one.
+        device: torch's name of where the network is to be.
+
+    Returns:
+        network: in evaluation mode. transform: makes of a picture (a path, a PIL image, 8-bit pixels) what the network
+        wants, [C, S, S]; numbers of a data set of one's own pass as they are. classes: a name for each output.
+
+    Raises:
+        UserError: there is no such run, or its network can't be made again without `model`.
+    """
+    from manyhands.run.inspect import resolve_checkpoint
+    from manyhands.train.trained import open_trained
+
+    live = copy.deepcopy(run.model) if isinstance(run, Run) and model is None else model
+    return open_trained(resolve_checkpoint(_place(run), which), model=live, device=device)
+
+
+def predict(run: Run | str | Path, pictures: Any, *, which: str = "best", model: Any = None) -> list[Any]:
+    """The most likely classes of pictures: for each a list of (class name, probability).
+
+    Args:
+        run: what `fit` returned, a run folder, or a checkpoint.
+        pictures: paths of files and folders, PIL images, 8-bit pixels, or tensors as the run's own data set gave them.
+        which: "best" or "last", for a run.
+        model: as `load` takes it.
+
+    Raises:
+        UserError: a picture can't be read, or how the run's own data set made its samples isn't known.
+    """
+    from manyhands.run.predict import list_pictures
+    from manyhands.train.predict import guess
+
+    if isinstance(pictures, str | Path):
+        pictures = [pictures]
+    inputs = [
+        each
+        for picture in pictures
+        for each in (list_pictures([Path(picture)]) if isinstance(picture, str | Path) else [picture])
+    ]
+    return list(guess(load(run, which, model=model), inputs))
+
+
+def _place(run: Run | str | Path) -> Path:
+    return run.path if isinstance(run, Run) else Path(run).expanduser()
 
 
 @contextlib.contextmanager

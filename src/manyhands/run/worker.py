@@ -45,7 +45,9 @@ def work(argument: dict[str, Any]) -> dict[str, Any]:
     # Where the user's own process finds the modules that its objects are from, in its order.
     found = argument.get("paths", [])
     sys.path[:] = [*found, *(path for path in sys.path if path not in found)]
-    task = {"train": train_here, "evaluate": evaluate_here, "plan": plan_here}[argument["task"]]
+    task = {"train": train_here, "evaluate": evaluate_here, "predict": predict_here, "plan": plan_here}[
+        argument["task"]
+    ]
     say = _note_in_log
     if argument.get("met"):
         membership = replace(membership, started_by=MET)
@@ -260,6 +262,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     if world.speaks:
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
         write_json(folder.environment, environment(world, ranks))
+        write_json(folder.network, parts.trained)
         write_json(folder.plan, {**plan(parts), **about})
     return parts
 
@@ -372,9 +375,29 @@ def evaluate_here(
         from manyhands.train.inspect import evaluate_checkpoint
 
         path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
-        return evaluate_checkpoint(job, path, world, load_objects(argument))
+        given, whole = argument.get("given", ()), bool(argument.get("whole"))
+        return evaluate_checkpoint(job, path, world, load_objects(argument), given=given, whole=whole)
 
     return _together(job, membership, folder, say, evaluate, "evaluate")
+
+
+def predict_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Says what is on pictures, shared out among all processes.
+
+    Raises:
+        Failed: something went wrong.
+    """
+
+    def predict(world: Any) -> dict[str, Any]:
+        from manyhands.train.predict import guess_together
+        from manyhands.train.trained import open_trained
+
+        trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
+        return {"guesses": guess_together(trained, argument["pictures"], world)}
+
+    return _together(job, membership, folder, say, predict, "predict")
 
 
 def plan_here(

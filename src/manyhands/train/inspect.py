@@ -1,30 +1,32 @@
-"""Evaluation and prediction with a finished network."""
+"""Evaluation of a finished network."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.checkpoint.foreign import read_foreign
-from manyhands.checkpoint.load import load
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
-from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.trained import TrainedNetwork, find_record, parse_record
 from manyhands.core.world import World
+from manyhands.data.open import resolve_pixels
+from manyhands.data.options import DataOptions
+from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Pixels
 from manyhands.parallel.apply import apply_mode, follows_plan, resolve_mode
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.evaluate import Evaluation, Evaluator
-from manyhands.train.job import make_model
+from manyhands.train.network import make_model, without_first_weights
 from manyhands.train.recover import Found, find_state, outputs_of
 from manyhands.train.samples import (
     Objects,
@@ -38,17 +40,49 @@ from manyhands.train.samples import (
 )
 from manyhands.train.state import check_fits, restore
 from manyhands.train.step import AUTOCAST
+from manyhands.train.trained import job_of_record, need_network, pixels_of, silent
 
 
-def read_any(path: Path) -> Snapshot:
-    """A checkpoint of ours or of somebody else."""
-    return load(path) if path.is_dir() else read_foreign(path)
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated, and on what.
+
+    Attributes:
+        job: with the network that was trained.
+        source: the samples, their labels those of `classes`.
+        pixels: what pictures become.
+        classes: a name for each output that is known.
+        num_classes: what the network's builder is given.
+    """
+
+    job: Job
+    source: Source
+    pixels: Pixels
+    classes: tuple[str, ...]
+    num_classes: int
 
 
-def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Objects | None = None) -> dict[str, Any]:
-    """Evaluates a checkpoint on the job's test split; a collective where there are several processes.
+def evaluate_checkpoint(
+    job: Job,
+    path: Path | None,
+    world: World,
+    objects: Objects | None = None,
+    *,
+    given: Collection[str] = (),
+    whole: bool = False,
+) -> dict[str, Any]:
+    """Evaluates a checkpoint on the job's data; a collective where there are several processes.
 
-    Without one the network is evaluated as the job makes it, with published weights or untrained.
+    What the network is and what it was shown comes from the checkpoint, where that says it. Without a checkpoint the
+    network is evaluated as the job makes it, with published weights or untrained.
+
+    Args:
+        job: names the data.
+        path: the checkpoint.
+        world: who takes part.
+        objects: what the user brings instead of names.
+        given: dotted keys of options that count although the checkpoint says otherwise.
+        whole: the data is a plain folder of class folders, all of which is evaluated.
 
     Returns:
         count, loss, top1, top5, per_class and confusion (sparse), as plain data.
@@ -56,31 +90,27 @@ def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Obje
     objects = objects or Objects()
     plan = _fitting_plan(job, world)
     found = _shared(job, path, world, in_pieces=plan is not None) if path else None
-    snapshot = found.snapshot if found else None
-    splits = open_splits(job, world, objects)
-    known = snapshot.state.get("classes") if snapshot else None
-    classes = tuple(known or class_names(job, splits, outputs_of(snapshot) if snapshot else 0))
-    check_labels(splits, len(classes))
-    pixels = pixels_for(job, splits, objects)
-    loader = make_loader(job, splits.test, pixels, world, train=False, classes=len(classes))
+    subject = _subject(job, path, found, world, objects, given, whole=whole)
+    job, pixels, classes = subject.job, subject.pixels, subject.classes
+    loader = make_loader(job, subject.source, pixels, world, train=False, classes=len(classes))
     network = None
     if job.parallel.mode == "hybrid":
-        network = _hybrid_network(job, pixels, classes, world, objects)
+        network = _hybrid_network(subject, world, objects)
         if found:
             restore(found.snapshot, network, None, where=str(path))
         model = network.call.eval()
     elif plan:
-        network = _cut_network(job, pixels, classes, world, objects, How(plan=plan, picture=first_picture(loader)))
+        network = _cut_network(subject, world, objects, How(plan=plan, picture=first_picture(loader)))
         if found:
             restore(found.snapshot, network, None, where=str(path), source=found.source)
         model = network.call.eval()
-    elif snapshot:
-        model = _network(job, pixels, classes, world, objects, snapshot, str(path))
+    elif found:
+        model = _network(subject, world, objects, found.snapshot, str(path))
     else:
-        model = make_model(job, pixels, len(classes), world, objects, _silent()).eval()
+        model = make_model(job, pixels, subject.num_classes, world, objects, silent()).eval()
     evaluator = Evaluator(
         loader,
-        len(splits.test),
+        len(subject.source),
         len(classes),
         job.train.evaluate_batch,
         world,
@@ -95,6 +125,46 @@ def evaluate_checkpoint(job: Job, path: Path | None, world: World, objects: Obje
         loader.close()
         if network and network.cutting:
             network.cutting.release()
+
+
+def _subject(
+    job: Job,
+    path: Path | None,
+    found: Found | None,
+    world: World,
+    objects: Objects,
+    given: Collection[str],
+    *,
+    whole: bool,
+) -> Subject:
+    record = _shared_record(path, found, world) if path and found else None
+    if record is None:
+        splits = open_splits(job, world, objects, whole=whole)
+        classes = class_names(job, splits, outputs_of(found.snapshot) if found else 0)
+        check_labels(splits, len(classes))
+        pixels = pixels_for(job, splits, objects)
+        plain = without_first_weights(job, pixels.size, objects) if found else job
+        return Subject(plain, splits.test, pixels, classes, len(classes))
+    if "model.name" in given:
+        named = {"name": job.model.name, "arguments": job.model.arguments, "made_in_python": False}
+        record = record.model_copy(update=named)
+    need_network(record, objects, str(path))
+    splits = open_splits(job, world, objects, whole=whole)
+    source = by_names(splits.test, splits.classes, record.classes, job.data.name)
+    now = DataOptions(**{key: getattr(job.data, key) for key in PICTURES if f"data.{key}" in given})
+    pixels = resolve_pixels(now, pixels_of(record))
+    return Subject(job_of_record(job, record), source, pixels, record.classes, record.num_classes)
+
+
+# Options that say what pictures become.
+PICTURES = ("image_size", "channels", "mean", "std")
+
+
+def _shared_record(path: Path, found: Found, world: World) -> TrainedNetwork | None:
+    """Rank 0's word on what the network is: other machines needn't have the file."""
+    record = find_record(path, found.snapshot.state) if world.speaks else None
+    content = broadcast_plain(record.model_dump(mode="json") if record else None, world)
+    return parse_record(content, str(path)) if content else None
 
 
 def _fitting_plan(job: Job, world: World) -> Plan | None:
@@ -112,42 +182,30 @@ def _shared(job: Job, path: Path, world: World, *, in_pieces: bool) -> Found | N
     return find_state(named, RunFolder(Path()), world, in_pieces=in_pieces)
 
 
-def _hybrid_network(
-    job: Job, pixels: Pixels, classes: tuple[str, ...], world: World, objects: Objects
-) -> ParallelNetwork:
+def _hybrid_network(subject: Subject, world: World, objects: Objects) -> ParallelNetwork:
     """A network that its author has split over the job's mesh; on another number of processes each has all of it."""
-    plain = job.model_copy(update={"model": job.model.model_copy(update={"weights": "", "pretrained": False})})
+    job = subject.job
     mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
     fits = mesh.size == world.size
     grid = (
         Grid(mesh, world) if fits else Grid(Mesh(tuple((name, 1) for name in mesh.names)), World(device=world.device))
     )
-    model = make_model(plain, pixels, len(classes), world, objects, _silent(), grid)
+    model = make_model(job, subject.pixels, subject.num_classes, world, objects, silent(), grid)
     network = apply_mode("hybrid", model, world, How(grid=grid))
     return network if fits else replace(network, cutting=None)
 
 
-def _cut_network(
-    job: Job, pixels: Pixels, classes: tuple[str, ...], world: World, objects: Objects, how: How
-) -> ParallelNetwork:
+def _cut_network(subject: Subject, world: World, objects: Objects, how: How) -> ParallelNetwork:
     """The network under a plan, its weights not yet read."""
-    plain = job.model_copy(update={"model": job.model.model_copy(update={"weights": "", "pretrained": False})})
-    model = make_model(plain, pixels, len(classes), world, objects, _silent())
+    model = make_model(subject.job, subject.pixels, subject.num_classes, world, objects, silent())
     return apply_mode("semi", model, world, how)
 
 
-def _network(
-    job: Job, pixels: Pixels, classes: tuple[str, ...], world: World, objects: Objects, snapshot: Snapshot, where: str
-) -> nn.Module:
-    plain = job.model_copy(update={"model": job.model.model_copy(update={"weights": "", "pretrained": False})})
-    model = make_model(plain, pixels, len(classes), world, objects, _silent())
+def _network(subject: Subject, world: World, objects: Objects, snapshot: Snapshot, where: str) -> nn.Module:
+    model = make_model(subject.job, subject.pixels, subject.num_classes, world, objects, silent())
     check_fits(snapshot.model, model, where)
     model.load_state_dict(snapshot.model)
     return model.eval()
-
-
-def _silent() -> Journal:
-    return Journal(RunFolder(Path()), rank=-1)
 
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
@@ -170,28 +228,3 @@ def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
         ],
         "confusion": [(true, guessed, count) for true, guessed, count in cells],
     }
-
-
-def predict_pictures(
-    job: Job, path: Path, pictures: Sequence[Path], most: int = 5
-) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
-    """The most likely classes of picture files, with their probabilities."""
-    from manyhands.data.splits import ImageFiles
-
-    world = World(device=job.cluster.device if job.cluster.device != "auto" else "cpu")
-    objects = Objects()
-    snapshot = read_any(path)
-    splits = open_splits(job, world, objects)
-    classes = tuple(snapshot.state.get("classes") or class_names(job, splits, outputs_of(snapshot)))
-    pixels = pixels_for(job, splits, objects)
-    model = _network(job, pixels, classes, world, objects, snapshot, str(path))
-    source = ImageFiles(tuple(map(str, pictures)), torch.zeros(len(pictures), dtype=torch.int64))
-    loader = make_loader(
-        job.model_copy(update={"data": job.data.model_copy(update={"workers": 0})}), source, pixels, world, train=False
-    )
-    requests = (torch.tensor([number]) for number in range(len(pictures)))
-    with torch.inference_mode():
-        for picture, batch in zip(pictures, loader.batches(0, requests), strict=True):
-            shares = model(batch.images).float().softmax(1)[0]
-            top = shares.topk(min(most, len(classes)))
-            yield picture, [(classes[n], float(p)) for p, n in zip(top.values, top.indices, strict=True)]

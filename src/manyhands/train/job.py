@@ -3,24 +3,19 @@
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.checkpoint.foreign import read_foreign
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
-from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.order import Cut, Order
 from manyhands.data.splits import Splits
-from manyhands.data.transforms import Pixels
-from manyhands.models.build import build_model, describe
 from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import layouts_of
@@ -35,6 +30,7 @@ from manyhands.train.agreeing import Agreeing, NowAndThen
 from manyhands.train.criterion import make_criterion
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
+from manyhands.train.network import make_model, refuse_other_head, without_first_weights
 from manyhands.train.optimize import make_optimizer
 from manyhands.train.own_state import load_own
 from manyhands.train.pacing import Pacer, Watcher
@@ -50,9 +46,10 @@ from manyhands.train.recover import (
 )
 from manyhands.train.rehearse import Rehearsed, Trial, rehearse, time_step, warm_up
 from manyhands.train.samples import Objects, Samples, first_picture, name_outputs, open_samples
-from manyhands.train.state import Progress, check_fits, restore
+from manyhands.train.state import Progress, restore
 from manyhands.train.step import Updater
 from manyhands.train.syncing import BY_MODE, Synced, Wish, settle
+from manyhands.train.trained import describe_trained
 
 
 def build(
@@ -79,7 +76,11 @@ def build(
     found = find_state(job, folder, world, in_pieces=plan is not None)
     samples = open_samples(job, world, objects, journal, outputs_of(found.snapshot) if found else 0)
     classes = samples.classes
-    model = make_model(job, samples.pixels, len(classes), world, objects, journal, grid := grid_of(job, world, mode))
+    grid = grid_of(job, world, mode)
+    starting = without_first_weights(job, samples.pixels.size, objects) if found else job
+    model = make_model(starting, samples.pixels, len(classes), world, objects, journal, grid)
+    if found and grid is None:
+        refuse_other_head(found.snapshot.model, model, len(classes), str(found.path))
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
     if plan:
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
@@ -131,6 +132,7 @@ def build(
         journal=journal,
         mode=mode,
         classes=classes,
+        trained=describe_trained(job, samples, classes, mode, objects, world.size),
         feed=Feed(order, cut, samples.train, network.cutting.replica if network.cutting else world.rank),
         network=network,
         update=update,
@@ -321,29 +323,6 @@ def grid_of(job: Job, world: World, mode: str) -> Grid | None:
         mend = (f"-n {mesh.size}", f"or a mesh of {world.size}")
         raise UserError(f"the mesh {mesh} has {mesh.size} places for {world.size} processes", "parallel.mesh", mend)
     return Grid(mesh, world)
-
-
-def make_model(
-    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: Grid | None = None
-) -> nn.Module:
-    """The network on its device, equal on all processes because its seed is, or split over `grid` by its author."""
-    torch.manual_seed(derive(job.train.seed, "model"))
-    if objects.model is not None:
-        model = objects.model
-    else:
-        for note in describe(job.model, pixels.size).notes:
-            journal.event("note", note)
-        model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes, mesh=grid)
-    if job.model.weights:
-        snapshot = read_foreign(Path(job.model.weights).expanduser())
-        check_fits(snapshot.model, model, "model.weights")
-        model.load_state_dict(snapshot.model)
-    if job.train.precision == "fp64":
-        model = model.double()
-    model = model.to(world.device)
-    if job.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
-    return model.train()
 
 
 def start_equal(

@@ -11,6 +11,7 @@ from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.core.errors import RunError
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.trained import STATE_KEY
 from manyhands.train.cut_state import save_cut
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
@@ -73,6 +74,7 @@ def save(parts: Parts) -> None:
     progress, started = parts.progress, time.perf_counter()
     parts.phase = "save"
     extra = {"job": parts.digest, "classes": list(parts.classes), "model": parts.job.model.name}
+    extra[STATE_KEY] = parts.trained.model_dump(mode="json")
     extra["sync"] = {**asdict(parts.sync), "processes": parts.world.size}
     if parts.update.scaler:
         extra["scaler"] = parts.update.scaler.state_dict()

@@ -9,6 +9,7 @@ from typing import Any
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
+from manyhands.core.trained import TrainedNetwork
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas
 from manyhands.parallel.network import ParallelNetwork
@@ -34,7 +35,8 @@ class Parts:
         world: who takes part.
         journal: writes records.
         mode: the parallel mode in force.
-        classes: names of the classes.
+        classes: a name for each output of the network.
+        trained: what the weights don't say of the network.
         feed: what this process computes for each update.
         network: the model under its mode.
         update: makes an update.
@@ -58,6 +60,7 @@ class Parts:
     journal: Journal
     mode: str
     classes: tuple[str, ...]
+    trained: TrainedNetwork
     feed: Feed
     network: ParallelNetwork
     update: Updater

@@ -15,7 +15,7 @@ from manyhands.core.journal import Journal
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
-from manyhands.data.open import from_objects, open_data, resolve_pixels
+from manyhands.data.open import from_objects, open_data, open_whole, resolve_pixels
 from manyhands.data.splits import Splits, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
@@ -64,19 +64,19 @@ def open_samples(job: Job, world: World, objects: Objects, journal: Journal, out
     splits = open_splits(job, world, objects)
     tell_of_skipped(splits, journal)
     pixels = pixels_for(job, splits, objects)
-    classes = class_names(job, splits, outputs)
+    classes = class_names(job, splits, 0 if splits.classes else outputs)
     check_labels(splits, len(classes))
     train = make_loader(job, splits.train, pixels, world, train=True, classes=len(classes))
     test = make_loader(job, splits.test, pixels, world, train=False, classes=len(classes))
     return Samples(splits, pixels, classes, train, test)
 
 
-def open_splits(job: Job, world: World, objects: Objects) -> Splits:
-    """The data; all processes must see the same."""
+def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
+    """The data; all processes must see the same. `whole`: of a plain folder both splits are all of it."""
     if objects.train_set is not None:
         splits = from_objects(objects.train_set, objects.test_set, job.data)
     else:
-        splits = open_data(job.data)
+        splits = open_whole(job.data) if whole else open_data(job.data)
     for split, word in ((splits.train, "training"), (splits.test, "test")):
         if not len(split):
             mend = ("give more samples", "or another share for evaluation, such as --set data.validation=0.3")

@@ -1,0 +1,102 @@
+"""What a trained network is beside its weights: how it is made again, what it was shown, what its outputs mean.
+
+The run folder has it as network.json, and each checkpoint in its plain state. So whoever has the weights can use them
+without the data that they were learnt from.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from manyhands.core.errors import UserError
+from manyhands.core.outside import parse_json, read_bytes
+
+# The key in a checkpoint's state, and the file in the run folder.
+STATE_KEY, FILE = "trained", "network.json"
+VERSION = 1
+
+
+class Pictures(BaseModel):
+    """How a sample becomes numbers.
+
+    A picture's shorter side is brought to `resize` pixels, the middle `size` x `size` is cut out, and each channel
+    (value / 255) has its mean taken off and is divided by its deviation.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+    own: bool = Field(
+        default=False, description="True where the user's data set gave numbers: nothing was done to them"
+    )
+    size: int = Field(ge=1, le=1 << 20)
+    resize: int = Field(ge=1, le=1 << 21)
+    channels: int = Field(ge=1, le=1 << 20)
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Pictures":
+        if not self.own:
+            if self.channels not in (1, 3) or not len(self.mean) == len(self.std) == self.channels:
+                raise ValueError("mean and deviation don't fit the channels")
+            if min(self.std) <= 0 or self.resize < self.size:
+                raise ValueError("a deviation or a size is too small")
+        return self
+
+
+class TrainedNetwork(BaseModel):
+    """What a network's weights don't say of it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    v: int = Field(default=VERSION)
+    name: str = Field(description="as model.name, and for any size of picture: torchvision:resnet18, file.py:object …")
+    made_in_python: bool = Field(default=False, description="True where it was an object, which no name makes again")
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    num_classes: int = Field(ge=1, description="what its builder is given")
+    axes: tuple[str, ...] = Field(default=(), description="of the mesh that it is made with, for the mode hybrid")
+    double: bool = Field(default=False, description="True where it computes in double precision")
+    pictures: Pictures
+    classes: tuple[str, ...] = Field(min_length=1, description="a name for each output")
+
+
+def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
+    """What a checkpoint says of its network; else what the run folder that it lies in says.
+
+    Args:
+        checkpoint: its folder, or a file of another tool's kind.
+        state: its plain data.
+
+    Raises:
+        UserError: the record is damaged, or a newer manyhands wrote it.
+    """
+    if state.get(STATE_KEY) is not None:
+        return parse_record(state[STATE_KEY], str(checkpoint))
+    for folder in checkpoint.absolute().parents[:2]:
+        file = folder / FILE
+        if (folder / "job.toml").is_file() and file.is_file():
+            try:
+                return parse_record(parse_json(read_bytes(file)), str(file))
+            except (OSError, ValueError) as error:
+                raise _damaged(str(file), str(error)) from error
+    return None
+
+
+def parse_record(content: Any, where: str) -> TrainedNetwork:
+    """A record from plain data.
+
+    Raises:
+        UserError: it is damaged, or a newer manyhands wrote it.
+    """
+    version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        raise UserError("a newer manyhands wrote what this network is", where, ("update manyhands",))
+    try:
+        return TrainedNetwork.model_validate(content)
+    except ValidationError as error:
+        raise _damaged(where, str(error.errors()[0]["msg"])) from error
+
+
+def _damaged(where: str, reason: str) -> UserError:
+    what = f"what is said here of the network can't be read: {reason.splitlines()[0] if reason else 'it is empty'}"
+    return UserError(what, where, ("use another checkpoint of the run, or a copy of this one",))

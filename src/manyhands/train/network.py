@@ -1,0 +1,106 @@
+"""The network of a job: built on its device, with the weights that it begins with."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.checkpoint.foreign import read_foreign
+from manyhands.checkpoint.load import load, resolve
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.journal import Journal
+from manyhands.core.seeds import derive
+from manyhands.core.world import World
+from manyhands.data.transforms import Pixels
+from manyhands.models.build import build_model, describe, settle
+from manyhands.parallel.grid import Grid
+from manyhands.train.samples import Objects
+from manyhands.train.state import check_fits
+
+
+def make_model(
+    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: Grid | None = None
+) -> nn.Module:
+    """The network on its device, equal on all processes because its seed is, or split over `grid` by its author."""
+    torch.manual_seed(derive(job.train.seed, "model"))
+    if objects.model is not None:
+        model = objects.model
+    else:
+        for note in describe(job.model, pixels.size).notes:
+            journal.event("note", note)
+        model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes, mesh=grid)
+    if job.model.weights:
+        begin_with(model, Path(job.model.weights).expanduser(), classes, journal)
+    if job.train.precision == "fp64":
+        model = model.double()
+    model = model.to(world.device)
+    if job.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
+    return model.train()
+
+
+def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
+    """The job of a network whose weights come from a checkpoint: nothing is fetched or read for them before.
+
+    Args:
+        job: as the user has it.
+        size: of the pictures, in pixels.
+        objects: what the user brought instead of names.
+    """
+    settled = job.model.model_copy(update={"weights": ""}) if objects.model is not None else settle(job.model, size)
+    return job.model_copy(update={"model": settled})
+
+
+def read_any(path: Path) -> Snapshot:
+    """A checkpoint of ours or of somebody else."""
+    return load(path) if path.is_dir() else read_foreign(path)
+
+
+def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
+    """Gives a network the weights of a file, a checkpoint or a run; a last layer for other classes stays as it is.
+
+    Raises:
+        UserError: there is no such file, or it is of another network.
+    """
+    path = resolve(reference, "best")
+    saved = dict(read_any(path).model)
+    live = model.state_dict()
+    head = _other_head(saved, live, classes)
+    if head:
+        outputs = len(saved[head[0]])
+        journal.event("note", f"{', '.join(head)}: new, since {path.name} is for {outputs:,} classes, not {classes:,}")
+        saved.update({name: live[name] for name in head})
+    try:
+        check_fits(saved, model, "model.weights")
+    except UserError as error:
+        mend = ("name the network that these weights are of", "its last layer alone may be of other classes")
+        raise UserError(error.what, f"model.weights: {path}", mend) from None
+    model.load_state_dict(saved)
+
+
+def refuse_other_head(saved: dict[str, Tensor], model: nn.Module, classes: int, where: str) -> None:
+    """Refuses to go on with another tool's network that tells other classes apart than the data has.
+
+    Raises:
+        UserError: it fits but for its last layer.
+    """
+    head = _other_head(saved, model.state_dict(), classes)
+    if head:
+        outputs = len(saved[head[0]])
+        mend = (
+            f"begin with its weights and a new last layer: --model.weights {where}",
+            f"or go on with all its outputs: --set model.num_classes={outputs}",
+        )
+        raise UserError(f"this network tells {outputs:,} classes apart, and the data has {classes:,}", where, mend)
+
+
+def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:
+    """The tensors of the last layers, where they differ in the number of outputs and nothing else does."""
+    if saved.keys() != live.keys():
+        return []
+    other = [name for name in live if saved[name].shape != live[name].shape]
+    same_else = all(saved[name].ndim and saved[name].shape[1:] == live[name].shape[1:] for name in other)
+    lengths = {(len(saved[name]), len(live[name])) for name in other} if same_else else set()
+    return other if len(lengths) == 1 and lengths.pop()[1] == classes else []

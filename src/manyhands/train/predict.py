@@ -1,0 +1,58 @@
+"""What is on pictures, by a trained network, over any number of processes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.models.outputs import main_and_auxiliary
+from manyhands.parallel.plain import gather_plain
+from manyhands.train.samples import name_outputs
+from manyhands.train.trained import Trained
+
+Guesses = list[tuple[str, float]]
+# Whole blocks are dealt out, so that a picture is computed in the same company at any number of processes.
+BLOCK = 32
+
+
+def guess(trained: Trained, pictures: Sequence[Any], most: int = 5) -> Iterator[Guesses]:
+    """The most likely classes of each picture, with their probabilities, in the order of the pictures.
+
+    Raises:
+        UserError: a picture can't be read or doesn't suit the network.
+    """
+    for start in range(0, len(pictures), BLOCK):
+        yield from _block(trained, pictures[start : start + BLOCK], most)
+
+
+def guess_together(trained: Trained, pictures: Sequence[Any], world: World, most: int = 5) -> list[Guesses]:
+    """The same, shared out among the processes of a group; a collective. All get all."""
+    starts = range(0, len(pictures), BLOCK)
+    mine = [_block(trained, pictures[start : start + BLOCK], most) for start in starts[world.rank :: world.size]]
+    everybody = gather_plain(mine, world)
+    blocks = [everybody[number % world.size][number // world.size] for number in range(len(starts))]
+    return [[(name, share) for name, share in guesses] for block in blocks for guesses in block]
+
+
+def _block(trained: Trained, pictures: Sequence[Any], most: int) -> list[Guesses]:
+    with torch.inference_mode():
+        shares = (
+            main_and_auxiliary(trained.network(_stack(list(map(trained.transform, pictures)))))[0].float().softmax(1)
+        )
+    names = name_outputs(trained.classes, shares.shape[1])
+    top = shares.topk(min(most, shares.shape[1]), dim=1)
+    return [
+        [(names[number], share) for share, number in zip(values, numbers, strict=True)]
+        for values, numbers in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+    ]
+
+
+def _stack(images: list[Tensor]) -> Tensor:
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+        raise UserError(f"these samples have several shapes: {shown}", "", ("give one shape at a time",))
+    return torch.stack(images)

@@ -1,0 +1,196 @@
+"""From a checkpoint to a network that can be used: made again as its record says, with the pictures that it wants."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.trained import Pictures, TrainedNetwork, find_record
+from manyhands.core.world import World
+from manyhands.data.decode import decode, to_mode
+from manyhands.data.pictures import prepare
+from manyhands.data.samples import as_picture
+from manyhands.data.transforms import Normalise, Pixels
+from manyhands.models.build import settle
+from manyhands.parallel.grid import Grid
+from manyhands.train.network import make_model, read_any
+from manyhands.train.samples import Objects, Samples
+from manyhands.train.state import check_fits
+
+
+def describe_trained(
+    job: Job, samples: Samples, classes: tuple[str, ...], mode: str, objects: Objects, size: int
+) -> TrainedNetwork:
+    """What the weights of this run will not say.
+
+    Args:
+        job: that it is trained by.
+        samples: that it learns from.
+        classes: a name for each output.
+        mode: the parallel mode in force.
+        objects: what the user brought instead of names.
+        size: processes.
+    """
+    pixels = samples.pixels
+    model = job.model if objects.model is not None else settle(job.model, pixels.size)
+    mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if mode == "hybrid" else None
+    return TrainedNetwork(
+        name=model.name,
+        made_in_python=objects.model is not None,
+        arguments=model.arguments,
+        num_classes=len(samples.classes),
+        axes=tuple(mesh.names) if mesh else (),
+        double=job.train.precision == "fp64",
+        pictures=Pictures(
+            own=pixels.own,
+            size=pixels.size,
+            resize=pixels.resized_to,
+            channels=pixels.channels,
+            mean=pixels.mean,
+            std=pixels.std,
+        ),
+        classes=classes,
+    )
+
+
+def pixels_of(record: TrainedNetwork) -> Pixels:
+    """What the pictures of an evaluation become."""
+    about = record.pictures
+    return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)
+
+
+def job_of_record(job: Job, record: TrainedNetwork) -> Job:
+    """The job with the network that was trained, without what its weights began with."""
+    plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
+    train = {"precision": "fp64"} if record.double else {}
+    return job.model_copy(
+        update={"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
+    )
+
+
+def need_network(record: TrainedNetwork, objects: Objects, where: str) -> None:
+    """Raises UserError where no name makes the network again and the user hasn't brought one."""
+    if record.made_in_python and objects.model is None:
+        raise UserError(
+            f"this run's network, {record.name}, was an object in Python, and a checkpoint holds its weights alone",
+            where,
+            (
+                "name the code that makes it: manyhands predict RUN PICTURE --model file.py:object",
+                "or manyhands eval RUN DATA file.py:object",
+                "in Python: manyhands.load(RUN, model=NETWORK), manyhands.predict(RUN, PICTURES, model=NETWORK)",
+            ),
+        )
+
+
+class Trained(NamedTuple):
+    """A trained network, ready for use on one process.
+
+    Attributes:
+        network: in evaluation mode, on its device.
+        transform: a picture as the network wants it.
+        classes: a name for each output.
+    """
+
+    network: nn.Module
+    transform: "Transform"
+    classes: tuple[str, ...]
+
+
+def open_trained(path: Path, *, model: nn.Module | str | None = None, device: str = "cpu") -> Trained:
+    """Makes the network of a checkpoint again and gives it its weights.
+
+    Args:
+        path: a checkpoint folder or file.
+        model: the network, for one that no name makes again, or the name of another; it is given the weights.
+        device: torch's name of where to compute.
+
+    Raises:
+        UserError: the checkpoint doesn't say what it is of, or is of another network.
+    """
+    snapshot, where = read_any(path), str(path)
+    record = find_record(path, snapshot.state)
+    if record is None:
+        mend = (
+            "name a run folder of manyhands, or a checkpoint in one",
+            "manyhands eval FILE DATA MODEL takes others'",
+        )
+        raise UserError("this file doesn't say which network and which pictures it is for", where, mend)
+    record = with_model(record, model) if isinstance(model, str) else record
+    objects = Objects(model=model if isinstance(model, nn.Module) else None)
+    need_network(record, objects, where)
+    world, pixels = World(device=device), pixels_of(record)
+    grid = Grid(Mesh(tuple((name, 1) for name in record.axes)), world) if record.axes else None
+    network = make_model(job_of_record(Job(), record), pixels, record.num_classes, world, objects, silent(), grid)
+    check_fits(snapshot.model, network, where)
+    network.load_state_dict(snapshot.model)
+    dtype = torch.float64 if record.double else torch.float32
+    return Trained(network.eval(), Transform(pixels, device, dtype), record.classes)
+
+
+def with_model(record: TrainedNetwork, name: str) -> TrainedNetwork:
+    """The record of a network that the user names otherwise."""
+    return record.model_copy(update={"name": name, "arguments": {}, "made_in_python": False})
+
+
+def silent() -> Journal:
+    """A journal that nobody reads."""
+    return Journal(RunFolder(Path()), rank=-1)
+
+
+class Transform:
+    """A picture as the network wants it: a file's path, a PIL image, 8-bit pixels, or the numbers themselves.
+
+    Args:
+        pixels: what pictures become.
+        device: where the result is to lie.
+        dtype: of the result.
+    """
+
+    def __init__(self, pixels: Pixels, device: str, dtype: torch.dtype) -> None:
+        self._pixels, self._dtype, self._device = pixels, dtype, torch.device(device)
+        # A run on the user's own numbers may have any number of channels, and normalises none of them.
+        plain = replace(pixels, channels=1, mean=(0.0,), std=(1.0,)) if pixels.own else pixels
+        self._normalise: Callable[[Tensor], Tensor] = Normalise(plain, self._device, dtype)
+
+    def __call__(self, picture: Any) -> Tensor:
+        """[C, S, S] of a picture; numbers of the user's own data set in the shape that they have.
+
+        Raises:
+            UserError: it can't be read, or the run's own data set made its samples in a way that isn't known here.
+        """
+        if isinstance(picture, str | Path):
+            self._refuse_own("a picture file")
+            return self._prepared(decode(str(picture), self._pixels.channels))
+        image = as_picture(picture)
+        if image is not None:
+            self._refuse_own("a picture")
+            return self._prepared(to_mode(image, self._pixels.channels))
+        if not isinstance(picture, Tensor | numpy.ndarray):
+            what = f"this is a {type(picture).__name__}, neither a picture nor its file"
+            raise UserError(what, "", ("give a path, a PIL image, 8-bit pixels, or a tensor of the data set's own",))
+        if not self._pixels.own:
+            what = (
+                f"these are numbers of type {str(picture.dtype).removeprefix('torch.')}, not a picture's 8-bit pixels"
+            )
+            raise UserError(what, "", ("give the picture itself: a path, a PIL image, or uint8 [C, H, W]",))
+        return torch.as_tensor(picture).to(self._device, self._dtype)
+
+    def _prepared(self, image: Any) -> Tensor:
+        return self._normalise(prepare(image, self._pixels, None)[None].to(self._device))[0]
+
+    def _refuse_own(self, what: str) -> None:
+        if self._pixels.own:
+            raise UserError(
+                f"this run's own data set made numbers of its samples, and how it makes them of {what} isn't known",
+                "",
+                ("give tensors as the data set gives them: manyhands.predict(RUN, [dataset[0][0]])",),
+            )
