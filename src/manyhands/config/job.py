@@ -2,14 +2,22 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.core.options import Options
+from manyhands.core.plugins import did_you_mean, is_object_reference
 from manyhands.data.options import DataOptions
 from manyhands.models.options import ModelOptions
 from manyhands.parallel.options import ParallelOptions
 from manyhands.sync.options import SyncOptions
+
+BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
+# What only the built-in ones are told; an optimizer of the user's own says it itself.
+OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias")
+KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
+# Stands in a job for what was an object in Python.
+OBJECT = "object"
 
 
 class TrainOptions(Options):
@@ -20,8 +28,10 @@ class TrainOptions(Options):
     micro_batch: int = Field(
         default=0, ge=0, description="most samples a process takes in one pass; 0: its whole share"
     )
-    optimizer: Literal["sgd", "adamw"] = Field(default="sgd", description="sgd with momentum, or adamw")
-    lr: float = Field(default=0.05, gt=0.0, description="the peak learning rate")
+    optimizer: str = Field(
+        default="sgd", description="sgd with momentum, adamw, or file.py:function, of the parameters, of your own"
+    )
+    lr: float = Field(default=0.05, gt=0.0, description="the peak learning rate; an optimizer of your own brings its")
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="for sgd")
     nesterov: bool = Field(default=True, description="for sgd with momentum")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="for adamw")
@@ -55,6 +65,19 @@ class TrainOptions(Options):
     max_steps: int = Field(default=0, ge=0, description="stop after so many updates; 0: no limit")
     start_epoch: int = Field(default=0, ge=0, description="a fresh start counts its epochs from here")
 
+    @property
+    def built_in(self) -> bool:
+        """True where the optimizer is one of ours."""
+        return self.optimizer in BUILT_IN_OPTIMIZERS
+
+    @field_validator("optimizer")
+    @classmethod
+    def _names_an_optimizer(cls, word: str) -> str:
+        if word not in {*BUILT_IN_OPTIMIZERS, OBJECT} and not is_object_reference(word):
+            hint = did_you_mean(word, BUILT_IN_OPTIMIZERS)
+            raise ValueError(f"should be sgd, adamw or file.py:function{hint and f'; {hint}'}")
+        return word
+
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainOptions":
         if isinstance(self.norm_group, int) and self.norm_group < 2:
@@ -78,8 +101,10 @@ class ClusterOptions(Options):
     backend: str = Field(default="auto", description="gloo, nccl, hccl, xccl …; auto: the device's own")
     device: str = Field(default="auto", description="cpu, cuda, npu, xpu, mps; auto: the accelerator if there is one")
     threads: int = Field(default=0, ge=0, description="CPU threads for each process; 0: cores divided by processes")
-    hosts: tuple[str, ...] = Field(default=(), description='machines to launch on, over ssh: "n1", "user@n2:4"')
-    hostfile: str = Field(default="", description='a file of machines to launch on: "n1 slots=4" a line')
+    hosts: tuple[str, ...] = Field(
+        default=(), description='machines to launch on, over ssh: "n1", "user@n2:4", "ssh://user@n3:31234"'
+    )
+    hostfile: str = Field(default="", description='a file of machines to launch on: "n1 slots=4 port=22" a line')
     file: str = Field(default="", description="a description of the cluster, in any known format (--cluster FILE)")
     rank_table: str = Field(default="", description="Ascend's rank table; this machine finds itself in it")
     on: Literal["", "slurm", "kubernetes"] = Field(default="", description="hand the job to this scheduler")
@@ -125,6 +150,9 @@ class RunOptions(Options):
         description="a line on the screen at an epoch's first update and each so many after; 0: by time",
     )
     report: bool = Field(default=True, description="write report.html at the end")
+    script: tuple[str, ...] = Field(
+        default=(), description="a training script of your own and its arguments, run in place of all above"
+    )
 
 
 class Job(Options):

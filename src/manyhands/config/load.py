@@ -14,16 +14,35 @@ from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from manyhands.config.job import Job
+from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.recipes import recipe_for
 from manyhands.config.toml_file import ONE_WORD, read_toml
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.outside import parse_toml
-from manyhands.core.plugins import did_you_mean
+from manyhands.core.plugins import did_you_mean, is_object_reference
+from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on.
 ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR"}
+# Options that name a file or folder, or may do so.
+NAMES_OF_FILES = frozenset(
+    {
+        "data.name",
+        "data.dir",
+        "model.name",
+        "model.weights",
+        "parallel.plan",
+        "cluster.hostfile",
+        "cluster.file",
+        "cluster.rank_table",
+        "cluster.workdir",
+        "checkpoint.resume",
+        "checkpoint.pth_tar",
+        "run.out",
+    }
+)
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4_095
 Values = dict[str, Any]
 
 
@@ -44,6 +63,7 @@ def load_job(
     flags: Mapping[str, Any],
     *,
     file: Path | None = None,
+    job: Job | None = None,
     environment: Mapping[str, str] | None = None,
     recipe: str = "",
 ) -> LoadedJob:
@@ -52,6 +72,7 @@ def load_job(
     Args:
         flags: dotted key to value, as given on the command line or in Python; None values are left out.
         file: a job.toml.
+        job: what was given in Python, in the place of a job.toml: the values that were set, not the defaults.
         environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
         recipe: name of the recipe; empty for that of the data set.
 
@@ -59,7 +80,8 @@ def load_job(
         UserError: one or more values are wrong; all of them are named.
     """
     layers = [
-        (flatten(read_toml(file)) if file else {}, f"{file}" if file else ""),
+        (written_values(file) if file else {}, f"{file}" if file else ""),
+        (flatten(job.model_dump(exclude_unset=True)) if job else {}, "job"),
         (_from_environment(os.environ if environment is None else environment), "environment"),
         ({key: value for key, value in flags.items() if value is not None}, "flag"),
     ]
@@ -67,14 +89,54 @@ def load_job(
     origins: dict[str, str] = {}
     for layer, name in layers:
         _overlay(values, origins, layer, name)
+    _name_known_set(values, origins)
     chosen = recipe_for(recipe or str(values.get("data.name", "digits")), str(values.get("model.name", "")))
     merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         # A recipe's smoothing is for its own loss.
         merged.pop("train.label_smoothing", None)
+    optimizer = str(values.get("train.optimizer", ""))
+    if optimizer == OBJECT or is_object_reference(optimizer):
+        _leave_to_own_optimizer(merged, origins)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
     return LoadedJob(_check(merged, merged_origins), merged_origins)
+
+
+def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
+    """Drops a recipe's word for the built-in optimizers; the user's own word for them is refused, as it'd be lost."""
+    for name in OF_BUILT_IN_OPTIMIZERS:
+        recipe.pop(f"train.{name}", None)
+        origin = origins.get(f"train.{name}", "")
+        if origin in {"flag", "job"} or origin.startswith("environment"):
+            what = f"train.{name} is for sgd and adamw, and train.optimizer is your own"
+            raise UserError(what, origin, ("say it where the optimizer is made", f"leave train.{name} out"))
+
+
+def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
+    """Builds a job on what a user of Python gives: a Job, the path of a job.toml, or nothing; `flags` win over it.
+
+    Raises:
+        UserError: it is something else, or a value is wrong.
+    """
+    if isinstance(base, str | Path):
+        return load_job(flags, file=Path(base).expanduser())
+    given: Any = base
+    if given is not None and not isinstance(given, Job):
+        mend = ("job=manyhands.Job(train=manyhands.TrainOptions(epochs=3))", 'job="job.toml"')
+        raise UserError(f"a {type(given).__name__} is neither a Job nor the path of a job.toml", "job", mend)
+    return load_job(flags, job=base)
+
+
+def written_values(file: Path) -> Values:
+    """What a job.toml says, by dotted key, unchecked.
+
+    Raises:
+        UserError: it is missing, or isn't TOML.
+    """
+    values: Values = {}
+    _overlay(values, {}, flatten(read_toml(file)), "")
+    return values
 
 
 def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) -> None:
@@ -83,6 +145,14 @@ def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) 
         key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
         values[key] = value
         origins[key] = f"{name} {_variable(key)}" if name == "environment" else name
+
+
+def _name_known_set(values: Values, origins: dict[str, str]) -> None:
+    """A path to a known set's published files means that set, with its recipe, in that folder."""
+    name = str(values.get("data.name", ""))
+    if not any(_too_long_a_name("data.name", name)) and (known := named(name)):
+        values["data.name"], values["data.dir"] = known
+        origins["data.dir"] = origins["data.name"]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
@@ -128,8 +198,14 @@ def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[str
 
 def _check(values: Values, origins: dict[str, str]) -> Job:
     keys = list(known_keys())
+    # "flag" alone doesn't say which of many: --train.lr.
+    origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
     problems = [_unknown(key, keys, origins) for key in values if key not in keys]
-    problems += [(f"{key} {what}", origins.get(key, "job"), "") for key in values for what in _unwritable(values[key])]
+    problems += [
+        (f"{key} {what}", origins.get(key, "job"), "")
+        for key in values
+        for what in (*_unwritable(values[key]), *_too_long_a_name(key, values[key]))
+    ]
     tree: dict[str, dict[str, Any]] = {}
     for key in keys:
         if key in values:
@@ -179,6 +255,14 @@ def _unwritable(value: Any) -> Iterator[str]:
         yield "has a NUL character in it, which no name can have"
     elif any(isinstance(word, str) and re.search("[\ud800-\udfff]", word) for word in words):
         yield "is not UTF-8, which job.toml is written in"
+
+
+def _too_long_a_name(key: str, value: Any) -> Iterator[str]:
+    """What is wrong with the name of a file that no system can have; to look for it would be an error of the system."""
+    if key in NAMES_OF_FILES and isinstance(value, str):
+        parts = [len(part.encode(errors="replace")) for part in value.split("/")]
+        if max(parts) > _MOST_NAME_BYTES or sum(parts) + len(parts) > _MOST_PATH_BYTES:
+            yield f"is longer than a file's name can be: {shortened(value)}"
 
 
 def _explain(item: Mapping[str, Any], origins: dict[str, str]) -> tuple[str, str, str]:

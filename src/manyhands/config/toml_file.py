@@ -20,7 +20,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         UserError: it is missing, or isn't TOML.
     """
     try:
-        text = decoded(read_bytes(path, MOST_TOML_BYTES))
+        text = decoded(read_bytes(path, MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:
         raise UserError(f"there is no job file {path}", mend=("name an existing job.toml",)) from None
     except OSError as error:

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from manyhands.core.shown import plain
+
+# Of one error, so that it stays a screen whatever was wrong.
+MOST_CHARACTERS, MOST_LINES = 1_200, 30
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -12,7 +17,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(eq=False)
 class ManyhandsError(Exception):
-    """An error with a mend.
+    """An error with a mend. What others wrote in its words is plain text from the start: one line, no escapes.
 
     Attributes:
         what: one sentence that says what is wrong.
@@ -28,8 +33,10 @@ class ManyhandsError(Exception):
 
     def __post_init__(self) -> None:
         """Keeps the exception's own arguments in step, so that it can be pickled and printed."""
-        if isinstance(self.mend, str):
-            self.mend = (self.mend,)
+        self.what, self.where = _quotable(self.what), _quotable(self.where)
+        mend = (self.mend,) if isinstance(self.mend, str) else tuple(self.mend)
+        more = (f"… and {len(mend) - MOST_LINES} more",) if len(mend) > MOST_LINES else ()
+        self.mend = (*map(_quotable, mend[:MOST_LINES]), *more)
         super().__init__(self.what, self.where, self.mend)
 
     def __str__(self) -> str:
@@ -39,6 +46,14 @@ class ManyhandsError(Exception):
             lines.append(f"  where: {self.where}")
         lines += [f"  {'do:   ' if number == 0 else '      '} {line}" for number, line in enumerate(self.mend)]
         return "\n".join(lines)
+
+
+def _quotable(text: str) -> str:
+    """A text as a screen shows it: one line, of which the middle is left out where it is endless."""
+    text = plain(text)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[: MOST_CHARACTERS * 3 // 4]} … {text[-MOST_CHARACTERS // 4 :]}"
 
 
 def shortened(text: str, most: int = 80) -> str:

@@ -2,14 +2,17 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
+from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from manyhands.core.errors import UserError
+from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
 
 _FULL_BYTES = 64 << 10
 
@@ -93,6 +96,10 @@ class RunFolder:
         """True when the folder holds a run (its job file is written first)."""
         return self.job.is_file()
 
+    def has_trained(self) -> bool:
+        """True when at least one update was recorded, or an evaluation."""
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
     def has_checkpoints(self) -> bool:
         """True when something was saved, whole or not."""
         return any(self.checkpoints.glob("step-*"))
@@ -138,6 +145,11 @@ def use_run_folder(path: Path) -> RunFolder:
     return folder
 
 
+def free_name(folder: Path, stem: str, suffix: str = "", first: int = 1) -> Path:
+    """The first of <stem>-<number><suffix> in a folder that isn't taken."""
+    return next(path for number in itertools.count(first) if not (path := folder / f"{stem}-{number}{suffix}").exists())
+
+
 def is_full(path: Path) -> bool:
     """True where the disk of a folder has less than 64 KiB of room for this user; False where that isn't known."""
     try:
@@ -165,6 +177,19 @@ def remove_new(folder: Path, topmost: Path) -> None:
             place.rmdir()
 
 
+@contextlib.contextmanager
+def writing_into(path: Path) -> Generator[None]:
+    """Says of a run folder on a full disk, or one that can't be written, which it is.
+
+    Raises:
+        UserError: where an OSError came up.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def _unwritable(path: Path, error: OSError) -> UserError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         mend = ("make room there, or give --out a folder on another disk",)
@@ -174,23 +199,36 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(f"the run folder {path} can't be made: {error.strerror or error}", "--out", ("give --out DIR",))
 
 
+def _says_the_same(path: Path, text: str) -> bool:
+    """True where a job file differs in comments at most."""
+    try:
+        return parse_toml(decoded(read_bytes(path, MOST_TOML_BYTES))) == parse_toml(text)
+    except ValueError:
+        return False
+
+
 def write_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file; an earlier one that says otherwise is kept under a number.
+    """Writes the job file; see `replace_job`.
 
     Raises:
         UserError: there is no room for it; what was there before still is.
+    """
+    with writing_into(folder.path):
+        replace_job(folder, text)
+
+
+def replace_job(folder: RunFolder, text: str) -> None:
+    """Writes the job file; an earlier one that says otherwise is kept as job-1.toml … if something was trained by it.
+
+    Raises:
+        OSError: it can't be written; what was there before still is.
     """
     path = folder.job
     temporary = path.with_name(f".job.toml.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
-        if path.is_file() and path.read_text(encoding="utf-8") != text:
-            number = 1
-            while (aside := path.with_name(f"job-{number}.toml")).exists():
-                number += 1
-            path.rename(aside)
+        if folder.has_trained() and path.is_file() and not _says_the_same(path, text):
+            path.rename(free_name(folder.path, "job", ".toml"))
         temporary.replace(path)
-    except OSError as error:
-        raise _unwritable(folder.path, error) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -7,9 +7,10 @@ Whoever wrote the folder wrote that too, and we only look at it.
 import os
 import shutil
 import subprocess
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from manyhands.core.scratch import scratch
 
 PATIENCE_S = 10.0
 # For questions that the work tree's own configuration has to be read for: no program of it is run.
@@ -59,15 +60,14 @@ def _differs(top: Path, commit: str, objects: Path, index: Path) -> bool:
 
     Filters and file system monitors have no program in it, and submodules aren't entered.
     """
-    with tempfile.TemporaryDirectory(prefix="manyhands-git-") as made:
-        private = Path(made)
+    with scratch("git") as private:
         for name in ("objects", "refs"):
             (private / name).mkdir()
         (private / "HEAD").write_text(commit + "\n", encoding="utf-8")
         if not index.is_file():
             return False
         shutil.copy(index, private / "index")
-        where = _environment(GIT_DIR=made, GIT_WORK_TREE=str(top), GIT_OBJECT_DIRECTORY=str(objects.resolve()))
+        where = _environment(GIT_DIR=str(private), GIT_WORK_TREE=str(top), GIT_OBJECT_DIRECTORY=str(objects.resolve()))
         for words in (["update-index", "-q", "--refresh"], ["diff-index", "--quiet", "--ignore-submodules", commit]):
             done = subprocess.run(
                 ["git", *_QUIET, *words], cwd=top, env=where, capture_output=True, check=False, timeout=PATIENCE_S

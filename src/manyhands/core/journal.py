@@ -1,7 +1,6 @@
 """Writes what happens into the run folder: records by rank 0 alone, and lines by each process into its own file."""
 
 import functools
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from manyhands.core.records import (
     append_line,
     write_json,
 )
+from manyhands.core.shown import say
 
 # Records that wait for room on a full disk: at two in a second more than an hour's, in some megabytes of memory.
 _MOST_WAITING = 10_000
@@ -59,6 +59,11 @@ class Journal:
         if self._rank == 0:
             self._keep(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
+    def file(self, write: Callable[[], None]) -> None:
+        """Writes a small file of the run folder; a `write` that raises OSError is called again once there is room."""
+        if self._rank == 0:
+            self._keep(write)
+
     def _keep(self, write: Callable[[], None]) -> None:
         """Writes what waits, and this; what can't be written waits, and this process's own output says so once."""
         self._waiting.append(write)
@@ -71,4 +76,4 @@ class Journal:
                 self._told = True
                 # That output may lie on the same disk.
                 with suppress(OSError):
-                    sys.stderr.write(f"records can't be written to {self._folder.path}: {error}; they wait for room\n")
+                    say(f"records can't be written to {self._folder.path}: {error}; they wait for room")

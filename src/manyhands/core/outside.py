@@ -7,12 +7,15 @@ which is a ValueError, so that a caller needs one `except (OSError, ValueError)`
 
 import json
 import math
+import os
 import re
+import select
 import stat
+import time
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import IO, Any, NoReturn, cast
 
 MOST_BYTES = 64 * 2**20
 MOST_TOML_BYTES = 2**20
@@ -22,6 +25,7 @@ DEEPEST = 64
 MOST_DIGITS = 40  # room for 128 bits, and far below what a float can hold
 MOST_VALUES = 3_000_000
 _MOST_KEY_PARTS = 32
+_PIPE_PATIENCE_S = 2.0
 
 _BRACKET_OR_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
@@ -33,21 +37,58 @@ class UnreadableError(ValueError):
     """Text that can't be read, or is beyond what any file of its kind has; says what, without the place."""
 
 
-def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """A file's bytes.
+def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
+    """A file's bytes; with `pipes` also what is written into a pipe, as a shell makes one of <(COMMAND).
 
     Raises:
         OSError: it can't be read.
-        UnreadableError: it is larger than any such file, or a device.
+        UnreadableError: it is larger than any such file, a device, or a pipe that mustn't be one or isn't written to.
     """
-    with path.open("rb") as file:
-        kind = path.stat().st_mode
+    with open(path, "rb", opener=_without_waiting) as file:
+        kind = os.fstat(file.fileno()).st_mode
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
             raise UnreadableError("it is a device, not a file")
-        found = file.read(most_bytes + 1)
+        if stat.S_ISFIFO(kind) and not pipes:
+            raise UnreadableError("it is a pipe, not a file")
+        found = _from_pipe(file.fileno(), most_bytes + 1) if stat.S_ISFIFO(kind) else file.read(most_bytes + 1)
     if len(found) > most_bytes:
         raise UnreadableError(f"it is larger than {_size(most_bytes)}, the most that such a file has")
     return found
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Opens a file for reading, and nothing that could be waited for or read without end.
+
+    Raises:
+        OSError: it can't be read.
+        UnreadableError: it is a pipe, a socket or a device.
+    """
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - given to the caller, who closes it
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise UnreadableError("it is a pipe or a device, not a file")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe whether or not somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _from_pipe(descriptor: int, most_bytes: int) -> bytes:
+    """What is written into a pipe, whose writer may take its time, but not between one piece and the next."""
+    found, until = bytearray(), time.monotonic() + _PIPE_PATIENCE_S
+    while len(found) < most_bytes:
+        if not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
+            raise UnreadableError("it is a pipe that nobody writes to")
+        piece = os.read(descriptor, min(1 << 16, most_bytes - len(found)))
+        if piece:
+            found, until = found + piece, time.monotonic() + _PIPE_PATIENCE_S
+        elif found or time.monotonic() > until:
+            break
+        else:
+            time.sleep(0.02)  # no writer yet, which looks like an end
+    return bytes(found)
 
 
 def decoded(content: bytes) -> str:
@@ -97,7 +138,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
     if once_each:
         options["object_pairs_hook"] = _once_each
     try:
-        return json.loads(_without_halves(text) if "\\u" in text or not text.isascii() else text, **options)
+        return json.loads(without_halves(text), **options)
     except json.JSONDecodeError as error:
         raise UnreadableError(str(error)) from None
 
@@ -166,6 +207,11 @@ def _check_yaml(events: Iterable[Any]) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
             raise _too_deep()
+
+
+def typed_number(text: str) -> int | None:
+    """A count or an index as somebody typed it: 0 and up, in at most 18 digits; None for anything else."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def whole_number(digits: str) -> int:
@@ -237,8 +283,10 @@ def _check_values(content: Any) -> None:
             waiting += [(one, depth + 1) for one in cast(Iterable[Any], value)]
 
 
-def _without_halves(text: str) -> str:
-    """JSON whose strings have no half of a UTF-16 pair, neither as it is nor as an escape."""
+def without_halves(text: str) -> str:
+    """JSON whose strings have no half of a UTF-16 pair, neither as it is nor as an escape; as long as it was."""
+    if text.isascii() and "\\u" not in text:
+        return text
     if "\\ud" in text or "\\uD" in text:
         text = _ESCAPES.sub(_whole_pairs, text)
     return _SURROGATE.sub("\ufffd", text)

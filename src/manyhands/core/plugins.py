@@ -1,6 +1,7 @@
 """Finds a choice by name: a file in a folder of choices, or an object in the user's own file."""
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
@@ -45,6 +46,26 @@ def is_object_reference(word: str) -> bool:
     """True for "file.py:object"."""
     path, colon, name = word.rpartition(":")
     return bool(colon) and path.endswith(".py") and name.isidentifier()
+
+
+def code_file(word: str) -> Path | None:
+    """The file of "file.py:object", whether it is there or not; None for words of another kind."""
+    return Path(word.rpartition(":")[0]).expanduser().resolve() if is_object_reference(word) else None
+
+
+def code_digest(file: Path) -> str:
+    """SHA-256 of a file of code, in hex; empty where it can't be read."""
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def code_digests(words: Iterable[str]) -> dict[str, str]:
+    """The digest of each file of code, by the word that names it; words that name none are left out."""
+    files = {word: code_file(word) for word in words}
+    return {word: digest for word, file in files.items() if file and (digest := code_digest(file))}
 
 
 def load_object(reference: str, where: str) -> Any:

@@ -4,7 +4,8 @@ import re
 
 from manyhands.core.errors import UserError
 
-_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]*)\s*")
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]*)", re.ASCII)
+_LONGEST = 40  # an amount of more characters is none; a float holds any shorter one
 _PREFIXES = ("", "k", "m", "g", "t")
 _BYTES = {
     f"{prefix}{word}": base**power
@@ -49,5 +50,6 @@ def parse_bandwidth(text: str, where: str = "--link") -> float:
 
 
 def _split(text: str) -> tuple[float, str]:
-    match = _NUMBER.fullmatch(text)
+    text = text.strip()
+    match = _NUMBER.fullmatch(text) if len(text) <= _LONGEST else None
     return (float(match[1]), match[2]) if match else (0.0, "")

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from manyhands.core.outside import parse_json
+from manyhands.core.errors import UserError
+from manyhands.core.outside import MOST_BYTES, parse_json
 
 VERSION = 1
 # `Failure.error` where a whole machine, or the connection to it, has gone.
@@ -62,6 +63,7 @@ class EvaluationMetrics(Record):
     top1: float = Field(description="0 to 1")
     top5: float = Field(description="0 to 1; equals 1 where there are at most five classes")
     best: bool = Field(description="the best top-1 so far")
+    classes: int = Field(default=0, description="that a guess is among; 0 in older records")
     seconds: float = 0.0
 
 
@@ -123,7 +125,7 @@ def append_line(path: Path, text: str) -> None:
         OSError: it can't be written, wholly at least: the disk is full, for one.
     """
     line = (text + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -147,12 +149,17 @@ def write_all(descriptor: int, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file by way of a temporary one, so that no reader ever sees half of it.
+    """Writes a JSON file by way of a temporary one; see `write_whole`."""
+    text = content.model_dump_json(indent=1) if isinstance(content, BaseModel) else json.dumps(content, indent=1)
+    write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of text by way of a temporary one, so that no reader ever sees half of it.
 
     Raises:
         OSError: it can't be written; what was there before still is.
     """
-    text = content.model_dump_json(indent=1) if isinstance(content, BaseModel) else json.dumps(content, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -163,11 +170,19 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a .jsonl file as plain objects; a torn last line is left out."""
+    """The whole lines of a .jsonl file as plain objects; a torn last line is left out, and all after an endless one.
+
+    Raises:
+        UserError: this user may not read it.
+    """
     if not path.is_file():
         return
-    with path.open("rb") as lines:
-        for line in lines:
+    try:
+        lines = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path.name} can't be read: {error.strerror}", str(path), ("ask its owner",)) from error
+    with lines:
+        while line := lines.readline(MOST_BYTES):
             if not line.endswith(b"\n"):
                 return
             try:

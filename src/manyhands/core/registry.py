@@ -1,8 +1,8 @@
 """Which runs go on: the head of each leaves a small record in the user's state folder, and removes it in the end."""
 
+import hashlib
 import os
 import platform
-import sys
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from manyhands.core.outside import parse_json, read_bytes
 from manyhands.core.records import Record, write_json
+from manyhands.core.shown import say
 
 # A clock that is set moves the start of every process a little.
 _SAME_START_S = 2.0
@@ -65,12 +66,53 @@ def registered(run: Path, hosts: Iterable[str] = ()) -> Generator[None]:
         path.parent.chmod(0o700)
         write_json(path, record)
     except OSError as error:
-        sys.stderr.write(f"manyhands: this run isn't listed for `manyhands ps`: {error}\n")
+        say(f"this run isn't listed for `manyhands ps`: {error}")
     try:
         yield
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+class Reach(Record):
+    """How this user's own command reached the machines of a run."""
+
+    run: str = Field(description="the run folder, as a whole path")
+    options: dict[str, str] = Field(description="of the cluster: ssh, python, workdir")
+
+
+def remember_reach(run: Path, options: dict[str, str]) -> None:
+    """Notes in the user's own state folder how a run's machines are reached, for what looks at the run later.
+
+    The run folder says it too, but that may be somebody else's by then, and such words are executed.
+    """
+    path = _reach_path(run)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for other in path.parent.glob("*.json"):
+            found = _reach(other)
+            if found is None or not Path(found.run).exists():
+                other.unlink(missing_ok=True)
+        write_json(path, Reach(time=time.time(), run=str(run.resolve()), options=options))
+    except OSError as error:
+        say(f"how the machines are reached can't be kept for `manyhands logs`: {error}")
+
+
+def remembered_reach(run: Path) -> dict[str, str] | None:
+    """What `remember_reach` noted of a run folder; None where this user hasn't launched it from here."""
+    found = _reach(_reach_path(run))
+    return found.options if found else None
+
+
+def _reach_path(run: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:24]
+    return user_state_path("manyhands") / "reached" / f"{name}.json"
+
+
+def _reach(path: Path) -> Reach | None:
+    with suppress(OSError, ValueError, ValidationError):
+        return Reach.model_validate(parse_json(read_bytes(path)))
+    return None
 
 
 def running() -> list[Running]:

@@ -58,6 +58,9 @@ class TrainedNetwork(BaseModel):
     double: bool = Field(default=False, description="True where it computes in double precision")
     pictures: Pictures
     classes: tuple[str, ...] = Field(min_length=1, description="a name for each output")
+    code: dict[str, str] = Field(
+        default_factory=dict, description="SHA-256 of each file of code that the run was made with: net.py:Net …"
+    )
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:

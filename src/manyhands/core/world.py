@@ -8,7 +8,7 @@ class World:
     """This process's place among all processes of a run.
 
     Attributes:
-        rank: 0 … size - 1; rank 0 speaks for all.
+        rank: 0 … size - 1; rank 0 is the main one.
         size: number of processes over all machines.
         local_rank: 0 … local_size - 1, on this machine.
         local_size: processes on this machine.
@@ -32,7 +32,7 @@ class World:
         return self.size == 1
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
         """True on the one process that writes records and checkpoints."""
         return self.rank == 0
 

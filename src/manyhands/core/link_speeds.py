@@ -11,10 +11,8 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.quantities import parse_bandwidth
 
@@ -23,32 +21,40 @@ Points = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """How fast two processes talk.
 
     Attributes:
         bytes_per_s: in one direction, with long messages.
         latency_s: until the first byte of a message arrives.
+        work_s_per_byte: that a process's cores are at work for each byte that it sends, and so don't compute.
+        work_s_per_message: likewise, for each message.
     """
 
     bytes_per_s: float
     latency_s: float
+    work_s_per_byte: float = 0.0
+    work_s_per_message: float = 0.0
+
+    def with_work_of(self, other: "LinkSpeed") -> "LinkSpeed":
+        """This link, whose messages keep cores at work as long as the other's do."""
+        return replace(self, work_s_per_byte=other.work_s_per_byte, work_s_per_message=other.work_s_per_message)
 
 
 # Processes of one machine pass tensors through its memory; between machines stands an ordinary Ethernet.
-WITHIN_A_MACHINE = Link(4e9, 20e-6)
-BETWEEN_MACHINES = Link(125e6, 100e-6)
+WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)
+BETWEEN_MACHINES = LinkSpeed(125e6, 100e-6)
 # What Ethernet's, IP's and TCP's headers leave of a line: 1448 of 1514 bytes.
 _PAYLOAD = 0.956
 
 
-def named_link(text: str, where: str = "--link") -> Link:
+def named_link(text: str, where: str = "--link") -> LinkSpeed:
     """The link that tensors get on a line of a nominal speed, such as 10mbit.
 
     Raises:
         UserError: it is no speed.
     """
-    return Link(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
+    return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
 
 
 def rounds(kind: str, processes: int) -> tuple[int, float]:
@@ -75,10 +81,17 @@ def sent_bytes(kind: str, processes: int, size_bytes: float) -> float:
     return size_bytes * rounds(kind, processes)[1]
 
 
-def link_seconds(kind: str, processes: int, size_bytes: float, link: Link) -> float:
-    """Seconds of a collective by the formula."""
+def link_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) -> float:
+    """Seconds of a collective by the formula; never less than cores are at work for it."""
     messages, share = rounds(kind, processes)
-    return messages * link.latency_s + share * size_bytes / link.bytes_per_s
+    sending_s = messages * link.latency_s + share * size_bytes / link.bytes_per_s
+    return max(sending_s, work_seconds(kind, processes, size_bytes, link))
+
+
+def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) -> float:
+    """Seconds that a process's cores are at work for a collective."""
+    messages, share = rounds(kind, processes)
+    return messages * link.work_s_per_message + share * size_bytes * link.work_s_per_byte
 
 
 def measured_seconds(points: Points, size_bytes: float) -> float:
@@ -98,7 +111,7 @@ def measured_seconds(points: Points, size_bytes: float) -> float:
     return seconds[-1] + slope * (size_bytes - sizes[-1])
 
 
-def fitted_link(kind: str, processes: int, points: Points) -> Link:
+def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
     """The link whose formula meets the first and the last of the points; for groups that weren't measured.
 
     Where noise makes the last no slower than the first, all of its time is taken for its bytes.
@@ -108,13 +121,13 @@ def fitted_link(kind: str, processes: int, points: Points) -> Link:
     if messages == 0 or share * large == 0 or last_s <= 0:
         raise ValueError(f"{kind} of {processes} processes and {large} bytes says nothing of a link")
     if last_s <= first_s or large <= small:
-        return Link(share * large / last_s, 0.0)
+        return LinkSpeed(share * large / last_s, 0.0)
     bytes_per_s = share * (large - small) / (last_s - first_s)
-    return Link(bytes_per_s, max(0.0, first_s - share * small / bytes_per_s) / messages)
+    return LinkSpeed(bytes_per_s, max(0.0, first_s - share * small / bytes_per_s) / messages)
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """Costs of collectives along the axes of a mesh.
 
     Attributes:
@@ -125,7 +138,7 @@ class Links:
     """
 
     mesh: Mesh
-    axes: tuple[Link, ...]
+    axes: tuple[LinkSpeed, ...]
     across: tuple[bool, ...]
     measured: Mapping[tuple[str, tuple[int, ...]], Points] = field(
         default_factory=dict[tuple[str, tuple[int, ...]], Points]
@@ -153,10 +166,17 @@ class Links:
         for axis in axes:
             link = self.axes[axis]
             if self.across[axis]:
-                link = Link(link.bytes_per_s / beside, link.latency_s)
+                link = replace(link, bytes_per_s=link.bytes_per_s / beside)
             if self.mesh.sizes[axis] > 1:
                 slowest = max(slowest, link_seconds(kind, processes, size_bytes, link))
         return slowest
+
+    def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
+        """Seconds of one collective in which a process's cores can't compute."""
+        processes = self.mesh.parts(axes)
+        if processes == 1 or not size_bytes:
+            return 0.0
+        return max(work_seconds(kind, processes, size_bytes, self.axes[axis]) for axis in axes)
 
     def sent_bytes(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
         """Bytes that a process sends in one collective."""
@@ -164,8 +184,11 @@ class Links:
 
 
 def links_of(
-    mesh: Mesh, per_machine: int | None = None, within: Link = WITHIN_A_MACHINE, between: Link = BETWEEN_MACHINES
-) -> Links:
+    mesh: Mesh,
+    per_machine: int | None = None,
+    within: LinkSpeed = WITHIN_A_MACHINE,
+    between: LinkSpeed = BETWEEN_MACHINES,
+) -> LinkSpeeds:
     """Links where the minor axes lie within machines as far as they fit, and all others lead from one to the next.
 
     Args:
@@ -180,35 +203,4 @@ def links_of(
         spanned *= size
         across.append(per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
     across.reverse()
-    return Links(mesh, tuple(between if far else within for far in across), tuple(across))
-
-
-def measured_as_plain(links: Links) -> list[dict[str, Any]]:
-    """The measured points as JSON data, as `plan.json` holds them."""
-    names = links.mesh.names
-    return [
-        {"kind": kind, "axes": [names[axis] for axis in axes], "points": [list(point) for point in points]}
-        for (kind, axes), points in sorted(links.measured.items())
-    ]
-
-
-def measured_from_plain(content: Any, mesh: Mesh, where: str) -> dict[tuple[str, tuple[int, ...]], Points]:
-    """Reads what `measured_as_plain` wrote.
-
-    Raises:
-        UserError: it isn't that, or was measured on axes that the mesh lacks.
-    """
-    measured: dict[tuple[str, tuple[int, ...]], Points] = {}
-    try:
-        for line in content:
-            axes = tuple(sorted(mesh.names.index(name) for name in line["axes"]))
-            points = tuple(sorted((float(size), float(seconds)) for size, seconds in line["points"]))
-            numbers = list(itertools.chain.from_iterable(points))
-            rising = all(low[0] < high[0] for low, high in itertools.pairwise(points))
-            if line["kind"] not in KINDS or not points or not rising or not all(0 <= n < math.inf for n in numbers):
-                raise ValueError(line["kind"])
-            measured[line["kind"], axes] = points
-    except (KeyError, TypeError, ValueError) as error:
-        mend = ("take it out of the file, or measure anew",)
-        raise UserError(f"the measured links don't fit the mesh {mesh}", where, mend) from error
-    return measured
+    return LinkSpeeds(mesh, tuple(between if far else within for far in across), tuple(across))

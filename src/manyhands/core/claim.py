@@ -1,0 +1,100 @@
+"""Whose a run folder is: a lock while a run goes on in it, and the run's id, which outlives its processes.
+
+Several machines may keep a part of one run, each in a folder of the same name, or share one folder. So whoever holds
+the lock writes beside it who it is, and the parts of one run bear one id.
+"""
+
+import re
+import secrets
+import time
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import write_whole
+
+POLL_S = 0.05
+# Processes whose head was killed save and end; the next start waits so long for them.
+LEAVING_S = 10.0
+_ID = re.compile(r"[0-9a-f]{8,64}")
+
+
+def new_holder() -> str:
+    """A name for one start of a run."""
+    return secrets.token_hex(16)
+
+
+def claim(folder: RunFolder, holder: str, patience_s: float = 0.0) -> FileLock | None:
+    """Takes the lock of a run folder for as long as this process lives.
+
+    Args:
+        folder: its ranks/ is there.
+        holder: names the start of a run; processes that name the same share the folder.
+        patience_s: so long for one of them to write that it has the lock.
+
+    Returns:
+        The lock; None where another machine of the same start has it.
+
+    Raises:
+        Timeout: another run goes on in the folder.
+    """
+    lock = FileLock(folder.ranks / "lock")
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if _read(folder.ranks / "holder") == holder:
+                return None
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_S)
+        else:
+            try:
+                _wait_for_agents(folder)
+            except Timeout:
+                lock.release()
+                raise
+            write_whole(folder.ranks / "holder", holder)
+            return lock
+
+
+def hold_as_agent(ranks: Path, machine: int) -> FileLock:
+    """What the agent holds while processes of its machine run: they may outlive a head that is killed, and save."""
+    ranks.mkdir(parents=True, exist_ok=True)
+    # An agent works under the umask that the user has for data, so the mode is said.
+    return FileLock(ranks / f"agent-{machine}.lock", timeout=LEAVING_S, mode=0o600)
+
+
+def _wait_for_agents(folder: RunFolder) -> None:
+    """Until the processes of an earlier start have left.
+
+    Raises:
+        Timeout: they are at work still.
+    """
+    for path in folder.ranks.glob("agent-*.lock"):
+        with FileLock(path, timeout=LEAVING_S):
+            pass
+
+
+def run_id(folder: RunFolder) -> str:
+    """The id of the run in a folder; empty where it has none."""
+    return _read(folder.ranks / "id")
+
+
+def set_run_id(folder: RunFolder, wanted: str = "") -> str:
+    """Writes a run's id, a new one where none is given, and returns it."""
+    found = wanted or secrets.token_hex(16)
+    write_whole(folder.ranks / "id", found)
+    return found
+
+
+def _read(path: Path) -> str:
+    """The word in a file; empty where it isn't there or isn't one of ours."""
+    try:
+        with path.open("rb") as file:
+            word = file.read(65).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return ""
+    return word if _ID.fullmatch(word) else ""

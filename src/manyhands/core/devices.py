@@ -1,0 +1,26 @@
+"""The devices that torch computes on: which one is meant, and when it has done its work."""
+
+import torch
+
+
+def accelerator() -> str:
+    """The kind of this machine's accelerators, such as "cuda"; "cpu" where there is none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found else "cpu"
+
+
+def device_kind(wanted: str, processes: int) -> str:
+    """The device that a job's word means to each of so many processes; all but "auto" mean themselves.
+
+    Only one process can use the GPU of an Apple computer: torch has no collectives for it.
+    """
+    if wanted != "auto":
+        return wanted
+    found = accelerator()
+    return "cpu" if found == "mps" and processes > 1 else found
+
+
+def wait_for(device: str | torch.device) -> None:
+    """Returns once a device has done all that it was given; a CPU always has."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,28 @@
+"""A process's failure on its way to the user: as what ends the process, and as an error for the screen."""
+
+import platform
+
+from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
+from manyhands.core.records import Failure
+
+
+class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
+    """A process could not go on; carries its record."""
+
+    def __init__(self, record: Failure) -> None:
+        super().__init__(record.what)
+        self.record = record
+
+
+def as_error(record: Failure) -> ManyhandsError:
+    """A failure's record as an error for the user's screen, with what of its traceback is the user's own."""
+    step = f", step {record.step}" if record.step is not None else ""
+    where = record.where or f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"
+    if record.where and record.host not in {"", record.where, platform.node()}:
+        where += f" on {record.host}"
+    kind = UserError if record.exit_code == EXIT_USAGE else RunError
+    error = kind(record.what, where, tuple(record.mend))
+    error.exit_code = record.exit_code
+    if record.excerpt:
+        error.add_note(record.excerpt)
+    return error

@@ -1,0 +1,60 @@
+"""Code files that a run or a plan names: what is said before one of them runs, and whose words aren't taken for it.
+
+What the user names on the command line runs without a word; a run folder may be a stranger's.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import code_digest, code_file
+from manyhands.core.shown import say
+from manyhands.core.trained import TrainedNetwork
+
+# Files of the system's are as trusted as its programs.
+_SYSTEM = 0
+
+
+def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str) -> None:
+    """Says which code is about to run because a run names it, and whether it is what the run was trained with.
+
+    Args:
+        words: the run's own, such as net.py:Net; those that name no code are passed over.
+        said_by: the folder or file that names them.
+        record: has the digests of what it was trained with; None where nobody knows.
+        instead: how the user names the code on the command line.
+
+    Raises:
+        UserError: the folder or the code is another user's.
+    """
+    for word, file in _files(words, said_by, instead):
+        known = record.code.get(word) if record else None
+        trained = "as it was trained with" if known == code_digest(file) else "it is NOT what it was trained with"
+        if known is None:
+            trained = "what it was trained with isn't known"
+        say(f"running {file}, since {said_by} names it; {trained}")
+
+
+def announce_planned(word: str, plan: Path, instead: str) -> None:
+    """Says which code is about to run because a plan.json names it; whether it has changed its digest tells.
+
+    Raises:
+        UserError: the plan or the code is another user's.
+    """
+    for _, file in _files([word], plan, instead):
+        say(f"running {file}, since {plan} names it")
+
+
+def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[str, Path]]:
+    """Words that name code that is here, and its files; see `announce`."""
+    for word in dict.fromkeys(words):
+        file = code_file(word)
+        if file is None or not file.is_file():
+            continue
+        for place in (said_by, file):
+            if place.exists() and place.stat().st_uid not in {_SYSTEM, os.geteuid()}:
+                whose = f"user {place.stat().st_uid}'s"
+                what = f"{said_by} wants {word} to be run, and {place} is {whose}, not yours"
+                raise UserError(what, str(file), (f"look at it; then name it yourself: {instead.format(word)}",))
+        yield word, file

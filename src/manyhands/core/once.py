@@ -1,0 +1,63 @@
+"""Work that one process of a host does while the others wait, and whose result stays in a file."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from manyhands.core.errors import UserError
+from manyhands.core.private import usual_files
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Generator[None]:
+    """Holds the lock beside `path` and makes its folder; the system frees the lock when a process dies.
+
+    Raises:
+        UserError: the folder can't be written.
+    """
+    with usual_files(), _locked(path):
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        mend = ("name a folder that can be written: --data-dir for data, MANYHANDS_CACHE for the cache",)
+        raise UserError(f"{path.parent} can't be written: {error.strerror or error}", str(path), mend) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def temporary(path: Path) -> Generator[Path]:
+    """Gives a name beside `path` to write to; what still lies there at the end is removed."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def committed(path: Path) -> Generator[Path]:
+    """Gives a name to write to, and renames it to `path` when all went well; a reader never sees half a file.
+
+    Raises:
+        UserError: the disk is full, or can't be written.
+    """
+    try:
+        with temporary(path) as part:
+            yield part
+            part.replace(path)
+    except OSError as error:
+        mend = ("make room, or name another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
+        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), mend) from error

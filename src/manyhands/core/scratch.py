@@ -1,0 +1,53 @@
+"""Folders in the system's temporary folder that go with their process, also where that is killed.
+
+A process that is killed can't remove its own. So it holds a lock in it, which the system frees, and whoever makes the
+next one removes those of this user that nobody holds any more.
+"""
+
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+PREFIX = "manyhands-"
+ALIVE = ".alive"
+# A folder may be there for a moment before its lock is held.
+NEW_S = 60.0
+
+
+@contextmanager
+def scratch(purpose: str) -> Generator[Path]:
+    """A folder that only this user can read, removed with the block."""
+    for folder in abandoned():
+        shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
+    lock = FileLock(folder / ALIVE)
+    try:
+        with lock:
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def abandoned() -> Iterator[Path]:
+    """This user's scratch folders whose process is gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            state = folder.lstat()
+            own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
+            if own and time.time() - state.st_mtime > NEW_S and (folder / ALIVE).is_file() and _is_free(folder):
+                yield folder
+
+
+def _is_free(folder: Path) -> bool:
+    try:
+        with FileLock(folder / ALIVE, timeout=0):
+            return True
+    except Timeout:
+        return False

@@ -1,0 +1,74 @@
+"""The signals that ask a run to save and stop, and a block that they end while there is nothing to save."""
+
+import contextlib
+import shlex
+import signal
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import read_lines
+
+Handler = Callable[[int, FrameType | None], Any]
+
+# Ctrl-C; schedulers' word; a closed terminal; what schedulers send some time before the end. Not all systems have all.
+STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+
+
+@contextlib.contextmanager
+def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
+    """Has a handler hear each of `STOPS`; off the main thread nothing is changed.
+
+    A SIGHUP that is ignored stays so: it is what `nohup` is for. What was heard outside Python before it started
+    stays so too, since it couldn't be given back.
+
+    Yields:
+        What heard them before; it does again after the block.
+    """
+    previous: dict[signal.Signals, Any] = {}
+    for number in STOPS:
+        before = signal.getsignal(number)
+        nohup = number.name == "SIGHUP" and before is signal.SIG_IGN
+        with contextlib.suppress(ValueError):  # only the main thread may
+            if not nohup and before is not None:
+                previous[number] = signal.signal(number, handler)
+    try:
+        yield previous
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
+    """Every signal that asks for a stop ends the block as Ctrl-C does, so that what was begun is cleaned up."""
+    return handled(signal.default_int_handler)
+
+
+def saved_step(folder: RunFolder) -> int | None:
+    """The newest step that was saved, here or on the machine of rank 0; None where nothing was."""
+    here = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
+    told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
+    steps = [int(name) for name in here if name.isdecimal()] or [step for step in told if isinstance(step, int)]
+    return max(steps, default=None)
+
+
+def unsaved(run: Path, step: int | None, why: str = "") -> ManyhandsError:
+    """The error of a run that ended at the user's wish without a save.
+
+    Args:
+        run: its folder.
+        step: that was saved last; None where nothing was.
+        why: it could not be saved, where there was no second wish.
+    """
+    since = f", since it could not be done: {why}" if why else ""
+    if step is None:
+        error = ManyhandsError(f"stopped before anything was saved{since}", mend=("the same command begins anew",))
+    else:
+        go_on = f"manyhands resume {shlex.quote(str(run))} goes on from step {step}"
+        what = f"stopped without a save{since}; what was saved last, at step {step}, is whole"
+        error = ManyhandsError(what, mend=(go_on,))
+    error.exit_code = EXIT_INTERRUPTED
+    return error
