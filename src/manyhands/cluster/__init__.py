@@ -1,1 +1,1 @@
-"""From machines to started and supervised processes. Only `agent` may import torch."""
+"""From machines to started and supervised processes: who they are, whether they are well, what runs on them."""

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from manyhands.cluster.described import DEFAULT_PORT, given_cluster, meeting_in
-from manyhands.cluster.inventory import Cluster, Meeting, Place
-from manyhands.cluster.launched import described_cluster, find_place, other_places, refuse_alone
-from manyhands.cluster.orders import DEVICE_INDEX
-from manyhands.cluster.own import reachable, seen_by_others
-from manyhands.cluster.variables import check_rank, number, port
+from manyhands.cluster.agents.orders import DEVICE_INDEX
+from manyhands.cluster.descriptions.from_file import DEFAULT_PORT, given_cluster, meeting_in
+from manyhands.cluster.descriptions.from_launcher import described_cluster, find_place, other_places, refuse_alone
+from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Meeting
+from manyhands.cluster.descriptions.own import reachable, seen_by_others
+from manyhands.cluster.descriptions.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import Membership
@@ -112,7 +112,7 @@ def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
             ("--world-size: processes over all machines", "--rank: 0 on one of them, 1 on the next …"),
         )
     check_rank(options.rank, options.world_size, "--rank", "--world-size")
-    place = Place(options.rank, options.world_size, started_by="--init")
+    place = LauncherPlace(options.rank, options.world_size, started_by="--init")
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "found when the processes meet", "local_size": "found when the processes meet",
@@ -123,7 +123,7 @@ def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
 def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// needs", variables)
-    place = Place(
+    place = LauncherPlace(
         number(variables, "RANK"),
         number(variables, "WORLD_SIZE"),
         number(variables, "LOCAL_RANK", 0),
@@ -160,7 +160,9 @@ def _incomplete(what: str, variables: Mapping[str, str]) -> UserError:
     return UserError(f"{what} {', '.join(missing)}{found}", "environment", tuple(mend))
 
 
-def _at_place(options: ClusterOptions, place: Place, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
+def _at_place(
+    options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]
+) -> tuple[Membership, dict[str, str]]:
     """At the place that a launcher's own variables give; several machines need an address that all reach."""
     check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
     origins = {key: value for key, value in place.origins.items() if value}
@@ -178,7 +180,7 @@ def _at_place(options: ClusterOptions, place: Place, variables: Mapping[str, str
     return _membership(options, place, url), origins
 
 
-def _membership(options: ClusterOptions, place: Place, init: str) -> Membership:
+def _membership(options: ClusterOptions, place: LauncherPlace, init: str) -> Membership:
     return Membership(
         rank=place.rank,
         size=place.size,

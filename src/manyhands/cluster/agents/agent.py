@@ -1,0 +1,352 @@
+"""The agent's process on each machine, this one too: answers its head's questions, and starts the workers.
+
+Started as `python -m manyhands.cluster.agents.agent`, here or over ssh. Standard input brings messages and standard
+output takes them; the end of standard input means that the head is gone. It imports torch only when the workers are to
+be started.
+"""
+
+import atexit
+import base64
+import binascii
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import platformdirs
+from filelock import Timeout
+
+from manyhands.cluster.agents.connection import SILENT_S
+from manyhands.cluster.agents.head_watch import ended_with_head
+from manyhands.cluster.agents.mirror import Sender
+from manyhands.cluster.agents.protocol import (
+    Alive,
+    Bind,
+    Bound,
+    FolderThere,
+    Greeting,
+    Hello,
+    LogText,
+    MakeScratch,
+    OpenRun,
+    Prepare,
+    Prepared,
+    ReadLog,
+    RunOpened,
+    StartWorkers,
+    TakeCode,
+    WorkersEnded,
+)
+from manyhands.cluster.doctor.probe import Probe
+from manyhands.cluster.messages import Lines, Message, Misunderstood, RequestFailed, encode
+from manyhands.core.claim import claim, run_id, set_run_id
+from manyhands.core.cores import cores
+from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.folder import RunFolder, use_run_folder, writing_into
+from manyhands.core.private import private_files
+from manyhands.core.scratch import scratch
+from manyhands.parallel.ports import listen
+
+# Looks for new records so often.
+MIRROR_S = 0.4
+# Of a log, so much in one answer.
+LOG_BYTES = 1 << 20
+# A machine of the same run that shares this one's disk has said by then that the folder is the run's.
+CLAIM_S = 2.0
+# Code beyond this is data, which isn't ours to carry.
+CODE_BYTES = 32 * 1024 * 1024
+
+
+class Wire:
+    """This end of the conversation; read without waiting and without a thread, since workers are forked.
+
+    Attributes:
+        open: False once the head has closed its end, or has been silent for too long.
+        heard: when the head was last heard of, by the monotonic clock.
+        remote: True where the head is on another machine, so that its silence means something.
+    """
+
+    def __init__(self, output: int) -> None:
+        self._output, self._lines = output, Lines()
+        self._come: deque[tuple[int, Message]] = deque()
+        self.open, self.heard, self.remote = True, time.monotonic(), False
+
+    def tell(self, message: Message, number: int = 0) -> None:
+        """Sends a message, an answer with its request's number; a head that is gone hears nothing."""
+        data = memoryview(encode(message, number))
+        with contextlib.suppress(BrokenPipeError):
+            while data and self._has_room():
+                data = data[os.write(self._output, data[: select.PIPE_BUF]) :]
+
+    def _has_room(self) -> bool:
+        """Waits until the head takes something; one that is elsewhere and takes nothing for too long is gone."""
+        while self.open and not select.select([], [self._output], [], SILENT_S)[1]:
+            self.open = not self.remote
+        return self.open
+
+    def wait(self) -> tuple[int, Message] | None:
+        """The next request and its number, or None when the head is gone."""
+        while self.open:
+            request = self._next()
+            if request is not None:
+                return request
+            self._fill(1.0)
+        return None
+
+    def poll(self) -> list[Message]:
+        """What has come, without waiting."""
+        self._fill(0)
+        found: list[Message] = []
+        while (request := self._next()) is not None:
+            found.append(request[1])
+        return found
+
+    def _next(self) -> tuple[int, Message] | None:
+        while self._come:
+            number, message = self._come.popleft()
+            if isinstance(message, Misunderstood):
+                self.tell(message, number)
+            elif isinstance(message, Alive):
+                self.tell(message)
+            else:
+                return number, message
+        return None
+
+    def _fill(self, patience_s: float) -> None:
+        while self.open and select.select([0], [], [], patience_s)[0]:
+            received = os.read(0, 1 << 16)
+            self.open = bool(received)
+            self._come += self._lines.take(received)
+            self.heard = time.monotonic()
+            patience_s = 0
+        # sshd may not notice for hours that the other side has gone.
+        if self.remote and time.monotonic() - self.heard > SILENT_S:
+            self.open = False
+
+
+class Agent:
+    """What a head may ask of this machine.
+
+    Args:
+        wire: the conversation.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._listener: socket.socket | None = None
+        self._sender: Sender | None = None
+        self._probes = Probe()
+        self._mirror_at = 0.0
+        self._until_gone = contextlib.ExitStack()
+        self._answers: dict[type[Message], Callable[[Any], Message]] = {
+            Hello: self._hello,
+            TakeCode: self._take_code,
+            OpenRun: self._open,
+            MakeScratch: self._scratch,
+            Bind: self._bind,
+            ReadLog: self._log,
+            Prepare: self._prepare,
+            StartWorkers: self._start,
+            **self._probes.answers,
+        }
+
+    def serve(self) -> None:
+        """Answers until the head is gone."""
+        with contextlib.ExitStack() as self._until_gone:
+            self._serve()
+
+    def _serve(self) -> None:
+        while (come := self.wire.wait()) is not None:
+            number, request = come
+            if type(request) not in self._answers:
+                continue  # a wish to stop that came too late
+            try:
+                self.wire.tell(self._answers[type(request)](request), number)
+            except ManyhandsError as error:
+                self.wire.tell(RequestFailed(error.what, error.where, error.mend), number)
+            except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
+                what = f"{type(error).__name__}: {error}"
+                self.wire.tell(RequestFailed(what, traceback=traceback.format_exc()), number)
+
+    def tick(self) -> list[Message]:
+        """To be called often while workers run: what the head commands meanwhile; records go to the head."""
+        commands = self.wire.poll()
+        if self._sender and time.monotonic() > self._mirror_at:
+            self._mirror_at = time.monotonic() + MIRROR_S
+            self.send_records()
+        return commands
+
+    def send_records(self) -> bool:
+        """Sends what is new in the run folder; True if there was something."""
+        pieces = list(self._sender.news()) if self._sender else []
+        for piece in pieces:
+            self.wire.tell(piece)
+        return bool(pieces)
+
+    def _hello(self, request: Hello) -> Greeting:
+        from manyhands.cluster.doctor.facts import gather
+
+        self.wire.remote = request.remote
+        return Greeting(gather(request.wanted))
+
+    def _take_code(self, request: TakeCode) -> FolderThere:
+        """Puts the head's code into a folder named after its content, of this user alone, and works there."""
+        files = _checked_files(request.files)
+        digest = hashlib.sha256(json.dumps(request.files, sort_keys=True).encode()).hexdigest()[:16]
+        folder = platformdirs.user_cache_path("manyhands") / "code" / digest
+        with private_files():
+            write_code(folder, files)
+        os.chdir(folder)
+        return FolderThere(str(folder))
+
+    def _open(self, request: OpenRun) -> RunOpened:
+        """Makes the run folder here, unless this machine sees the head's own, and keeps other runs out of it.
+
+        A folder with checkpoints keeps its id, for the head to compare.
+        """
+        with private_files():
+            return self._open_run(Path(request.folder).expanduser().absolute(), request)
+
+    def _open_run(self, path: Path, request: OpenRun) -> RunOpened:
+        shared = (path / "ranks" / request.token).is_file()
+        folder = use_run_folder(path)
+        answer = RunOpened(str(path), shared, folder.has_checkpoints())
+        if shared:
+            return answer
+        with writing_into(path):
+            found = self._claim(folder, request)
+        if found is None:
+            return replace(answer, taken=True)
+        if request.records:
+            self._sender = Sender(path, request.held, output=request.output)
+        return replace(answer, run=found)
+
+    def _claim(self, folder: RunFolder, request: OpenRun) -> str | None:
+        """Locks the run folder until this agent ends; the id of the run that it holds, None where another has it."""
+        folder.failures.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = claim(folder, request.holder, CLAIM_S)
+        except Timeout:
+            return None
+        if lock:
+            self._until_gone.callback(lock.release)
+        found = run_id(folder)
+        if found != request.run and not (found and folder.has_checkpoints()):
+            set_run_id(folder, request.run)
+        for stale in folder.failures.glob("*.json"):
+            stale.unlink()
+        return found
+
+    def _scratch(self, _request: MakeScratch) -> FolderThere:
+        return FolderThere(str(self._until_gone.enter_context(scratch("probe"))))
+
+    def _log(self, request: ReadLog) -> LogText:
+        path = Path(request.path).expanduser()
+        text = b""
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(request.offset)
+                text = file.read(LOG_BYTES)
+        whole = text[: text.rfind(b"\n") + 1]
+        if len(text) == LOG_BYTES:
+            text = whole or text  # a line that is longer than an answer comes in pieces
+        elif not request.rest:
+            text = whole
+        return LogText(text.decode(errors="replace"), request.offset + len(text))
+
+    def _bind(self, request: Bind) -> Bound:
+        self._listener = listen(request.address, request.port)
+        return Bound(self._listener.getsockname()[1])
+
+    def _prepare(self, request: Prepare) -> Prepared:
+        set_threads(request.threads, request.size)
+        with ended_with_head(0, self._until_gone.close):
+            from manyhands.cluster.agents.elastic import prepare
+
+            return prepare(request.device, request.preload)
+
+    def _start(self, request: StartWorkers) -> WorkersEnded:
+        self._probes.close()
+        orders = request.orders
+        set_threads(orders.threads, orders.sizes[orders.machine])
+        with ended_with_head(0, self._until_gone.close):
+            from manyhands.cluster.agents.elastic import preload, run
+
+            preload(orders)
+        if self._listener is None and orders.machine == 0:
+            self._listener = listen(orders.address, orders.port)
+        listener, self._listener = self._listener, None
+        ended = run(orders, self, listener)
+        while self.send_records():
+            pass
+        return replace(ended, host=platform.node())
+
+
+def set_threads(threads: int, size: int) -> None:
+    """OpenMP reads its number of threads once, when torch is loaded; so it is set before, where it can be known."""
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    elif size and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(cores() / size)))
+
+
+def write_code(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes what isn't there as it should be; a job that ran there before may have changed it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder, folder.parent):
+        place.chmod(0o700)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_bytes() != content:
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            temporary.write_bytes(content)
+            temporary.replace(path)
+    os.utime(folder)
+
+
+def _checked_files(files: Mapping[str, str]) -> dict[str, bytes]:
+    """The files of a head's code by their path, which must stay inside the folder."""
+    found: dict[str, bytes] = {}
+    for name, text in files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+            raise UserError(f"the path {name!r} leads out of the folder")
+        try:
+            found[name] = base64.b64decode(text, validate=True)
+        except binascii.Error:
+            raise UserError(f"{name} did not arrive whole") from None
+    if sum(map(len, found.values())) > CODE_BYTES:
+        raise UserError(f"more than {CODE_BYTES >> 20} MiB of code")
+    return found
+
+
+def main() -> None:
+    """Serves the head on standard input and output."""
+    # The head hears them and says what is to be done.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # What libraries print must not come between our lines.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    Agent(Wire(output)).serve()
+    # All is said and cleaned up. Python's own end would take torch down piece by piece, while the user waits for it.
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

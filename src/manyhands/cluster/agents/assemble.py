@@ -1,0 +1,183 @@
+"""From a list of machines to agents that are there, know each other's addresses, and are ready to start workers."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
+from manyhands.cluster.agents.orders import PRELOAD
+from manyhands.cluster.agents.protocol import Hello, Prepare, Prepared
+from manyhands.cluster.agents.ssh import explain_contact
+from manyhands.cluster.agents.start import open_here, open_there
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.descriptions.own import is_here
+from manyhands.cluster.doctor.findings import Contact, Facts
+from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.messages import A, Request
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
+from manyhands.core.stops import ended_like_ctrl_c
+
+# ssh gives up after CONNECT_S; Python's own start on a busy machine takes seconds too.
+HELLO_S = 45.0
+# Importing torch from a cold disk takes long.
+PREPARE_S = 300.0
+REQUEST_S = 30.0
+# Of a wish to stop while nothing runs yet; who isn't gone then is killed.
+STOPPED_S = 1.0
+
+
+@dataclass
+class Crew:
+    """The agents of all machines, in the order of their ranks.
+
+    Attributes:
+        links: the conversations.
+        facts: what each machine said of itself.
+        clock_offsets_s: machine's name to how far its clock is ahead of ours.
+        contacts: machine's name to why no agent answers there; such a machine has no link.
+    """
+
+    links: list[AgentConnection]
+    facts: list[Facts]
+    clock_offsets_s: dict[str, float] = field(default_factory=dict[str, float])
+    contacts: dict[str, Contact] = field(default_factory=dict[str, Contact])
+
+    def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
+        """Asks every machine its own question.
+
+        Raises:
+            RunError: a machine is gone, or its request failed.
+        """
+        answers: list[A] = []
+        for answer in ask_all(self.links, requests, timeout_s):
+            if isinstance(answer, RunError):
+                raise answer
+            answers.append(answer)
+        return answers
+
+    def ask_each(self, request: Request[A], timeout_s: float = REQUEST_S) -> list[A]:
+        """Asks every machine the same question."""
+        return self.ask([request] * len(self.links), timeout_s)
+
+    def ask_some(self, requests: Mapping[str, Request[A]], timeout_s: float) -> dict[str, A | RunError]:
+        """Asks the machines that are named, while the others are kept; for each its answer, or the error."""
+        asked = [link for link in self.links if link.machine.name in requests]
+        replies = ask_all(asked, [requests[link.machine.name] for link in asked], timeout_s, self.links)
+        return {link.machine.name: reply for link, reply in zip(asked, replies, strict=True)}
+
+    def require_all(self) -> None:
+        """Refuses to go on without the machines that no agent answers from.
+
+        Raises:
+            RunError: names them, and says how to mend it.
+        """
+        if not self.contacts:
+            return
+        if len(self.contacts) == 1:
+            ((host, contact),) = self.contacts.items()
+            error = RunError(contact.what, host, contact.mend)
+        else:
+            lines = tuple(f"{contact.what}: {contact.mend[0]}" for contact in self.contacts.values())
+            error = RunError(f"{len(self.contacts)} machines can't be used", ", ".join(self.contacts), lines)
+        error.exit_code = EXIT_DOCTOR
+        raise error
+
+
+@contextmanager
+def assembled(
+    machines: Sequence[Machine],
+    options: ClusterOptions,
+    logs: Path,
+    wanted: FactsWanted,
+    on_stop: Callable[[], object] = lambda: None,
+) -> Iterator[Crew]:
+    """Starts an agent on each machine and has it say who it is; all are ended with the block.
+
+    Args:
+        machines: each but this one is reached over ssh.
+        options: of the cluster.
+        logs: folder for what the agents write to their standard error.
+        wanted: what the agents are asked for beside the general facts.
+        on_stop: called where the user ends the block, before the agents have left.
+    """
+    refuse_doubles(machines)
+    links: list[AgentConnection] = []
+    with ended_like_ctrl_c():
+        try:
+            links.extend(_open(machine, options, logs) for machine in machines)
+            yield _greet(links, options, wanted)
+        except KeyboardInterrupt:
+            on_stop()
+            # Where the connection ends the agent does, whatever it is busy with.
+            close_all(links, STOPPED_S)
+            raise
+        finally:
+            close_all(links)
+
+
+def refuse_doubles(machines: Sequence[Machine]) -> None:
+    """Machines are told apart by their names.
+
+    Raises:
+        UserError: one is named twice.
+    """
+    names = [machine.name for machine in machines]
+    twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
+    if twice:
+        mend = f'"{twice[0]} slots=2" for two processes'
+        raise UserError(f"{', '.join(twice)} is named twice", "cluster.hosts", (mend,))
+
+
+def _open(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
+    if is_here(machine):
+        return open_here(logs / "agent.log", machine)
+    return open_there(machine, options, logs / f"agent@{machine.name}.log")
+
+
+def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsWanted) -> Crew:
+    asked = time.time()
+    answers = ask_all(links, [Hello(wanted, remote=not link.here) for link in links], HELLO_S)
+    crew = Crew([], [])
+    close_all([link for link, answer in zip(links, answers, strict=True) if isinstance(answer, LinkClosed)])
+    for link, answer in zip(links, answers, strict=True):
+        if isinstance(answer, LinkClosed):
+            code = link.close()
+            crew.contacts[link.machine.name] = explain_contact(link.machine, code, link.said(), options)
+        elif isinstance(answer, MisunderstoodError):
+            crew.contacts[link.machine.name] = Contact("other-version", answer.what, answer.mend)
+        elif isinstance(answer, RunError):
+            raise answer
+        else:
+            crew.links.append(link)
+            crew.facts.append(answer.facts)
+            crew.clock_offsets_s[link.machine.name] = _offset(answer.facts.get("time", 0.0), asked)
+    return crew
+
+
+def _offset(there: float, asked: float) -> float:
+    """How far a clock is ahead, as far as the time that the answer took lets us know; 0 within that."""
+    now = time.time()
+    return there - now if there > now else there - asked if there < asked else 0.0
+
+
+def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[list[int], list[str]]:
+    """Has every machine import torch, and learns the number of processes where it is left to the machine.
+
+    Returns:
+        Processes on each machine, and the kind of device there.
+    """
+    requests = [Prepare(size, options.threads, options.device, list(PRELOAD)) for size in sizes]
+    answers: list[Prepared] = crew.ask(requests, PREPARE_S)
+    for link, size, answer in zip(crew.links, sizes, answers, strict=True):
+        device, count = answer.device, answer.count
+        if size > count and device not in {"cpu", "mps"}:
+            raise UserError(
+                f"{size} processes are asked for, and {link.machine.name} has {count} {device} devices",
+                "cluster.hosts",
+                (f'"{link.machine.target} slots={count}"', "or --device cpu"),
+            )
+    counts = [size or answer.count for size, answer in zip(sizes, answers, strict=True)]
+    return counts, [answer.device for answer in answers]

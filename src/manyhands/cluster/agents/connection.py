@@ -1,0 +1,223 @@
+"""The head's end of a conversation with the agent of one machine, over a pipe or over ssh.
+
+The head sends requests; the agent answers each, under its number, and tells of its own what happens. No port is opened
+for it.
+"""
+
+import contextlib
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+from manyhands.cluster.agents.protocol import Alive
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.messages import A, Lines, Message, Misunderstood, Request, RequestFailed, encode
+from manyhands.core.errors import RunError
+
+# The other end is told so often that its head is there.
+PULSE_S = 2.0
+# Who is silent for so long is given up. After a break of 8 s TCP sends anew after 12.6 s, so this must be longer.
+SILENT_S = 15.0
+
+
+class LinkClosed(RunError):  # noqa: N818 - a state that callers ask for, as often as an error
+    """The machine's agent, or the connection to it, has ended."""
+
+
+class MisunderstoodError(RunError):
+    """What one end says is not what the other expects: they are of two versions."""
+
+
+class AgentConnection:
+    """A conversation with one machine.
+
+    Attributes:
+        machine: who is there.
+        here: True for this machine.
+        process: the agent itself, or the ssh that leads to it.
+        log: the file that its standard error goes to.
+        heard: when the last sign of it came, by the monotonic clock.
+        closed: True once nothing more can come.
+        unsent: what waits until the machine takes it; one that is slow must not keep the head from the others.
+    """
+
+    def __init__(
+        self, machine: Machine, process: subprocess.Popen[bytes], log: Path, *, here: bool, log_start: int = 0
+    ) -> None:
+        self.machine, self.process, self.log, self.here = machine, process, log, here
+        self.heard, self.closed = time.monotonic(), False
+        self.unsent = bytearray()
+        self._lines = Lines()
+        self._asked, self._log_start, self._pulse_at = 0, log_start, 0.0
+        assert process.stdin is not None
+        assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(process.stdout.fileno(), False)
+
+    def fileno(self) -> int:
+        """Of what comes from the machine, for a selector."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def send(self, message: Message, number: int = 0) -> None:
+        """Sends a message, without waiting; one that can't be sent is noticed when nothing comes back."""
+        self.unsent += encode(message, number)
+        self.flush()
+
+    def pulse(self) -> None:
+        """Lets the machine know that its head is there, where it is time to."""
+        if time.monotonic() > self._pulse_at:
+            self._pulse_at = time.monotonic() + PULSE_S
+            self.send(Alive())
+
+    def flush(self) -> None:
+        """Sends what waits, as far as the machine takes it now."""
+        assert self.process.stdin is not None
+        try:
+            while self.unsent and not self.process.stdin.closed:
+                sent = os.write(self.process.stdin.fileno(), self.unsent[: 1 << 16])
+                del self.unsent[:sent]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.unsent.clear()
+
+    def read(self) -> list[tuple[int, Message]]:
+        """What has come, with its numbers, without waiting; sets `closed` at the end."""
+        messages: list[tuple[int, Message]] = []
+        with contextlib.suppress(BlockingIOError):
+            while not self.closed:
+                received = os.read(self.fileno(), 1 << 16)
+                self.closed = not received or self._lines.too_long
+                self.heard = time.monotonic()
+                messages += self._lines.take(received)
+        return messages
+
+    def ask(self, request: Request[A], timeout_s: float) -> A:
+        """Sends a request and waits for its answer.
+
+        Raises:
+            LinkClosed: the machine is gone or silent.
+            RunError: the request failed there.
+        """
+        (answer,) = ask_all([self], [request], timeout_s)
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    def post(self, request: Message) -> int:
+        """Sends a request and returns its number, which the answer bears."""
+        self._asked += 1
+        self.send(request, self._asked)
+        return self._asked
+
+    def said(self, last_lines: int = 8) -> str:
+        """The end of what it wrote to its standard error."""
+        with contextlib.suppress(OSError):
+            said = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+            return "\n".join(said.splitlines()[-last_lines:])
+        return ""
+
+    def close(self, patience_s: float = 5.0) -> int:
+        """Closes this end, which ends the other; what doesn't end in time is killed. Returns the exit code."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.closed = True
+        return self.process.returncode
+
+
+def close_all(links: Sequence[AgentConnection], patience_s: float = 5.0) -> None:
+    """Closes several links at once; each may take its patience."""
+    if links:
+        with ThreadPoolExecutor(len(links)) as pool:
+            list(pool.map(lambda link: link.close(patience_s), links))
+
+
+def ask_all(
+    links: Sequence[AgentConnection],
+    requests: Sequence[Request[A]],
+    timeout_s: float,
+    others: Collection[AgentConnection] = (),
+) -> list[A | RunError]:
+    """Asks several machines at once, each its own question.
+
+    Args:
+        links: to the machines that are asked.
+        requests: one for each of them.
+        timeout_s: for all answers together.
+        others: machines that aren't asked now, and must not take their head's silence for its end.
+
+    Returns:
+        For each link its answer, or the error that stands in its place: LinkClosed where the machine is gone or
+        silent, RunError where the request failed there.
+    """
+    asked = {link: (link.post(request), request) for link, request in zip(links, requests, strict=True)}
+    answers: dict[AgentConnection, A | RunError] = {}
+    until = time.monotonic() + timeout_s
+    while len(answers) < len(links) and time.monotonic() < until:
+        for link in {*links, *others}:
+            link.pulse()
+        for link in _stir([link for link in links if link not in answers], 0.2):
+            answers.update(_answers(link, link.read(), *asked[link]))
+            if link.closed:
+                answers.setdefault(link, _gone(link))
+    silent = f"did not answer within {timeout_s:.0f} s"
+    return [answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in links]
+
+
+def _stir(links: Sequence[AgentConnection], patience_s: float) -> list[AgentConnection]:
+    """Waits until there is something to read or room to send; sends, and gives the links that can be read."""
+    with selectors.DefaultSelector() as selector:
+        for link in links:
+            selector.register(link, selectors.EVENT_READ, link)
+            if link.unsent and link.process.stdin:
+                selector.register(link.process.stdin, selectors.EVENT_WRITE, link)
+        events = selector.select(patience_s)
+    for key, event in events:
+        if event & selectors.EVENT_WRITE:
+            key.data.flush()
+    return [key.data for key, event in events if event & selectors.EVENT_READ]
+
+
+def _gone(link: AgentConnection) -> LinkClosed:
+    said = link.said(1).strip()
+    return _closed(link, f"{link.machine.name} is lost{said and f': {said}'}")
+
+
+def _closed(link: AgentConnection, what: str) -> LinkClosed:
+    name = link.machine.name
+    return LinkClosed(what, name, (f"is {name} switched on and on the network? manyhands doctor --hosts … says more",))
+
+
+def _answers(
+    link: AgentConnection, messages: Sequence[tuple[int, Message]], number: int, request: Request[A]
+) -> dict[AgentConnection, A | RunError]:
+    for answered, message in messages:
+        if answered == number and isinstance(message, request.answer):
+            return {link: cast(A, message)}
+        if isinstance(message, Misunderstood) or (answered == number and isinstance(message, RequestFailed)):
+            return {link: _failed(link, message)}
+    return {}
+
+
+def _failed(link: AgentConnection, failed: RequestFailed) -> RunError:
+    name = link.machine.name
+    if isinstance(failed, Misunderstood):
+        return MisunderstoodError(f"{name}: {failed.what}", name, failed.mend)
+    error = RunError(failed.what, name, failed.mend)
+    if failed.traceback:
+        error.add_note(failed.traceback)
+    return error

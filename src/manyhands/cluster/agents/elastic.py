@@ -1,0 +1,352 @@
+"""Hands the workers of this machine over to PyTorch's elastic agent, and does meanwhile what the head commands.
+
+Runs in the process of `agent`. Each generation of workers has an elastic agent, a rendezvous and a store of its own.
+Nothing here unpickles what comes from outside, or listens where it wasn't told to. The only file of `cluster` that
+imports torch.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from manyhands.cluster.agents.orders import DEVICE_INDEX, Orders
+from manyhands.cluster.agents.own_output import die_with_parent, write_to
+from manyhands.cluster.agents.protocol import (
+    KillWorkers,
+    Prepared,
+    StopWorkers,
+    WorkerExited,
+    WorkersEnded,
+    WorkersSeen,
+    WorkersStarted,
+)
+from manyhands.cluster.agents.pulses import Pulses, pulse_path
+from manyhands.cluster.messages import Message
+from manyhands.core.claim import hold_as_agent
+from manyhands.core.cores import cores
+from manyhands.core.devices import device_kind
+from manyhands.core.outside import parse_json
+from manyhands.core.pulse import PULSE_FILE
+from manyhands.core.records import FAILURE_FILE, Failure
+from manyhands.core.scratch import scratch as scratch_folder
+from manyhands.core.stops import STOPS
+from manyhands.parallel.group import IFNAMES
+from manyhands.parallel.ports import loopback_interface
+
+POLL_S = 0.05
+# After the first failure the others get this long to leave by themselves before they are killed.
+LEAVE_S = 3
+# A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
+STOP_S = 600.0
+# So long after the last sign of their head the workers, which were asked to save, are killed.
+ALONE_S = 25.0
+# What is shown of what a killed process wrote.
+LAST_WORDS, LAST_BYTES = 8, 1 << 14
+
+
+class Head(Protocol):
+    """Who is obeyed while workers run."""
+
+    @property
+    def wire(self) -> Any:
+        """The conversation; its `open` is False once the head is gone."""
+
+    def tick(self) -> list[Message]:
+        """What the head has commanded since the last call."""
+        ...
+
+
+class _Rendezvous(RendezvousHandler):
+    """A meeting that the head has already decided; polled by the agent, it passes on what the head says."""
+
+    def __init__(self, orders: Orders, obey: Callable[[], None]) -> None:
+        self._orders, self._obey = orders, obey
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "manyhands"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        place = RendezvousStoreInfo(self._orders.address, self._orders.port)
+        return RendezvousInfo(HashStore(), self._orders.machine, len(self._orders.sizes), place)
+
+    def num_nodes_waiting(self) -> int:
+        self._obey()
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing is open."""
+
+    def get_run_id(self) -> str:
+        return "manyhands"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+# torch's decorators hide the signatures of what is overridden below.
+_Base = cast(Any, LocalElasticAgent)
+
+
+class ElasticAgent(_Base):
+    """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the head."""
+
+    def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, head: Head) -> None:
+        self._orders, self._listener, self._head = orders, listener, head
+        self._served: TCPStore | None = None
+        self._stopping_since = 0.0
+        self._scratch, self._pulses = Path(scratch), Pulses(Path(scratch), {})
+        self.exits: dict[int, int] = {}
+        self.log_starts: dict[int, int] = {}
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=orders.sizes[orders.machine],
+            entrypoint=sys.executable if orders.script else _worker,
+            args=_script_words(orders, scratch) if orders.script else (orders, scratch, os.getpid()),
+            rdzv_handler=_Rendezvous(orders, self._obey),
+            max_restarts=0,
+            monitor_interval=POLL_S,
+        )
+        # An accelerator's driver must start afresh in each process; CPU workers are forked with all imports done.
+        method = "fork" if orders.device == "cpu" else "spawn"
+        super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), start_method=method, shutdown_timeout=LEAVE_S)
+
+    def _assign_worker_ranks(
+        self,
+        store: Store,  # noqa: ARG002 - the base class's signature
+        group_rank: int,
+        group_world_size: int,  # noqa: ARG002
+        spec: WorkerSpec,
+    ) -> list[Worker]:
+        first, size = sum(self._orders.sizes[:group_rank]), sum(self._orders.sizes)
+        return [
+            Worker(local_rank=n, global_rank=first + n, role_rank=first + n, world_size=size, role_world_size=size)
+            for n in range(spec.local_world_size)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # Logs go on over the starts of a run.
+        for worker in worker_group.workers:
+            log = Path(self._orders.logs) / f"{worker.global_rank}.log"
+            self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
+        context.close = functools.partial(_close_soon, context.close)
+        if not self._orders.script:
+            context._pc.join = functools.partial(context._pc.join, grace_period=LEAVE_S)
+        if self._listener:
+            # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
+            address, descriptor = self._orders.address, self._listener.detach()
+            self._served = TCPStore(
+                address, self._orders.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
+            )
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        self._pulses = Pulses(self._scratch, dict(zip(ranks, self._pids(), strict=True)))
+        self._head.wire.tell(WorkersStarted(self._orders.generation, self._pids()))
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Tells the head which processes have ended by themselves before the base class ends the others."""
+        for worker, exit_code in zip(worker_group.workers, self._exit_codes(), strict=True):
+            if exit_code and worker.global_rank not in self.exits:
+                self.exits[worker.global_rank] = exit_code
+                record = self._scratch / f"{worker.global_rank}.json"
+                said = _failure_in(record) if record.is_file() else None
+                self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
+        return super()._monitor_workers(worker_group)
+
+    def _exit_codes(self) -> list[int | None]:
+        """Of each process of this machine; None while it runs."""
+        context: Any = self._pcontext
+        if self._orders.script:
+            return [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+        return [process.exitcode for process in context._pc.processes]
+
+    def _exit_barrier(self) -> None:
+        """Machines end when their own workers do; the head waits for all."""
+
+    def _pids(self) -> list[int]:
+        return list(self._pcontext.pids().values()) if self._pcontext else []
+
+    def _obey(self) -> None:
+        """Does what the head says; called on the main thread at every poll."""
+        for command in self._head.tick():
+            if isinstance(command, KillWorkers):
+                self._signal(signal.SIGKILL)
+                raise RendezvousGracefulExitError("killed")
+            if isinstance(command, StopWorkers):
+                self.ask_to_stop()
+        if seen := self._pulses.news(all_of_them=bool(self._stopping_since)):
+            self._head.wire.tell(WorkersSeen(platform.node(), seen))
+        if not self._head.wire.open:
+            self.ask_to_stop()
+        late = self._stopping_since and time.monotonic() - self._stopping_since > STOP_S
+        alone = not self._head.wire.open and time.monotonic() - self._head.wire.heard > ALONE_S
+        if late or alone:
+            raise RendezvousGracefulExitError("the workers did not stop in time")
+
+    def ask_to_stop(self, *_signal: Any) -> None:
+        """Has the workers save and leave; the second time changes nothing."""
+        if self._stopping_since:
+            return
+        self._stopping_since = time.monotonic()
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):  # one that has come to its end already
+                os.kill(pid, number)
+
+
+def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
+    """What follows Python's name where each process runs a script of the user's; see `worker.script`."""
+    # -P as for the agent itself; the script's own folder is added for it.
+    words = ("-u", "-P", "-m", orders.entry, scratch, orders.logs, str(os.getpid()), *orders.script)
+    # torch fills in ${local_rank}, as under torchrun; any other $ is the user's.
+    return tuple(word.replace("$", "$$").replace("$${local_rank}", "${local_rank}") for word in words)
+
+
+def _worker(orders: Orders, scratch: str, agent: int) -> Any:
+    """First thing in each worker: dies with its agent, writes to its own file, and runs the entry."""
+    die_with_parent(agent)
+    os.environ[FAILURE_FILE] = f"{scratch}/{os.environ['RANK']}.json"
+    os.environ[PULSE_FILE] = str(pulse_path(Path(scratch), int(os.environ["RANK"])))
+    if orders.devices:
+        os.environ[DEVICE_INDEX] = str(orders.devices[int(os.environ["LOCAL_RANK"])])
+    for number in (*STOPS, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    # A scheduler's word to all processes of a job; the agent passes it on as it does the others.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    write_to(Path(orders.logs) / f"{os.environ['RANK']}.log")
+    module, _, function = orders.entry.partition(":")
+    return getattr(importlib.import_module(module), function)(orders.argument)
+
+
+def prepare(device: str, preload: list[str]) -> Prepared:
+    """Imports what the workers need, and says what "auto" means here."""
+    kind, count = _devices(device, 1)
+    if kind == "cpu":
+        _preload(preload)
+    return Prepared(kind, count)
+
+
+def _devices(wanted: str, processes: int) -> tuple[str, int]:
+    device = device_kind(wanted, processes)
+    # "cuda:1" names one of them.
+    counted = device not in {"cpu", "mps"} and ":" not in device
+    return device, max(1, torch.accelerator.device_count()) if counted else 1
+
+
+def preload(orders: Orders) -> None:
+    """Imports what workers need that are to be forked."""
+    if _devices(orders.device, sum(orders.sizes))[0] == "cpu":
+        _preload(orders.preload)
+
+
+def _preload(modules: list[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
+    """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
+    device, devices = _devices(orders.device, sum(orders.sizes))
+    sizes = [size or devices for size in orders.sizes]
+    threads = orders.threads or max(1, int(cores() / sizes[orders.machine]))
+    if orders.threads or "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    # What a cluster's shells name is for what is between machines; scripts of the user's own ask the backends too.
+    alone = dict.fromkeys(IFNAMES, loopback_interface()) if len(sizes) == 1 else {}
+    os.environ.update({**orders.environment, **alone})
+    port = listener.getsockname()[1] if listener else orders.port
+    return dataclasses.replace(orders, device=device, sizes=sizes, port=port)
+
+
+def _failure_in(record: Path) -> Failure:
+    return Failure.model_validate(parse_json(record.read_bytes(), infinite=True))
+
+
+def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> WorkersEnded:
+    """What each worker returned, or how it ended; the first that the agent saw end is among them."""
+    records = [_failure_in(path) for path in Path(scratch).glob("*.json")]
+    if result is None:
+        return WorkersEnded(records=records)
+    failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    failed = {**failed, **(agent.exits if failed else {})}
+    spoke = {record.rank for record in records}
+    words = {rank: _last_words(agent, rank) for rank in failed if rank not in spoke}
+    return WorkersEnded(result.return_values, failed, words, records=records)
+
+
+def _last_words(agent: ElasticAgent, rank: int) -> str:
+    """The end of what a process of this start has written."""
+    with contextlib.suppress(OSError), (Path(agent._orders.logs) / f"{rank}.log").open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(agent.log_starts.get(rank, 0), end - LAST_BYTES))
+        return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-LAST_WORDS:])
+    return ""
+
+
+def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: float = LEAVE_S) -> None:
+    close(death_sig, min(timeout, LEAVE_S))
+
+
+def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEnded:
+    """Runs one generation of workers to its end.
+
+    Args:
+        orders: what to start.
+        head: who is obeyed meanwhile.
+        listener: the socket that the store takes over; on the first machine.
+    """
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    orders = _settle(orders, listener)
+    with scratch_folder("agent") as scratch, hold_as_agent(Path(orders.logs), orders.machine):
+        return _run(orders, head, listener, str(scratch))
+
+
+def _run(orders: Orders, head: Head, listener: socket.socket | None, scratch: str) -> WorkersEnded:
+    try:
+        agent = ElasticAgent(orders, listener, scratch, head)
+        for number in {*STOPS} - {signal.SIGINT}:
+            signal.signal(number, agent.ask_to_stop)
+        return _result(agent, cast(RunResult | None, agent.run()), scratch)
+    except SignalException as error:
+        return WorkersEnded(ended_by=str(error.sigval))
+    except Exception:  # noqa: BLE001 - whatever went wrong, the head must hear of it
+        return WorkersEnded(broken=traceback.format_exc())

@@ -1,0 +1,43 @@
+"""Ends an agent whose head leaves while it is busy, with importing torch from a cold disk perhaps."""
+
+import os
+import select
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+POLL_MS = 100
+# A pipe's end hangs up; of sshd's socket only one direction is closed.
+_GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+
+
+@contextmanager
+def ended_with_head(descriptor: int, clean_up: Callable[[], None]) -> Generator[None]:
+    """Ends this process as soon as the other end of a descriptor is closed, until the block is left.
+
+    Nothing is read from it. The thread has ended with the block, so that workers can be forked then.
+
+    Args:
+        descriptor: of the conversation's input.
+        clean_up: called before the process ends.
+    """
+    if not hasattr(select, "poll"):
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, _GONE)
+        while not over.is_set():
+            if any(event & _GONE for _, event in poll.poll(POLL_MS)) and not over.is_set():
+                clean_up()
+                os._exit(1)
+
+    thread = threading.Thread(target=watch, name="watches the head", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

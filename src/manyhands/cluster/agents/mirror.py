@@ -1,0 +1,136 @@
+"""Carries a run's records from the machine of rank 0 to the head's own folder, where they don't share a disk.
+
+Records and small files travel; checkpoints stay where they are written.
+"""
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from manyhands.cluster.agents.protocol import FilePiece
+from manyhands.core.folder import RunFolder, free_name, replace_job
+from manyhands.core.records import write_all
+
+GROWING = ("metrics.jsonl", "events.jsonl")
+# What rank 0 writes, where the run is of the user's own script, whose words are all that there is to see.
+OUTPUT = "ranks/0.log"
+JOB = "job.toml"
+WHOLE = (JOB, "plan.json", "env.json", "network.json", "evaluations/best.json", "evaluations/last.json",
+         "evaluations/test-best.json", "evaluations/test-last.json")  # fmt: skip
+
+# More than this at once would hold up what else is to be said; the rest comes with the next look.
+PIECE_BYTES = 1 << 20
+
+
+class Sender:
+    """Looks for what is new in the run folder of this machine.
+
+    Args:
+        folder: the run folder here.
+        held: bytes of each growing file that the head has already.
+        output: send what rank 0 writes too.
+    """
+
+    def __init__(self, folder: Path, held: dict[str, int], *, output: bool = False) -> None:
+        self._folder = folder
+        growing = (*GROWING, OUTPUT) if output else GROWING
+        # The head may have more, such as how an earlier run failed; then all is sent, before new lines can hide that.
+        sizes = {name: _size(folder / name) for name in growing}
+        self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def news(self) -> Iterator[FilePiece]:
+        """What has come since the last call: pieces of growing files, and changed small files whole."""
+        for name in self._sent:
+            yield from self._grown(name)
+        for name in WHOLE:
+            yield from self._changed(name)
+
+    def _grown(self, name: str) -> Iterator[FilePiece]:
+        path = self._folder / name
+        size = _size(path)
+        if size < self._sent[name]:
+            self._sent[name] = 0  # begun anew
+        if size > self._sent[name]:
+            with path.open("rb") as file:
+                file.seek(self._sent[name])
+                piece = file.read(PIECE_BYTES)
+            # What a program prints needn't end its lines: a progress bar never does.
+            whole = piece if name == OUTPUT else piece[: piece.rfind(b"\n") + 1]
+            if whole:
+                yield FilePiece(name, whole.decode(*_coding(name)), self._sent[name])
+                self._sent[name] += len(whole)
+
+    def _changed(self, name: str) -> Iterator[FilePiece]:
+        path = self._folder / name
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            identity = (state.st_mtime_ns, state.st_size)
+            if self._seen.get(name) != identity and state.st_size <= PIECE_BYTES * 16:
+                self._seen[name] = identity
+                yield FilePiece(name, path.read_text(encoding="utf-8", errors="replace"))
+
+
+class Receiver:
+    """Writes what comes from the machine of rank 0 into the head's run folder.
+
+    Where the disk here is full pieces wait in memory, so that neither the run ends nor its records have holes.
+
+    Args:
+        folder: the run folder here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: deque[FilePiece] = deque()
+
+    def held(self) -> dict[str, int]:
+        """Bytes of each growing file that are here."""
+        paths = {name: self._folder / name for name in (*GROWING, OUTPUT)}
+        return {name: _size(path) for name, path in paths.items()}
+
+    def take(self, piece: FilePiece) -> None:
+        """Writes one piece; what doesn't carry on from what is here replaces it, and the older is kept aside."""
+        self._waiting.append(piece)
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+
+    def _write(self, piece: FilePiece) -> None:
+        name = piece.name
+        text, path = piece.text.encode(*_coding(name)), self._folder / name
+        if name in {*GROWING, OUTPUT}:
+            self._append(path, piece.offset, text)
+        elif name == JOB:
+            replace_job(RunFolder(self._folder), piece.text)
+        elif name in WHOLE:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_bytes(text)
+            temporary.replace(path)
+
+    def _append(self, path: Path, offset: int, text: bytes) -> None:
+        size = _size(path)
+        if size and offset == 0:
+            path.rename(free_name(path.parent, path.stem, path.suffix))
+        elif size != offset:
+            raise ValueError(f"{path} has {size} bytes, and what came begins at {offset}")
+        try:
+            with path.open("ab", buffering=0) as file:
+                write_all(file.fileno(), text)
+        except OSError:
+            # Half a piece would be half a line, and what comes next wouldn't carry on from it.
+            os.truncate(path, offset)
+            raise
+
+
+def _coding(name: str) -> tuple[str, str]:
+    """How a file's bytes travel as text: the output of the user's own program may be in any encoding."""
+    return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,219 @@
+"""What a head asks its machines' agents for, and what these tell of their own. The doctor's questions are with it.
+
+Not here: how a message becomes a line (`messages`), and what is done about one (`agent`, `supervise`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.messages import Message, Request
+from manyhands.core.pulse import Seen
+from manyhands.core.records import Failure
+
+
+@dataclass(frozen=True)
+class Alive(Message):
+    """A heartbeat: the head is there; the agent answers with another."""
+
+
+@dataclass(frozen=True)
+class StopWorkers(Message):
+    """Have the workers save and leave."""
+
+
+@dataclass(frozen=True)
+class KillWorkers(Message):
+    """End the workers at once."""
+
+
+@dataclass(frozen=True)
+class Greeting(Message):
+    """What a machine says of itself; see `doctor.facts`."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Hello(Request[Greeting]):
+    """Who are you? From now on a silent head is a head that is gone, if it is on another machine."""
+
+    wanted: FactsWanted = field(default_factory=FactsWanted)
+    remote: bool = False
+
+
+@dataclass(frozen=True)
+class FolderThere(Message):
+    """A folder on the machine, by its absolute path."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class TakeCode(Request[FolderThere]):
+    """Put these files (base64, by their path in the work folder) into a folder of their own, and work there."""
+
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class MakeScratch(Request[FolderThere]):
+    """A folder that goes again when the head does."""
+
+
+@dataclass(frozen=True)
+class RunOpened(Message):
+    """The run folder on a machine.
+
+    Attributes:
+        folder: its absolute path.
+        shared: it is the head's own.
+        checkpoints: it has some.
+        taken: another run goes on in it.
+        run: id of the run that it held; empty for none.
+    """
+
+    folder: str
+    shared: bool
+    checkpoints: bool
+    taken: bool = False
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class OpenRun(Request[RunOpened]):
+    """Make the run folder and keep other runs out of it.
+
+    Attributes:
+        folder: its path, from the work folder.
+        token: a file in its ranks/ by which the head's own is recognised.
+        holder: the start of a run that claims it.
+        run: the run's id.
+        records: send what is written there.
+        held: bytes of each growing file that the head has already.
+        output: send what rank 0 prints, too.
+    """
+
+    folder: str
+    token: str
+    holder: str
+    run: str
+    records: bool = False
+    held: dict[str, int] = field(default_factory=dict[str, int])
+    output: bool = False
+
+
+@dataclass(frozen=True)
+class LogText(Message):
+    """What has come to a file, and where the next look begins."""
+
+    text: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class ReadLog(Request[LogText]):
+    """Whole lines of a file from `offset` on; with `rest` the last one without its end too."""
+
+    path: str
+    offset: int
+    rest: bool
+
+
+@dataclass(frozen=True)
+class Bound(Message):
+    """The store's port."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Bind(Request[Bound]):
+    """Listen for the workers of all machines, on one address; the store is served there later."""
+
+    address: str
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared(Message):
+    """The kind of device that is used on a machine, and how many there are; 1 for a CPU."""
+
+    device: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Prepare(Request[Prepared]):
+    """Import what workers need: so many of them (0: unknown), with so many threads each (0: cores shared out)."""
+
+    size: int
+    threads: int
+    device: str
+    preload: list[str]
+
+
+@dataclass(frozen=True)
+class WorkersEnded(Message):
+    """An agent's last word: what became of its machine's processes, by rank.
+
+    Attributes:
+        returned: what their entry returned.
+        failed: exit codes.
+        words: the end of the logs of failed ones that left no record.
+        host: the machine's own name.
+        records: what failed ones wrote of themselves.
+        broken: the agent's own traceback.
+        ended_by: who ended them, where they neither returned nor failed.
+    """
+
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])
+    failed: dict[int, int] = field(default_factory=dict[int, int])
+    words: dict[int, str] = field(default_factory=dict[int, str])
+    host: str = ""
+    records: list[Failure] = field(default_factory=list[Failure])
+    broken: str = ""
+    ended_by: str = "they did not stop in time"
+
+
+@dataclass(frozen=True)
+class StartWorkers(Request[WorkersEnded]):
+    """Start workers, and answer when all have ended."""
+
+    orders: Orders
+
+
+@dataclass(frozen=True)
+class WorkersStarted(Message):
+    """The workers' process ids, by local rank."""
+
+    generation: int
+    pids: list[int]
+
+
+@dataclass(frozen=True)
+class WorkersSeen(Message):
+    """How the processes of a machine are; told where one isn't well."""
+
+    host: str
+    ranks: list[Seen]
+
+
+@dataclass(frozen=True)
+class WorkerExited(Message):
+    """A process has failed; told at once, before the others of its machine are ended."""
+
+    rank: int
+    code: int
+    host: str
+    record: Failure | None = None
+
+
+@dataclass(frozen=True)
+class FilePiece(Message):
+    """A piece of a growing file of a run folder from its byte `offset` on, or a small file whole."""
+
+    name: str
+    text: str
+    offset: int = 0

@@ -1,0 +1,67 @@
+"""What the agent of a machine sees of its processes: their pulses, and whether the system lets them run."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+from pydantic import ValidationError
+
+from manyhands.core.outside import read_bytes
+from manyhands.core.pulse import PULSE_S, Pulse, Seen
+
+# Who got on or gave a sign of life more recently is well.
+_WELL_S = 2.0
+
+
+def pulse_path(scratch: Path, rank: int) -> Path:
+    """Where a process leaves its pulse."""
+    return scratch / f"{rank}.pulse"
+
+
+class Pulses:
+    """Looks after the processes of this machine.
+
+    Args:
+        scratch: where they leave their pulses.
+        pids: by rank.
+    """
+
+    def __init__(self, scratch: Path, pids: Mapping[int, int]) -> None:
+        self._scratch, self._pids = scratch, pids
+        self._last: dict[int, tuple[Pulse, float]] = {}
+        self._due = 0.0
+
+    def news(self, *, all_of_them: bool) -> list[Seen]:
+        """About once a second, all processes where one of them isn't well, or where all are asked for; else nothing."""
+        now = time.monotonic()
+        if now < self._due:
+            return []
+        self._due = now + PULSE_S
+        seen = [found for rank in self._pids if (found := self._look(rank, now))]
+        if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen):
+            return seen
+        return []
+
+    def _look(self, rank: int, now: float) -> Seen | None:
+        with contextlib.suppress(OSError, ValueError, ValidationError):
+            pulse = Pulse.model_validate_json(read_bytes(pulse_path(self._scratch, rank), 1 << 12))
+            if rank not in self._last or self._last[rank][0].count != pulse.count:
+                self._last[rank] = pulse, now
+        if rank not in self._last:
+            return None  # it hasn't begun to train
+        pulse, at = self._last[rank]
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._pids[rank])
+            spent = process.cpu_times()
+            stopped = process.status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+            return Seen(
+                **pulse.model_dump(),
+                rank=rank,
+                pid=process.pid,
+                quiet_s=now - at,
+                cpu_s=spent.user + spent.system,
+                stopped=stopped,
+            )
+        return None

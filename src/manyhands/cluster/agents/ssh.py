@@ -1,0 +1,143 @@
+"""The system's own ssh: the command that starts an agent on another machine, and what its failures mean."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from manyhands.cluster.descriptions.inventory import Machine, in_brackets
+from manyhands.cluster.doctor.findings import Contact
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
+
+# -P: the folder that an agent works in is no place to import from; somebody else may write there.
+SAFE = "-P"
+AGENT = (SAFE, "-m", "manyhands.cluster.agents.agent")
+# A machine that doesn't answer costs this long; a dead connection is noticed after three times the interval.
+CONNECT_S = 10
+ALIVE_S = 5
+HAS_MANYHANDS = 'import importlib.util as u, sys; sys.exit(not u.find_spec("manyhands"))'
+# The environment of the work folder, which is taken where it is this user's own (`test -O`).
+OWN = ".venv"
+NO_PYTHON = "manyhands: no python here has manyhands"
+
+
+def ssh_words(options: ClusterOptions) -> list[str]:
+    """The user's ssh command with what keeps it from asking questions or waiting for ever.
+
+    Raises:
+        UserError: cluster.ssh is no command.
+    """
+    try:
+        words = shlex.split(options.ssh)
+    except ValueError as error:
+        raise UserError(f"cluster.ssh can't be read: {error}", "cluster.ssh", ("quote it as in a shell",)) from None
+    if not words:
+        raise UserError("cluster.ssh is empty", "cluster.ssh", ('leave it out, or write "ssh -F my_config"',))
+    settings = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_S,
+        "ServerAliveInterval": ALIVE_S,
+        "ServerAliveCountMax": 3,
+    }
+    return [*words, "-T", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+
+
+def agent_command(machine: Machine, options: ClusterOptions, workdir: Path) -> list[str]:
+    """The command that starts the agent on another machine, in the same folder as here where it exists there."""
+    if machine.host.startswith("-"):
+        raise UserError(f'"{machine.host}" is no host', "cluster.hosts", ("write a name or an address",))
+    # On one line, since a csh there, which hands it on to sh, takes none that is longer between quotes.
+    script = " ".join(agent_script(options, workdir).splitlines())
+    return [*ssh_words(options), *port_words(machine), "--", machine.host, f"exec sh -c {shlex.quote(script)}"]
+
+
+def port_words(machine: Machine) -> list[str]:
+    """What tells ssh the port; nothing where its own settings do."""
+    return ["-p", str(machine.port)] if machine.port else []
+
+
+def reached_by(machine: Machine, options: ClusterOptions) -> str:
+    """What a user types in front of a command to have it run on a machine."""
+    return " ".join([options.ssh, *port_words(machine), machine.host])
+
+
+def copied_by(machine: Machine, folder: str, to: str) -> str:
+    """What a user types here to copy a folder from a machine."""
+    port = ["-P", str(machine.port)] if machine.port else []
+    user = machine.host.removesuffix(machine.address)
+    return shlex.join(["scp", "-r", *port, f"{user}{in_brackets(machine.address)}:{folder}", to])
+
+
+def agent_script(options: ClusterOptions, workdir: Path) -> str:
+    """What the other machine's shell runs: enters the work folder, finds a Python, becomes the agent."""
+    if options.workdir:
+        enter = f"cd {_quoted(options.workdir)} || exit 126;"
+    else:
+        enter = f"cd {shlex.quote(str(workdir))} 2>/dev/null;"
+    if options.python:
+        return f"{enter}\nexec {_quoted(options.python)} {shlex.join(AGENT)}"
+    return (
+        f"{enter}\n"
+        f"own=;\n"
+        f"test -O {OWN} 2>/dev/null && test -O {OWN}/bin && own={OWN}/bin/python;\n"
+        f"for python in {shlex.quote(sys.executable)} $own python3 python; do\n"
+        f'  "$python" {SAFE} -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" {shlex.join(AGENT)};\n'
+        f"done;\n"
+        f"echo {shlex.quote(NO_PYTHON)} >&2;\n"
+        f"exit 127"
+    )
+
+
+def _quoted(path: str) -> str:
+    """A path for the other machine's shell, where ~/ is the home there."""
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
+def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
+    """Reads ssh's own last words.
+
+    Args:
+        machine: who should have answered.
+        exit_code: of ssh; 255 for its own failures, None while it runs.
+        said: the end of its standard error.
+        options: of the cluster.
+    """
+    name = machine.name
+    reach = reached_by(machine, options)
+    by_hand = f"try by hand: {reach} true"
+    lines = [line for line in said.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else ""
+    for words, kind, what, mend in _meanings(machine, options, reach):
+        if any(word in said for word in words):
+            return Contact(kind, what, (mend, by_hand) if kind not in {"no-manyhands", "no-folder"} else (mend,))
+    if exit_code == 126 and options.workdir:
+        mend = f"{reach} mkdir -p {options.workdir}, or change cluster.workdir"
+        return Contact("no-folder", f"{name} has no folder {options.workdir}", (mend,))
+    if exit_code == 127 and options.python:
+        mend = f"name one that is there: --cluster.python /path/to/{Path(sys.executable).name}"
+        return Contact("no-manyhands", f"{name} has no program {options.python}", (mend,))
+    ended = "" if exit_code is None else f" (exit code {exit_code})"
+    return Contact("other", f"no agent answers on {name}{ended}{last and f': {last}'}", (by_hand,))
+
+
+def _meanings(machine: Machine, options: ClusterOptions, reach: str) -> list[tuple[tuple[str, ...], str, str, str]]:
+    name, port = machine.name, " ".join(["", *port_words(machine)])
+    known_as = shlex.quote(f"[{machine.address}]:{machine.port}") if machine.port else name
+    return [
+        (("Could not resolve hostname", "Name or service not known"), "unknown-host",
+         f"the name {name} has no address here", "write its address, or add it to ~/.ssh/config or /etc/hosts"),
+        (("REMOTE HOST IDENTIFICATION HAS CHANGED", "Host key verification failed", "host key is known"), "host-key",
+         f"ssh doesn't know {name}'s key, or knows another one",
+         f"check that it is the right machine; then once: ssh-keygen -R {known_as}; {reach}"),
+        (("Permission denied", "Too many authentication failures"), "auth",
+         f"{name} lets nobody in without a password", f"ssh-copy-id{port} {machine.host}"),
+        (("Connection refused",), "refused", f"{name} is there, but refuses ssh",
+         f"start its ssh server (sudo systemctl start ssh), or say its port: ssh://{machine.host}:PORT"),
+        (("timed out", "No route to host", "Network is unreachable", "Host is down", "not responding"), "unreachable",
+         f"{name} can't be reached", "is it switched on, on this network, and its address right?"),
+        ((NO_PYTHON, "No module named manyhands", "No module named 'manyhands'"), "no-manyhands",
+         f"{name} has no Python with manyhands{f' ({options.python})' if options.python else ''}",
+         f"install it there as here, or name its Python: --cluster.python /path/to/{Path(sys.executable).name}"),
+        (("ModuleNotFoundError", "ImportError"), "no-manyhands", f"manyhands can't be loaded on {name}",
+         f"install it there again, with what it needs: pip install -e . ({reach} shows more)"),
+    ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""Tells from all processes' pulses that a run stands still, and who it is that the others wait for."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from manyhands.cluster.agents.protocol import WorkersSeen
+from manyhands.core.pulse import PULSE_S, Seen
+
+# What an agent has said holds so long; one that says nothing has nothing to complain of.
+_HOLDS_S = 3 * PULSE_S
+# Over so long is counted what moves and who computes.
+_WINDOW_S = 6.0
+_QUIET_S = 4.0
+# Less than this comes from the processes' small talk.
+_MOVES_BYTES_PER_S = 4096
+_BUSY = 0.3
+_NAMED = 4
+
+
+@dataclass
+class _Rank:
+    """What is known of one process; `past` are (time, bytes moved, processor seconds)."""
+
+    seen: Seen
+    host: str
+    at: float
+    past: deque[tuple[float, int, float]] = field(default_factory=deque[tuple[float, int, float]])
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.seen.rank} on {self.host}"
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes a second, and processors in use."""
+        (begin, before, spent), (end, after, now) = self.past[0], self.past[-1]
+        seconds = max(end - begin, 1e-9)
+        return ((after - before) / seconds if before else 0.0), (now - spent) / seconds
+
+    @property
+    def silent(self) -> bool:
+        """True where it doesn't run at all."""
+        return self.seen.stopped or (self.seen.quiet_s > _QUIET_S and self.rates()[1] < _BUSY)
+
+
+class Stalls:
+    """Who stands still, of all machines' processes."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._told = False
+
+    def take(self, told: WorkersSeen) -> None:
+        """Takes in what an agent sees."""
+        now = time.monotonic()
+        for seen in told.ranks:
+            before = self._ranks.get(seen.rank)
+            past = before.past if before else deque[tuple[float, int, float]]()
+            past.append((now, seen.moved_bytes, seen.cpu_s))
+            while now - past[0][0] > _WINDOW_S:
+                past.popleft()
+            self._ranks[seen.rank] = _Rank(seen, told.host, now, past)
+
+    def to_say(self) -> str:
+        """What the user should hear now, once for each stall."""
+        ranks = self._known()
+        late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
+        if late is None or late.seen.stood_s <= late.seen.limit_s:
+            self._told = False
+            return ""
+        if self._told:
+            return ""
+        self._told = True
+        usual = f" (usual: {late.seen.usual_s:.2g} s)" if late.seen.usual_s else ""
+        wake = "".join(
+            f"; kill -CONT {rank.seen.pid} on {rank.host} has it go on" for rank in ranks if rank.seen.stopped
+        )
+        return f"step {late.seen.step + 1} has not come on for {late.seen.stood_s:.0f} s{usual}: {_why(ranks)}{wake}"
+
+    def hung(self) -> str:
+        """Why a wish to stop can't be heard; empty where it can, or where that isn't known."""
+        ranks = self._known()
+        late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
+        # Who computes, and whom bytes reach, may yet come to where the wish is heard.
+        goes_on = _moving(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
+        return _why(ranks) if any(rank.silent for rank in ranks) or (late and not goes_on) else ""
+
+    def _known(self) -> list[_Rank]:
+        now = time.monotonic()
+        return [rank for _, rank in sorted(self._ranks.items()) if now - rank.at < _HOLDS_S]
+
+
+def _moving(ranks: Sequence[_Rank]) -> float:
+    """Bytes a second between the processes; 0 where it is small talk."""
+    rate = sum(rank.rates()[0] for rank in ranks) / 2
+    return rate if rate > _MOVES_BYTES_PER_S else 0.0
+
+
+def _why(ranks: Sequence[_Rank]) -> str:
+    """Who didn't come and what it does, or what else is known."""
+    silent = [rank for rank in ranks if rank.silent]
+    if silent:
+        how = "is stopped" if silent[0].seen.stopped else "gives no sign of life"
+        return f"{_names(silent)} didn't come: process {silent[0].seen.pid} {how}"
+    if rate := _moving(ranks):
+        return f"bytes still move between the processes ({rate / 1e6:.2g} MB/s): the link is slow, nothing hangs"
+    if behind := _behind(ranks):
+        return f"{_names(behind)} didn't come: {_doing(behind[0])}"
+    if any(rank.rates()[1] > _BUSY for rank in ranks):
+        return f"{_names([rank for rank in ranks if rank.rates()[1] > _BUSY])} is still computing"
+    if len(ranks) == 1:
+        return _doing(ranks[0])
+    return "the processes wait for each other and nothing moves between them; is the link cut?"
+
+
+def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """Those that have come to fewer collectives than others."""
+    return [rank for rank in ranks if rank.seen.calls < max(other.seen.calls for other in ranks)]
+
+
+def _doing(rank: _Rank) -> str:
+    if rank.seen.phase == "data":
+        return "it waits for its data"
+    if rank.rates()[1] > _BUSY:
+        return f"it is still computing ({rank.seen.phase})"
+    return f"it waits for something of its own: a disk, a lock, code of yours ({rank.seen.phase})"
+
+
+def _names(ranks: Sequence[_Rank]) -> str:
+    named = ", ".join(rank.name for rank in ranks[:_NAMED])
+    return named if len(ranks) <= _NAMED else f"{named} and {len(ranks) - _NAMED} more"

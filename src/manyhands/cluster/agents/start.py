@@ -1,0 +1,58 @@
+"""Opens the conversation with an agent: on this machine over a pipe, on another over ssh."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents.ssh import AGENT, agent_command
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
+from manyhands.core.private import usual_umask
+
+
+def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
+    """Starts an agent on this machine."""
+    return _open([sys.executable, *AGENT], machine or Machine("localhost"), log, here=True)
+
+
+def open_there(machine: Machine, options: ClusterOptions, log: Path) -> AgentConnection:
+    """Starts an agent on another machine over ssh; whether that works shows when it is first asked."""
+    return _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+
+
+def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> AgentConnection:
+    """In a session of its own, so that Ctrl-C and the terminal's end reach only the head."""
+    with log.open("ab") as output:
+        start = output.tell()
+        try:
+            with _usr1_ignored():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    start_new_session=True,
+                    umask=usual_umask(),
+                )
+        except OSError as error:
+            what = f"{command[0]} can't be started: {error.strerror}"
+            raise UserError(what, "cluster.ssh", ("name the ssh program that is installed here",)) from None
+    return AgentConnection(machine, process, log, here=here, log_start=start)
+
+
+@contextmanager
+def _usr1_ignored() -> Iterator[None]:
+    """What is started within inherits it: a scheduler sends its word to all processes of a job, ssh among them."""
+    previous = None
+    with suppress(ValueError):  # only the main thread may
+        previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGUSR1, previous)

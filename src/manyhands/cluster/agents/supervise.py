@@ -1,0 +1,305 @@
+"""Watches the agents of all machines from their head: passes on Ctrl-C, waits for the end, finds the first cause."""
+
+import contextlib
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import (
+    FilePiece,
+    KillWorkers,
+    StartWorkers,
+    StopWorkers,
+    WorkerExited,
+    WorkersEnded,
+    WorkersSeen,
+    WorkersStarted,
+)
+from manyhands.cluster.agents.stall import Stalls
+from manyhands.cluster.messages import Message, Misunderstood, RequestFailed
+from manyhands.core.errors import EXIT_USAGE, ManyhandsError, UserError
+from manyhands.core.records import MACHINE_LOST, Failure
+from manyhands.core.stops import handled
+
+POLL_S = 0.1
+# An agent that starts its workers may be busy with importing torch, from a cold disk perhaps.
+START_S = 300.0
+# After a second Ctrl-C the agents have this long to kill their workers.
+KILL_S = 10.0
+# A process that hangs is known by then; one that is well has heard the wish to stop, and is given the time it needs.
+HEAR_S = 2.0
+# When one machine's processes have failed the others' see it by themselves; after so long they are killed.
+LEAVE_OTHERS_S = 6.0
+# The peers of a machine that is lost may wait for it in silence.
+LEAVE_LOST_S = 2.0
+
+
+@dataclass
+class Ending:
+    """How the processes ended.
+
+    Attributes:
+        returned: rank to what its entry returned.
+        failed: rank to exit code (negative: the signal that killed it), as its agent saw it.
+        records: what failed processes wrote of themselves, by rank.
+        words: the end of the logs of failed processes that wrote none.
+        hosts: rank to the name of its machine, of failed processes.
+        lost: machine's name to what is known of its end, where the machine or its agent has gone.
+        hung: why the processes could not do what was asked for, and were killed.
+        interrupted: True when the user (or the system) asked for a stop.
+        broken: an agent's own traceback, if one failed itself.
+        refused: what an agent could not do as it was ordered, in words for the user.
+    """
+
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])
+    failed: dict[int, int] = field(default_factory=dict[int, int])
+    records: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    words: dict[int, str] = field(default_factory=dict[int, str])
+    hosts: dict[int, str] = field(default_factory=dict[int, str])
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    hung: str = ""
+    interrupted: bool = False
+    broken: str = ""
+    refused: ManyhandsError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True when every process came to its end by itself."""
+        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.refused)
+
+
+@dataclass
+class Watch:
+    """What the head wants to hear of while it watches.
+
+    Attributes:
+        on_tick: called a few times a second.
+        on_stop: called at the first wish to stop.
+        on_warning: told how the first process failed, as soon as that is known, and that the run stands still, and why.
+        on_file: given each piece of the run's records that comes from another machine.
+        clock_offsets_s: machine's name to how far its clock is ahead of ours.
+    """
+
+    on_tick: Callable[[], None] = lambda: None
+    on_stop: Callable[[], None] = lambda: None
+    on_warning: Callable[[str], None] = lambda _text: None
+    on_file: Callable[[FilePiece], None] = lambda _piece: None
+    clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
+    """Gives each agent its orders and waits for the end of all, and closes the links.
+
+    The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
+    processes fail, or the machine is lost, the other machines' are ended too.
+    """
+    head = _Head(links, watch)
+    try:
+        with _signals_counted() as signals, selectors.DefaultSelector() as selector:
+            for link, order in zip(links, orders, strict=True):
+                link.heard = time.monotonic()
+                link.post(StartWorkers(order))
+                selector.register(link, selectors.EVENT_READ)
+            while head.running:
+                for key, _ in selector.select(POLL_S):
+                    head.hear(key.fileobj)
+                    if head.over(key.fileobj):
+                        selector.unregister(key.fileobj)
+                head.obey(len(signals))
+                head.look()
+                watch.on_tick()
+    finally:
+        close_all(links)
+    watch.on_tick()
+    return head.ending
+
+
+class _Head:
+    """The state of one generation on all machines."""
+
+    def __init__(self, links: Sequence[AgentConnection], watch: Watch) -> None:
+        self.ending = Ending()
+        self.running = set(links)
+        self._started: set[AgentConnection] = set()
+        self._watch, self._wishes = watch, 0
+        self._kill_at = self._end_at = float("inf")
+        self._told_failure = False
+        self._stalls, self._asked_at = Stalls(), float("inf")
+
+    def over(self, link: Any) -> bool:
+        """True once nothing more is to come from a machine."""
+        return link not in self.running
+
+    def hear(self, link: Any) -> None:
+        """Takes in what a machine says."""
+        for _, message in link.read():
+            match message:
+                case WorkersStarted():
+                    self._started.add(link)
+                case WorkersSeen():
+                    self._stalls.take(message)
+                case WorkerExited():
+                    self._tell_of(message)
+                case FilePiece():
+                    self._watch.on_file(message)
+                case WorkersEnded():
+                    self._take_in(link, message)
+                case RequestFailed():
+                    self._refuse(link, message)
+                case _:
+                    pass
+        if link.closed and link in self.running:
+            self._lose(link)
+
+    def obey(self, wishes: int) -> None:
+        """Passes on the user's wish to stop."""
+        if wishes == self._wishes:
+            return
+        before, self._wishes = self._wishes, wishes
+        self.ending.interrupted = True
+        self._command(StopWorkers() if wishes == 1 else KillWorkers())
+        if not before:
+            self._asked_at = time.monotonic()
+            self._watch.on_stop()
+        if wishes > 1:
+            self._end_at = min(self._end_at, time.monotonic() + KILL_S)
+
+    def look(self) -> None:
+        """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
+        now = time.monotonic()
+        for link in list(self.running):
+            link.pulse()
+            link.flush()
+            patience_s = SILENT_S if link in self._started else START_S
+            if not link.here and now - link.heard > patience_s:
+                self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
+        if stands := self._stalls.to_say():
+            self._watch.on_warning(stands)
+        if self._wishes == 1 and not self.ending.hung and now - self._asked_at > HEAR_S:
+            self.ending.hung = self._stalls.hung()
+            self._kill_at = now if self.ending.hung else self._kill_at
+        if now > self._kill_at:
+            self._kill_at, self._end_at = float("inf"), min(self._end_at, now + KILL_S)
+            self._command(KillWorkers())
+        if now > self._end_at:
+            for link in self.running:
+                link.process.kill()
+
+    def _tell_of(self, exited: WorkerExited) -> None:
+        """Says at once what ended a process, where that is no mere consequence; the whole comes with the end."""
+        record = exited.record
+        later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
+        if not (self._told_failure or later or self.ending.interrupted):
+            self._told_failure = True
+            how = f": {record.what}" if record else f" {_how(exited.code)}"
+            self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
+
+    def _refuse(self, link: AgentConnection, failed: RequestFailed) -> None:
+        name = link.machine.name
+        if isinstance(failed, Misunderstood):
+            self.ending.broken = f"{name}: {failed.what}"
+        elif failed.traceback:
+            self.ending.broken = failed.traceback
+        else:
+            self.ending.refused = UserError(failed.what, failed.where or name, failed.mend)
+        self._gone(link)
+
+    def _command(self, command: Message) -> None:
+        for link in self.running:
+            link.send(command)
+
+    def _gone(self, link: AgentConnection) -> None:
+        self.running.discard(link)
+        if self.ending.failed or self.ending.broken or self.ending.lost or self.ending.refused:
+            patience_s = LEAVE_LOST_S if self.ending.lost else LEAVE_OTHERS_S
+            self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
+
+    def _lose(self, link: AgentConnection, how: str = "") -> None:
+        if how:
+            link.process.kill()
+        code = link.close()
+        if link.here:
+            self.ending.broken = f"it {_how(code)}"
+        else:
+            said = link.said(1).strip() or f"ssh {_how(code)}"
+            self.ending.lost[link.machine.name] = how or f"the connection ended ({said})"
+        self._gone(link)
+
+    def _take_in(self, link: AgentConnection, ended: WorkersEnded) -> None:
+        ending = self.ending
+        ending.returned.update(ended.returned)
+        ending.failed.update(ended.failed)
+        ending.words.update(ended.words)
+        ending.hosts.update(dict.fromkeys(ended.failed, ended.host))
+        offset_s = self._watch.clock_offsets_s.get(link.machine.name, 0.0)
+        for record in ended.records:
+            ending.records[record.rank] = record.model_copy(update={"time": record.time - offset_s})
+        if ended.broken:
+            ending.broken = ended.broken
+        elif not ended.returned and not ended.failed and not ending.interrupted:
+            ending.broken = f"the processes were ended ({ended.ended_by})"
+        self._gone(link)
+
+
+@contextlib.contextmanager
+def _signals_counted() -> Iterator[list[int]]:
+    """Collects what asks for a stop instead of being ended by it."""
+    seen: list[int] = []
+    with handled(lambda number, _frame: seen.append(number)):
+        yield seen
+
+
+def first_cause(ending: Ending) -> Failure | None:
+    """The failure that caused the others.
+
+    The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
+    """
+    records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
+    if records and not records[0].consequence:
+        return records[0]
+    if ending.lost:
+        return _lost(*next(iter(ending.lost.items())))
+    silent = [rank for rank in ending.failed if rank not in ending.records]
+    if silent:
+        rank = silent[0]
+        return _killed(rank, ending.failed[rank], ending.hosts.get(rank, ""), ending.words.get(rank, ""))
+    return records[0] if records else None
+
+
+def _lost(host: str, how: str) -> Failure:
+    return Failure(
+        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=f"{host} is lost: {how}", where=host,
+        mend=[f"is {host} switched on and on the network? was its agent killed, for memory perhaps?"],
+    )  # fmt: skip
+
+
+def _killed(rank: int, exit_code: int, host: str, said: str) -> Failure:
+    """The record of a process that could not write its own."""
+    mend: list[str] = []
+    if exit_code == -signal.SIGKILL:
+        mend = [
+            "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
+        ]
+    return Failure(
+        time=time.time(),
+        rank=rank,
+        host=host,
+        pid=0,
+        error="ProcessEnded",
+        what=f"rank {rank} {_how(exit_code)}",
+        mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
+        excerpt=said and f"rank {rank} wrote last:\n{said}",
+    )
+
+
+def _how(exit_code: int) -> str:
+    """How a process ended, from its exit code; a negative one is the signal that killed it."""
+    with contextlib.suppress(ValueError):
+        if exit_code < 0:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"

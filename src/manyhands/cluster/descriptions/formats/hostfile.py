@@ -1,0 +1,217 @@
+"""Hostfiles: OpenMPI's, Horovod's and DeepSpeed's ("n1 slots=4"), MPICH's ("n1:4"), and lists ("n1:4,user@n2").
+
+A machine without a number has one process for each accelerator, or one where there is none. As with OpenMPI, a machine
+that is named again gets more processes: one more, or as many as its slots say. An ssh on a port of its own is
+ssh://user@host:port, or port= behind the host; a bare number behind a colon counts processes, so one that may be a port
+is refused until the user has said which of the two it is.
+"""
+
+import ipaddress
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from manyhands.cluster.descriptions.holding import must_hold
+from manyhands.cluster.descriptions.inventory import Cluster, Machine, in_brackets, is_host
+from manyhands.cluster.descriptions.located_json import at_line
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import did_you_mean
+
+NAMES = ("hostfile",)
+
+_NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_USER = r"(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*@)?"
+_HOST = re.compile(rf"{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<slots>.*))?")
+_BARE_SIX = re.compile(rf"{_USER}(?P<six>[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*:[0-9A-Za-z:.%_-]*)")
+_SSH = re.compile(rf"ssh://{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<port>[0-9]*))?/?")
+_SETTINGS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots", "port": "port"}
+_MOST = {"slots": 1024, "max_slots": 1024, "port": 65535}
+# No machine has so many processors that a bare number beyond could only mean processes.
+_LIKE_A_PORT = 128
+_SSH_PORTS = {22, 222}
+HAS_SSH_PORTS = True
+
+
+def recognise(path: str, text: str) -> bool:
+    """Whether it has slots; or only hosts, and numbers behind them or a name like a hostfile's."""
+    lines = [line.split() for line in map(_without_comment, text.splitlines()) if line]
+    name = Path(path).name.lower()
+    if not lines or lines[0][0].startswith(("{", "[")):
+        return False
+    if "hostfile" in name or any(re.match(r"(max[_-]?)?slot|port=", word) for words in lines for word in words[1:]):
+        return True
+    named = "host" in name or any(":" in words[0] for words in lines)
+    return named and all(len(words) == 1 and _looks_like_a_host(words[0]) for words in lines)
+
+
+def read(text: str, where: str) -> Cluster:
+    """Reads a hostfile.
+
+    Raises:
+        UserError: a line is not a host with its slots; or there is no host at all.
+    """
+    found: list[tuple[Machine, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = _without_comment(line).split()
+        if words:
+            place = at_line(where, number)
+            machine = _machine(words[0], place)
+            found.append((_with_settings(machine, words[1:], place), place))
+    if not found:
+        raise UserError("there is no host in this file", where, ("one line for each machine: n1 slots=4",))
+    return Cluster(_joined(found), source=f"hostfile {where}".rstrip())
+
+
+def read_list(text: str, where: str) -> Cluster:
+    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222"; a part may have a hostfile's settings, as "n4 slots=200".
+
+    Raises:
+        UserError: a part is not a host; or a host is there twice.
+    """
+    machines: list[Machine] = []
+    for part in (word.strip() for word in text.split(",")):
+        if not part:
+            raise UserError(f'"{text}" has an empty place between commas', where, ("write it as n1,n2 or n1:4,n2:4",))
+        if _BARE_SIX.fullmatch(part):
+            what = f'"{part}" may be an address with a number behind it or without'
+            raise UserError(what, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
+        first, *settings = part.split()
+        machine = _with_settings(_machine(first, where), settings, where)
+        if machine.name in {known.name for known in machines}:
+            what = f"{machine.name} is there twice"
+            more = f"{machine.target} slots=2" if machine.port else f"{in_brackets(machine.name)}:2"
+            raise UserError(what, where, (f"for more processes on it write {more}",))
+        machines.append(machine)
+    return Cluster(tuple(machines), source=f"{where} {text}".strip())
+
+
+def write(cluster: Cluster) -> str:
+    """Writes a hostfile.
+
+    Raises:
+        UserError: a hostfile can't hold this cluster.
+    """
+    lines = [
+        m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
+        for m in cluster.machines
+    ]
+    return must_hold("\n".join(lines) + "\n", cluster, read, "a hostfile")
+
+
+def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """The nearest cluster that a hostfile can hold, and what of it had to be left out."""
+    notes = []
+    if any(machine.devices for machine in cluster.machines):
+        notes.append("numbers of devices are left out: a hostfile has no place for them")
+    if cluster.master_address or cluster.master_port:
+        notes.append("the master's address and port are left out: a hostfile has no place for them")
+    machines = tuple(Machine(machine.host, machine.slots, port=machine.port) for machine in cluster.machines)
+    return Cluster(machines, source=cluster.source), notes
+
+
+def _without_comment(line: str) -> str:
+    return line.split("#")[0].strip()
+
+
+def _looks_like_a_host(word: str) -> bool:
+    matched = _HOST.fullmatch(word)
+    return bool(_BARE_SIX.fullmatch(word) or _SSH.fullmatch(word)) or (
+        matched is not None and (matched["slots"] or "1").isdecimal()
+    )
+
+
+def _machine(word: str, where: str) -> Machine:
+    address = word.startswith("ssh://")
+    bare = None if address else _BARE_SIX.fullmatch(word)
+    matched = _SSH.fullmatch(word) if address else bare or _HOST.fullmatch(word)
+    if matched is None and address:
+        mend = ("write it as ssh://user@host:31234", "passwords and paths have no place in it: ssh takes your key")
+        raise UserError(f'"{_without_password(word)}" is not an ssh address', where, mend)
+    if matched is None:
+        mend = "a name or address, with a number of processes or without: n1, n1:4, user@n1, 10.0.0.1, [fd00::1]:4"
+        raise UserError(f'"{word}" is not a host', where, (mend,))
+    name = matched["six"] if matched["six"] is not None else matched["name"]
+    if matched["six"] is not None:
+        try:
+            known = is_host(str(ipaddress.IPv6Address(name)))
+        except ValueError:
+            known = False
+        if not known:
+            raise UserError(f'"{name}" is not an IPv6 address', where, ("write it as [fd00::1]:4",))
+    machine = Machine(f"{matched['user'] or ''}{name}")
+    if address:
+        port = _number(matched["port"], "port", "the port", where) if matched["port"] else 0
+        return replace(machine, port=port)
+    if bare or matched["slots"] is None:
+        return machine
+    _refuse_what_may_be_a_port(machine, matched["slots"], where)
+    return replace(machine, slots=_number(matched["slots"], "slots", "the number of processes", where))
+
+
+def _without_password(word: str) -> str:
+    return re.sub(r"(?<=://)([^@/:]*):[^@]*@", r"\1:…@", word)
+
+
+def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
+    """Behind a colon ssh users write ports, and MPI's write processes.
+
+    Raises:
+        UserError: the number may be either, and asks which it is.
+    """
+    if not re.fullmatch(r"[0-9]{1,5}", text):
+        return
+    number = int(text)
+    if number in _SSH_PORTS or _LIKE_A_PORT < number <= _MOST["port"]:
+        mend = [f"if it is the port: {replace(machine, port=number).target}"]
+        if number <= _MOST["slots"]:
+            mend.append(f'if these are processes: "{machine.host} slots={number}"')
+        else:
+            mend.append("with a number of processes too: a line in a hostfile, such as n1 slots=4 port=31234")
+        what = f"is {number} behind {machine.host} the port of its ssh, or the number of its processes?"
+        raise UserError(what, where, tuple(mend))
+
+
+def _number(text: str, setting: str, name: str, where: str) -> int:
+    most = _MOST[setting]
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        what = f'{name} is "{text}"; expected a number from 1 to {most}'
+        form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
+        raise UserError(what, where, (f"write it as {form}",))
+    return int(text)
+
+
+def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
+    given = {"slots": machine.slots, "port": machine.port}
+    found = {name: value for name, value in given.items() if value}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in _SETTINGS or not equals:
+            known = "after a host there may be slots=4, max_slots=8 and port=31234, without blanks"
+            hint = known if key in _SETTINGS else did_you_mean(key, _SETTINGS) or known
+            hint = f"write slots={word}" if word.isdecimal() else hint
+            raise UserError(f'"{word}" is not known in a hostfile', where, (hint,))
+        name = _SETTINGS[key]
+        if name in found:
+            raise UserError(f"{name} is given twice on this line", where, ("keep one of the two",))
+        found[name] = _number(value, name, name, where)
+    slots = found.get("slots", 0)
+    if found.get("max_slots", slots) < slots:
+        what = f"max_slots is {found['max_slots']}, less than slots, which is {slots}"
+        raise UserError(what, where, ("correct one of the two",))
+    return Machine(machine.host, slots, port=found.get("port", 0))
+
+
+def _joined(found: list[tuple[Machine, str]]) -> tuple[Machine, ...]:
+    """Adds up the lines of each machine, in the order in which they first came."""
+    first: dict[str, Machine] = {}
+    slots: dict[str, list[int]] = {}
+    for machine, where in found:
+        known = first.setdefault(machine.name, machine).host
+        if known != machine.host:
+            what = f"{machine.name} is named with two users: {known} and {machine.host}"
+            raise UserError(what, where, ("name it with one user",))
+        slots.setdefault(machine.name, []).append(machine.slots)
+    return tuple(
+        replace(first[name], slots=given[0] if len(given) == 1 else sum(number or 1 for number in given))
+        for name, given in slots.items()
+    )

@@ -1,0 +1,281 @@
+"""The flags of pytorch/examples' imagenet main.py, with its meanings: `--world-size` and `--rank` count nodes.
+
+What they leave open is the recipe imagenet-main.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.core.errors import UserError
+from manyhands.core.outside import typed_number
+
+NAMES = ("imagenet",)
+# main.py's default of -b, which each node has.
+NODE_BATCH = 256
+# What main.py's --dummy makes: as many pictures as ImageNet has, without augmentation or normalisation.
+DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0,), "data.std": (1.0,)}
+# The network of torchvision that takes pictures of another size alone; main.py's made ones don't fit it.
+DUMMY_SIZES = {"inception_v3": 299}
+_NOT_GIVEN = -1
+
+
+@dataclass(frozen=True)
+class ImagenetFlags:
+    """main.py's flags as they were given; None where one wasn't.
+
+    Attributes:
+        data: the folder with train/ and val/.
+        batch_size: of one node.
+        workers: decoding processes of one node.
+        world_size: nodes; -1 as main.py's own default.
+        rank: this node; -1 as main.py's own default.
+        gpu: the one accelerator to use.
+        dummy: pictures made by chance instead of a folder.
+    """
+
+    data: str | None = None
+    arch: str | None = None
+    workers: int | None = None
+    epochs: int | None = None
+    start_epoch: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+    print_freq: int | None = None
+    resume: str | None = None
+    evaluate: bool = False
+    pretrained: bool = False
+    world_size: int | None = None
+    rank: int | None = None
+    dist_url: str | None = None
+    dist_backend: str | None = None
+    seed: int | None = None
+    gpu: int | None = None
+    no_accel: bool = False
+    multiprocessing_distributed: bool = False
+    dummy: bool = False
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This node among all.
+
+    Attributes:
+        count: how many there are.
+        rank: this one.
+        url: where they meet; empty for one node.
+    """
+
+    count: int = 1
+    rank: int = 0
+    url: str = ""
+
+
+def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
+    """Which node this is, from the flags, and with `--dist-url env://` from the environment where they don't say.
+
+    Raises:
+        UserError: the flags contradict each other or the environment, or leave something out.
+    """
+    variables = os.environ if environment is None else environment
+    _check_launcher(flags, variables)
+    by_environment = (flags.dist_url or "").startswith("env://")
+    count, rank = (_given(flags.world_size), _given(flags.rank))
+    asked = count is not None or rank is not None
+    if by_environment:
+        count = _number(variables, "WORLD_SIZE") if count is None else count
+        rank = _number(variables, "RANK") if rank is None else rank
+    _check_place(count, rank)
+    if count in (None, 1) and not by_environment:
+        return Nodes()
+    return Nodes(count or 1, rank or 0, _url(flags, variables, asked=asked))
+
+
+def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
+    """The job that the flags mean, by dotted key; None where they say nothing.
+
+    Raises:
+        UserError: flags that can't be honoured together.
+    """
+    _check_together(flags)
+    arch = (flags.arch or "").removeprefix("torchvision:")
+    values = {
+        "model.name": f"torchvision:{arch}" if arch else None,
+        "model.pretrained": flags.pretrained or None,
+        "train.epochs": flags.epochs,
+        "train.start_epoch": flags.start_epoch,
+        "train.batch": (NODE_BATCH if flags.batch_size is None else flags.batch_size) * nodes.count,
+        "train.lr": flags.lr,
+        "train.momentum": flags.momentum,
+        "train.weight_decay": flags.weight_decay,
+        "train.seed": flags.seed,
+        "run.log_steps": flags.print_freq,
+        "checkpoint.resume": flags.resume or None,
+        **({**DUMMY, "data.image_size": DUMMY_SIZES.get(arch)} if flags.dummy else {"data.name": folder_of(flags)}),
+    }
+    # Without --multiprocessing-distributed each of a launcher's processes has -j workers of its own.
+    apart = nodes.url == "env://" or not flags.workers
+    values["data.workers" if apart else "data.machine_workers"] = flags.workers
+    return {**values, **_cluster_values(flags, nodes)}
+
+
+def meeting_of(flags: ImagenetFlags, processes_per_node: int, environment: Mapping[str, str] | None = None) -> Meeting:
+    """This node among the others, each of which starts so many processes.
+
+    Raises:
+        UserError: the flags are wrong, or name no address that several processes of a node can meet at.
+    """
+    nodes = nodes_of(flags, environment)
+    match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)
+    if not match:
+        _refuse(
+            f"several processes on each node meet at an address, found {nodes.url or 'one node'}",
+            "--dist-url",
+            "--dist-url tcp://ADDRESS_OF_NODE_0:8090",
+        )
+    return Meeting((processes_per_node,) * nodes.count, nodes.rank, match["v6"] or match["name"], int(match["port"]))
+
+
+def folder_of(flags: ImagenetFlags) -> str:
+    """The data folder, written so that no name of a data set is meant."""
+    folder = flags.data or "imagenet"
+    return folder if "/" in folder else f"./{folder}"
+
+
+def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
+    """What a user of main.py should know: where a flag does less here, or nothing."""
+    found: list[str] = []
+    if flags.seed is not None:
+        found.append(
+            "--seed decides the start, the order and the augmentation; main.py has it turn on cuDNN's deterministic "
+            "kernels too: here that is --train.deterministic"
+        )
+    if flags.dist_url and not nodes.url:
+        found.append("with one node --dist-url isn't used: its processes meet on the loopback interface")
+    return found
+
+
+def _cluster_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
+    """One process on each node, or one for each accelerator of a single node."""
+    device = "cpu" if flags.no_accel else None if flags.gpu is None else f"cuda:{flags.gpu}"
+    values = {"cluster.device": device, "cluster.backend": flags.dist_backend}
+    if not nodes.url:
+        return {**values, "cluster.processes": None if flags.gpu is None else 1}
+    if nodes.url == "env://":
+        return {**values, "cluster.init": nodes.url}
+    return {
+        **values,
+        "cluster.init": nodes.url,
+        "cluster.world_size": nodes.count,
+        "cluster.rank": nodes.rank,
+    }
+
+
+def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:
+    """Refuses to start processes within, or beside, those that torchrun has started."""
+    if "TORCHELASTIC_RUN_ID" not in variables and "LOCAL_WORLD_SIZE" not in variables:
+        return
+    if flags.multiprocessing_distributed:
+        _refuse(
+            "--multiprocessing-distributed starts processes, and torchrun has started them already",
+            "--multiprocessing-distributed",
+            "leave it out, and give --dist-url env://",
+            "or start without torchrun",
+        )
+    if not (flags.dist_url or "").startswith("env://"):
+        _refuse(
+            "torchrun has started this process, and the flags don't say that it is one of several",
+            "--dist-url",
+            "--dist-url env://",
+            "or start without torchrun",
+        )
+
+
+def _check_place(count: int | None, rank: int | None) -> None:
+    if count is None and rank is not None:
+        _refuse(f"--rank {rank} needs --world-size, the number of nodes", "--rank", "--world-size 3")
+    if count is None:
+        return
+    if count < 1:
+        _refuse(f"--world-size is the number of nodes, found {count}", "--world-size", "1 or more")
+    if rank is None and count > 1:
+        mend = "--rank 0 on one node, --rank 1 on the next …"
+        _refuse(f"--world-size {count} needs --rank, this node's number", "--rank", mend)
+    if rank is not None and not 0 <= rank < count:
+        what = f"--rank {rank} is outside 0 … {count - 1}, the nodes of --world-size {count}"
+        _refuse(what, "--rank", f"count from 0: the last node is {count - 1}")
+
+
+def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> str:
+    """Where several nodes meet, in the words of `--init`."""
+    url = flags.dist_url or ""
+    if not url:
+        what = (
+            "several nodes need a place to meet, and main.py's own default is a multicast address, which torch refuses"
+        )
+        _refuse(what, "--dist-url", "--dist-url tcp://ADDRESS_OF_NODE_0:8090, the same on every node")
+    if re.fullmatch(r"tcp://.+:\d+/?|file:///.+", url):
+        return url
+    if not url.startswith("env://"):
+        _refuse(f'"{url}" is no place to meet', "--dist-url", "tcp://ADDRESS:PORT", "or file:///PATH, or env://")
+    if not asked and not flags.multiprocessing_distributed:
+        return "env://"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if missing:
+        _refuse(f"env:// needs {' and '.join(missing)} in the environment", "environment", "export them", "or tcp://…")
+    address = variables["MASTER_ADDR"]
+    return f"tcp://{f'[{address}]' if ':' in address else address}:{variables['MASTER_PORT']}"
+
+
+def _check_together(flags: ImagenetFlags) -> None:
+    """Refuses pairs of which main.py would drop one without a word."""
+    both = {
+        ("--gpu", "--multiprocessing-distributed"): "one accelerator, or one process for each of them",
+        ("--gpu", "--no-accel"): "an accelerator, or none",
+        ("--resume", "--start-epoch"): "the file says with which epoch it goes on",
+        ("--resume", "--pretrained"): "each says where the weights come from",
+        ("--dummy", "DIR"): "made pictures, or a folder's",
+    }
+    given = {
+        "--gpu": flags.gpu is not None,
+        "--multiprocessing-distributed": flags.multiprocessing_distributed,
+        "--no-accel": flags.no_accel,
+        "--resume": bool(flags.resume),
+        "--start-epoch": bool(flags.start_epoch),
+        "--pretrained": flags.pretrained,
+        "--dummy": flags.dummy,
+        "DIR": flags.data is not None,
+    }
+    for (one, other), reason in both.items():
+        if given[one] and given[other]:
+            _refuse(f"{one} and {other} contradict each other: {reason}", one, f"leave out {one} or {other}")
+    for name, value, least in (
+        ("-j", flags.workers, 0),
+        ("-p", flags.print_freq, 1),
+        ("-b", flags.batch_size, 1),
+        ("--gpu", flags.gpu, 0),
+        ("--start-epoch", flags.start_epoch, 0),
+    ):
+        if value is not None and value < least:
+            _refuse(f"{name} must be {least} or more, found {value}", name, f"{name} {max(least, 1)}")
+
+
+def _given(number: int | None) -> int | None:
+    return None if number == _NOT_GIVEN else number
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "")
+    if (number := typed_number(text)) is None:
+        found = f'found "{text}"' if text else "which isn't set"
+        _refuse(f"env:// needs a number in {name}, {found}", "environment", f"export {name}=0, 1, 2 …")
+    return number
+
+
+def _refuse(what: str, where: str, *mend: str) -> NoReturn:
+    raise UserError(what, where, mend)

@@ -1,0 +1,225 @@
+"""Slurm: the place that srun gives a process, and the script that sbatch takes."""
+
+import re
+import shlex
+from collections.abc import Mapping
+
+from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine
+from manyhands.cluster.descriptions.nodelist import expand_counts, expand_hosts
+from manyhands.cluster.descriptions.submission import JOB, Submission
+from manyhands.cluster.descriptions.variables import FIRST_PORT, PORTS, first_set, number, port
+from manyhands.core.errors import EXIT_SAVED, UserError
+from manyhands.core.outside import typed_number
+
+NAMES = ("slurm", "sbatch")
+# mpirun in a batch job starts its own daemons by srun, so inside it Slurm's variables are the daemon's.
+PRECEDENCE = 2
+# Steps that Slurm opens for itself, such as the shell of an interactive job, are numbered from here.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Variables that limit a process to some accelerators.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+# Before the time limit the processes have this long to save; a run saves after its current update.
+SAVE_S = 120
+
+
+def place(environment: Mapping[str, str]) -> LauncherPlace | None:
+    """One task of a step with several; None in a batch script or shell, whose variables look alike but for the step's.
+
+    Raises:
+        UserError: the variables are incomplete or contradict each other.
+    """
+    if not _in_step(environment):
+        return None
+    size = number(environment, "SLURM_STEP_NUM_TASKS")
+    if size == 1:
+        return None
+    rank, local_rank = number(environment, "SLURM_PROCID"), number(environment, "SLURM_LOCALID")
+    name = first_set(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")) or "SLURM_STEP_TASKS_PER_NODE"
+    tasks, node = expand_counts(environment.get(name, ""), name), number(environment, "SLURM_NODEID", 0)
+    if sum(tasks) != size or node >= len(tasks) or local_rank >= tasks[node] or rank >= size:
+        what = f"Slurm's variables contradict each other: task {rank} of {size}, number {local_rank} of node {node}"
+        raise UserError(what, f"{name}={environment.get(name)}", ("unset the SLURM_… variables that are not srun's",))
+    address, address_origin = _master(environment, alone=len(tasks) == 1)
+    device, device_origin = _device(environment, tasks[node])
+    origins = {
+        "rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID",
+        "local_size": name, "master_address": address_origin, "device": device_origin,
+        "master_port": "MASTER_PORT" if environment.get("MASTER_PORT") else "15000 + end of SLURM_JOB_ID + step",
+    }  # fmt: skip
+    master_port = port(environment, _job_port(environment))
+    return LauncherPlace(rank, size, local_rank, tasks[node], address, master_port, device, "Slurm", origins)
+
+
+def alone(environment: Mapping[str, str]) -> UserError | None:
+    """What is wrong where a job has several tasks and one process runs, since srun was forgotten."""
+    if not environment.get("SLURM_JOB_ID") or _in_step(environment):
+        return None
+    tasks, nodes = number(environment, "SLURM_NTASKS", 1), number(environment, "SLURM_NNODES", 1)
+    if max(tasks, nodes) == 1:
+        return None
+    return UserError(
+        f"Slurm's job {environment['SLURM_JOB_ID']} has {max(tasks, nodes)} tasks, but without srun only one runs",
+        "a batch script or the shell of salloc",
+        (
+            "srun manyhands train …   starts them all",
+            "manyhands train -n 1 …   one process on this machine alone (in Python: fit(…, processes=1))",
+        ),
+    )
+
+
+def _in_step(environment: Mapping[str, str]) -> bool:
+    """True for what srun started; SLURM_PROCID and SLURM_NTASKS are there in batch scripts too."""
+    step = environment.get("SLURM_STEP_ID", "")
+    return bool(step) and number(environment, "SLURM_STEP_ID") < FIRST_SPECIAL_STEP and "SLURM_PROCID" in environment
+
+
+def _master(environment: Mapping[str, str], *, alone: bool) -> tuple[str, str]:
+    """The address where rank 0 listens, and where that is from."""
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"], "MASTER_ADDR"
+    if alone:
+        return "127.0.0.1", "all tasks are on one machine"
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    name = first_set(environment, names) or names[0]
+    return expand_hosts(environment.get(name, ""), name)[0], f"first of {name}"
+
+
+def _job_port(environment: Mapping[str, str]) -> int:
+    """Steps of one job may run at the same time, so each has a port of its own."""
+    last_digits = number(environment, "SLURM_JOB_ID") % PORTS
+    return FIRST_PORT + (last_digits + number(environment, "SLURM_STEP_ID", 0)) % PORTS
+
+
+def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None, str]:
+    """The first of its own where Slurm shows each task only its own accelerators (--gpus-per-task, --gpu-bind)."""
+    name = first_set(environment, VISIBLE)
+    if not name:
+        return None, ""
+    seen = len(environment[name].split(","))
+    here = number(environment, "SLURM_GPUS_ON_NODE", 0) or number(environment, "SLURM_GPUS_PER_TASK", 0) * local_size
+    return (0, f"{name}: this task's own") if here and seen * local_size <= here else (None, "")
+
+
+def script(job: Submission) -> str:
+    """The text for sbatch: starts all processes by srun, saves before the time limit, and goes on in another turn."""
+    settings = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.processes,
+        "gpus-per-task": 1 if job.accelerators else None,
+        "cpus-per-task": job.threads or None,
+        "time": job.time_limit or None,
+        "signal": f"TERM@{SAVE_S}",
+        "output": f"{job.name}-%j.out",
+        "open-mode": "append",
+        "requeue": "",
+    }
+    lines = [f"#SBATCH --{key}{f'={value}' if value else ''}" for key, value in settings.items() if value is not None]
+    lines += [f"#SBATCH {option}" for option in job.options]
+    command = shlex.join(job.command).replace(JOB, "$SLURM_JOB_ID")
+    return f"""#!/bin/bash
+{chr(10).join(lines)}
+
+srun {command}
+code=$?
+# {EXIT_SAVED}: stopped and saved, so another turn goes on from there.
+if [ $code -eq {EXIT_SAVED} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+def recognise(path: str, text: str) -> bool:
+    """A shell script with lines for sbatch."""
+    return not path.endswith((".json", ".yaml", ".yml")) and re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
+
+
+def write(cluster: Cluster) -> str:
+    """A batch script for exactly these machines.
+
+    Raises:
+        UserError: Slurm can't be told so: unequal numbers of processes, chosen devices, an address to meet at.
+    """
+    slots = {machine.slots for machine in cluster.machines}
+    if len(slots) != 1 or 0 in slots:
+        raise _cannot("needs one number of processes, the same on each machine", "write slots=4 behind each host")
+    if any(machine.devices or "@" in machine.host or not _NAME.fullmatch(machine.host) for machine in cluster.machines):
+        raise _cannot("knows machines by plain names, and chooses their devices itself", "leave users and devices out")
+    if cluster.master_address or cluster.master_port or cluster.machine is not None:
+        raise _cannot("chooses where the processes meet and which machine is which", "leave those out")
+    names = ",".join(machine.host for machine in cluster.machines)
+    if len({machine.host for machine in cluster.machines}) < len(cluster.machines):
+        raise _cannot("needs each machine once", "add up their slots")
+    return f"""#!/bin/bash
+#SBATCH --nodes={len(cluster.machines)}
+#SBATCH --ntasks-per-node={slots.pop()}
+#SBATCH --nodelist={names}
+
+srun manyhands train job.toml
+"""
+
+
+def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """The machines and their processes alone, and what Slurm decides by itself instead."""
+    left_out = {
+        "users: Slurm starts as whoever hands the job over": any("@" in machine.host for machine in cluster.machines),
+        "devices: Slurm gives each task its own": any(machine.devices for machine in cluster.machines),
+        "the address to meet at: it follows from the job": bool(cluster.master_address or cluster.master_port),
+        "which machine this one is": cluster.machine is not None,
+    }
+    machines = tuple(Machine(machine.address, machine.slots) for machine in cluster.machines)
+    return Cluster(machines, source=cluster.source), [note for note, is_so in left_out.items() if is_so]
+
+
+_NAME = re.compile(r"[A-Za-z0-9._:-]+")
+_LONG = {"N": "nodes", "w": "nodelist"}
+
+
+def read(text: str, where: str) -> Cluster:
+    """The machines that a batch script names.
+
+    Raises:
+        UserError: it names none, or not how many processes each has.
+    """
+    found = _settings(text, where)
+    if "nodelist" not in found:
+        mend = ("#SBATCH --nodelist=n1,n2", "or let Slurm choose, and start with srun")
+        raise UserError("the script names no machines", where, mend)
+    names, at = found["nodelist"]
+    hosts = expand_hosts(names, f"{where}, line {at}")
+    slots = _whole(found, "ntasks-per-node", 1, where)
+    nodes = _whole(found, "nodes", len(hosts), where)
+    if nodes != len(hosts):
+        raise UserError(f"--nodes is {nodes}, and --nodelist names {len(hosts)}", f"{where}, line {at}")
+    return Cluster(tuple(Machine(host, slots) for host in hosts), source=where)
+
+
+def _settings(text: str, where: str) -> dict[str, tuple[str, int]]:
+    """The options of the lines for sbatch by their long names, with their values and line numbers."""
+    found: dict[str, tuple[str, int]] = {}
+    for count, line in enumerate(text.splitlines(), 1):
+        if not re.match(r"#SBATCH\s", line):
+            continue
+        try:
+            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError as error:
+            raise UserError(f"the options can't be read: {error}", f"{where}, line {count}") from None
+        for word, following in zip(words, [*words, ""][1:], strict=True):
+            name, equals, value = word.partition("=")
+            if word.startswith("--"):
+                found[name[2:]] = (value if equals else following, count)
+            elif word.startswith("-") and len(word) > 1:
+                found[_LONG.get(word[1], word[1])] = (word[2:] or following, count)
+    return found
+
+
+def _whole(found: Mapping[str, tuple[str, int]], key: str, default: int, where: str) -> int:
+    text, line = found.get(key, (str(default), 0))
+    if not (number := typed_number(text)):
+        raise UserError(f'--{key} is "{text}"; expected a number from 1', f"{where}, line {line}")
+    return number
+
+
+def _cannot(why: str, mend: str) -> UserError:
+    return UserError(f"Slurm {why}", "--to slurm", (mend,))

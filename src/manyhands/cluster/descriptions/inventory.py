@@ -1,0 +1,146 @@
+"""Machines and places: what every description of a cluster, and every launcher's environment, is read into."""
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
+_ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine of a cluster.
+
+    Attributes:
+        host: the name or address that it is reached by; for ssh it may be user@name.
+        slots: processes on it; 0 for one per accelerator, or one where there is none.
+        devices: numbers of the devices that its processes use, in the order of their ranks; empty for 0, 1, 2 …
+        port: that its ssh listens on; 0 for what ssh itself takes. Behind one address several machines may be told
+            apart by it, as rented ones are.
+    """
+
+    host: str
+    slots: int = 0
+    devices: tuple[int, ...] = ()
+    port: int = 0
+
+    @property
+    def address(self) -> str:
+        """The host without the user."""
+        return self.host.rpartition("@")[2]
+
+    @property
+    def name(self) -> str:
+        """What it is called, and told apart from others by: its address, and its port where it was given one."""
+        return f"{in_brackets(self.address)}:{self.port}" if self.port else self.address
+
+    @property
+    def target(self) -> str:
+        """As a user writes it: a host, or an ssh address with its port."""
+        user = self.host[: -len(self.address)] if self.address else self.host
+        return f"ssh://{user}{self.name}" if self.port else self.host
+
+
+def is_host(text: str) -> bool:
+    """True for what can be a host's name or address, wherever a description or a flag has it from."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _HOST_NAME.fullmatch(text) is not None and not text.isdecimal()
+    # Behind % Python takes whatever stands there for an interface's name.
+    return _ADDRESS.fullmatch(text) is not None
+
+
+def in_brackets(address: str) -> str:
+    """An address that a port may follow."""
+    return f"[{address}]" if ":" in address else address
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All machines of a job, in the order of their ranks.
+
+    Attributes:
+        machines: the first one has rank 0.
+        master_address: where rank 0's store listens; empty for the first machine's own address.
+        master_port: of that store; 0 for one that is free.
+        machine: which of the machines this one is, where the description says so.
+        source: what the cluster was read from, for the user.
+    """
+
+    machines: tuple[Machine, ...]
+    master_address: str = ""
+    master_port: int = 0
+    machine: int | None = None
+    source: str = field(default="", compare=False)
+
+    @property
+    def size(self) -> int:
+        """Processes over all machines, machines of unknown size counted as one process."""
+        return sum(machine.slots or 1 for machine in self.machines)
+
+
+@dataclass(frozen=True)
+class LauncherPlace:
+    """The one process that a launcher's environment says this is.
+
+    Attributes:
+        rank: among all processes.
+        size: number of processes.
+        local_rank: on this machine.
+        local_size: processes on this machine.
+        master_address: where rank 0's store listens; empty where the environment doesn't say.
+        master_port: of that store; 0 where the environment doesn't say.
+        device: number of this process's device; None for the local rank's.
+        started_by: the launcher, for the user: "Slurm", "OpenMPI" …
+        origins: field name to the variable (or the rule) that its value came from, for `manyhands explain`.
+    """
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    master_address: str = ""
+    master_port: int = 0
+    device: int | None = None
+    started_by: str = ""
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """This machine among others that each start their own processes; no head watches over all of them.
+
+    Attributes:
+        sizes: processes on each machine, in the order of their ranks.
+        machine: this machine's place in `sizes`.
+        address: where the store listens, on the first machine.
+        port: of the store.
+        devices: numbers of the devices of this machine's processes; empty for 0, 1, 2 …
+    """
+
+    sizes: tuple[int, ...]
+    machine: int
+    address: str
+    port: int
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a machine is reached by the others.
+
+    Attributes:
+        interface: its name there; empty where all processes are on one machine.
+        address: of that interface.
+    """
+
+    interface: str
+    address: str
+
+    def environment(self) -> dict[str, str]:
+        """Variables that have the backends' own searches for an interface end there."""
+        return dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}

@@ -1,0 +1,121 @@
+"""Which of a cluster's machines this one is, and on which of its addresses the others can reach it."""
+
+import ipaddress
+import socket
+
+from manyhands.cluster.descriptions.inventory import Cluster, Machine
+from manyhands.core.errors import UserError
+from manyhands.parallel.ports import outer_addresses, own_addresses
+
+
+def find_machine(cluster: Cluster) -> int:
+    """This machine's place in the cluster: what the description says, or else by its names and addresses.
+
+    Raises:
+        UserError: it isn't there, or more than once.
+    """
+    if cluster.machine is not None:
+        return cluster.machine
+    names = [machine.address for machine in cluster.machines]
+    here = [place for place, name in enumerate(names) if is_own_name(name)]
+    here = here or [place for place, name in enumerate(names) if _resolves_to_own(name)]
+    if len(here) == 1:
+        return here[0]
+    own = f"it is {socket.gethostname()}, with {', '.join(outer_addresses()) or 'loopback alone'}"
+    found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
+    if not here:
+        raise UserError(
+            f"this machine is none of the {len(names)} in the description ({found}); {own}",
+            cluster.source,
+            ("write one of its names or addresses there",),
+        )
+    twice = " and ".join(names[place] for place in here)
+    raise UserError(f"this machine is there {len(here)} times: {twice}; {own}", cluster.source, ("keep one of them",))
+
+
+def is_here(machine: Machine) -> bool:
+    """True when a host that the user names is this machine: its name or address is, or means, one of this machine's."""
+    if "@" in machine.host or machine.port:
+        return False  # another user's account, or a container or a tunnel, if it is here at all
+    own = set(own_addresses())
+    return any(address in own or ipaddress.ip_address(address).is_loopback for address in _resolve(machine.address))
+
+
+def is_own_name(name: str) -> bool:
+    """True for this machine's addresses and names, as far as they are known without asking a name server."""
+    if _is_address(name):
+        return name in own_addresses()
+    mine = socket.gethostname().lower()
+    if "." in name and "." in mine:
+        return name.lower() == mine
+    return name == "localhost" or _short(name) == _short(mine)
+
+
+def reachable(address: str) -> str:
+    """An address of this machine instead of a name that means loopback here (Debian writes 127.0.1.1 for the own name).
+
+    Other machines' names and addresses are returned as they are.
+
+    Raises:
+        UserError: it is loopback, or stands for it and this machine has several addresses or none.
+    """
+    if address in {"0.0.0.0", "::"}:
+        return address
+    if address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback):
+        what = f"the processes are on several machines, and {address} is only the machine itself to each of them"
+        raise UserError(what, "MASTER_ADDR", ("give an address of rank 0's machine that the others reach",))
+    if _is_address(address) or not _means_loopback(address):
+        return address
+    candidates = [found for found in outer_addresses() if ":" not in found] or outer_addresses()
+    if len(candidates) == 1:
+        return candidates[0]
+    has = f"has {' and '.join(candidates)}" if candidates else "has no other address"
+    raise UserError(
+        f"the name {address} means loopback on this machine, which {has}, so the others could not reach rank 0",
+        "/etc/hosts",
+        (
+            f"in /etc/hosts, write {address} behind the address that the other machines reach",
+            "or give that address: MASTER_ADDR=ADDRESS",
+        ),
+    )
+
+
+def seen_by_others(address: str) -> str:
+    """As `reachable`, but what says itself that it is loopback stays so: processes of one machine may meet there.
+
+    Raises:
+        UserError: a name stands for loopback, and this machine has several addresses or none.
+    """
+    if address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback):
+        return address
+    return reachable(address)
+
+
+def _resolves_to_own(name: str) -> bool:
+    own = set(own_addresses())
+    return any(address in own and not ipaddress.ip_address(address).is_loopback for address in _resolve(name))
+
+
+def _means_loopback(name: str) -> bool:
+    found = _resolve(name)
+    return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []  # a name that only other machines know, or none at all
+    return [str(entry[4][0]).partition("%")[0] for entry in entries]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[0].lower()

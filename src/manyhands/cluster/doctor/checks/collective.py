@@ -1,0 +1,18 @@
+"""The proof: a real all-reduce of all machines."""
+
+from manyhands.cluster.doctor.compare import who
+from manyhands.cluster.doctor.findings import DoctorFinding, Survey
+
+
+def run(survey: Survey) -> list[DoctorFinding]:
+    """Nothing where it was not tried."""
+    tried = survey.collective
+    if tried is None or tried.result == "skipped":
+        return []
+    if tried.result == "ok":
+        what = f"{len(survey.hosts)} machines added up numbers together in {tried.seconds:.1f} s"
+        return [DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")]
+    lost = f"; {who(tried.missing)} did not arrive" if tried.missing else ""
+    what = f"the machines reach each other, but a collective of torch failed: {tried.said}{lost}"
+    mend = ("try gloo: --backend gloo", "with NCCL, NCCL_DEBUG=INFO on the machines says more")
+    return [DoctorFinding("collective", "fail", tried.missing or survey.hosts, what, mend, "collective")]

@@ -1,0 +1,18 @@
+"""Other people's training, or an earlier one that was left behind."""
+
+from manyhands.cluster.doctor.compare import fact, on_host
+from manyhands.cluster.doctor.findings import DoctorFinding, Survey
+
+
+def run(survey: Survey) -> list[DoctorFinding]:
+    """One finding for each machine; a machine that is busy only through them is explained."""
+    found: list[DoctorFinding] = []
+    for host, jobs in fact(survey, "jobs").items():
+        if jobs:
+            shown = ", ".join(f"process {job['pid']} of {job['user']} ({job['command'][:60]})" for job in jobs[:2])
+            more = f" and {len(jobs) - 2} more" if len(jobs) > 2 else ""
+            what = f"other training runs on {host}: {shown}{more}"
+            mend = ("wait for it, or end it if it is yours: manyhands ps, manyhands stop",
+                    on_host(survey, host, f"ps -fp {jobs[0]['pid']}"))  # fmt: skip
+            found.append(DoctorFinding("jobs", "warn", (host,), what, mend, f"jobs:{host}", (f"load:{host}",)))
+    return found

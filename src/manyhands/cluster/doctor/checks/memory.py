@@ -1,0 +1,54 @@
+"""Too little memory, shared or not."""
+
+from manyhands.cluster.doctor.compare import fact, who
+from manyhands.cluster.doctor.findings import DoctorFinding, Survey
+
+MIB = 1 << 20
+# Decoding processes hand over batches in /dev/shm; without room there they are killed.
+SHM_FEW, SHM_NONE = 256 * MIB, 32 * MIB
+# torch alone takes about half of it.
+FREE_FOR_ONE = 1024 * MIB
+
+
+def run(survey: Survey) -> list[DoctorFinding]:
+    """Shared memory, then memory as a whole."""
+    return [*_shared(survey), *_whole(survey)]
+
+
+def _shared(survey: Survey) -> list[DoctorFinding]:
+    small = {host: place for host, place in fact(survey, "places", "shm").items() if place["free"] < SHM_FEW}
+    if not small:
+        return []
+    shown = ", ".join(
+        f"{host} {place['free'] // MIB} MiB free of {place['size'] // MIB}" for host, place in small.items()
+    )
+    what = f"/dev/shm is small: {shown}; decoding processes hand over their batches there"
+    mend = ("in a container: docker run --shm-size=8g (or --ipc=host)",
+            "otherwise: sudo mount -o remount,size=50% /dev/shm",
+            "or decode without processes: --data.workers 0")  # fmt: skip
+    severity = "fail" if any(place["free"] < SHM_NONE for place in small.values()) else "warn"
+    return [DoctorFinding("memory", severity, tuple(small), what, mend, "shm")]
+
+
+def _whole(survey: Survey) -> list[DoctorFinding]:
+    short = {
+        host: memory["free"]
+        for host, memory in fact(survey, "memory").items()
+        if memory["free"] < FREE_FOR_ONE * survey.needs.processes.get(host, 1)
+    }
+    if not short:
+        return []
+    shown = ", ".join(
+        f"{host} {free // MIB} MiB for {survey.needs.processes.get(host, 1)}" for host, free in short.items()
+    )
+    what = f"little memory is free for the processes: {shown}"
+    return [
+        DoctorFinding(
+            "memory",
+            "warn",
+            tuple(short),
+            what,
+            (f"end other programs on {who(short)}, or use fewer processes",),
+            "memory",
+        )
+    ]

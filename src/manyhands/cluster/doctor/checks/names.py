@@ -1,0 +1,40 @@
+"""Hostnames that lead the other machines astray."""
+
+import ipaddress
+
+from manyhands.cluster.doctor.addresses import own_candidates
+from manyhands.cluster.doctor.compare import fact, who
+from manyhands.cluster.doctor.findings import DoctorFinding, Survey
+
+
+def run(survey: Survey) -> list[DoctorFinding]:
+    """A name that leads to loopback, to another machine, or nowhere; only where there are other machines."""
+    loopback: dict[str, str] = {}
+    strange: dict[str, str] = {}
+    for host, name in fact(survey, "name").items() if len(survey.hosts) > 1 else ():
+        addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in name["addresses"]]
+        if addresses and addresses[0].is_loopback:
+            loopback[host] = str(addresses[0])
+        elif addresses and survey.facts[host].get("interfaces") and not _own(survey, host, name["addresses"]):
+            strange[host] = name["addresses"][0]
+    found = [_to_loopback(survey, loopback)] if loopback else []
+    for host, address in strange.items():
+        what = f"{host}'s own name leads to {address}, which is no address of it"
+        found.append(DoctorFinding("names", "warn", (host,), what, (_line(survey, host),), f"name:{host}"))
+    return found
+
+
+def _to_loopback(survey: Survey, hosts: dict[str, str]) -> DoctorFinding:
+    address = next(iter(hosts.values()))
+    what = f"the own name of {who(hosts)} leads to {address}: programs that give it to others can't be reached"
+    mend = ("nothing, for manyhands gives addresses that were tried", _line(survey, next(iter(hosts))))
+    return DoctorFinding("names", "warn", tuple(hosts), what, mend, "loopback-name")
+
+
+def _own(survey: Survey, host: str, addresses: list[str]) -> bool:
+    return bool(set(own_candidates(survey.facts[host])) & {text.partition("%")[0] for text in addresses})
+
+
+def _line(survey: Survey, host: str) -> str:
+    address = survey.chosen.get(host, ("", "its address"))[1]
+    return f'for other tools, in /etc/hosts of {host}: "{address} {survey.facts[host]["name"]["host"]}"'

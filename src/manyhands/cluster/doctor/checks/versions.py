@@ -1,0 +1,96 @@
+"""Software that differs between machines."""
+
+from manyhands.cluster.doctor.compare import fact, odd_ones, on_host, who
+from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey
+
+# What happens where they differ decides how bad it is.
+PACKAGES: dict[str, tuple[Severity, str]] = {
+    "manyhands": ("fail", "the processes may not understand each other"),
+    "torch": ("fail", "the processes may compute differently, or wait for each other for ever"),
+    "nccl": ("fail", "NCCL's peers must have one version"),
+    "torch-npu": ("fail", "its peers must have one version"),
+    "torchvision": ("warn", "pictures may be decoded or resized differently"),
+    "numpy": ("warn", "random numbers may differ"),
+}
+
+
+def run(survey: Survey) -> list[DoctorFinding]:
+    """One finding for each program that differs; NCCL comes with torch, so torch explains it."""
+    found = [*_packages(survey), *_python(survey), *_drivers(survey), *_same_number(survey)]
+    versions = fact(survey, "versions")
+    if not found and len(versions) > 1:
+        shown = next(iter(versions.values()))
+        names = [f"{name} {shown[name]}" for name in ("torch", "nccl", "manyhands") if name in shown]
+        found.append(
+            DoctorFinding("versions", "ok", tuple(versions), f"{', '.join(names)} everywhere", cause="versions")
+        )
+    return found
+
+
+def _packages(survey: Survey) -> list[DoctorFinding]:
+    found: list[DoctorFinding] = []
+    versions = fact(survey, "versions")
+    for name, (severity, why) in PACKAGES.items():
+        values = {host: own.get(name, "") for host, own in versions.items()}
+        common, odd = odd_ones(values)
+        if not odd:
+            continue
+        if not common and name == "nccl":
+            continue  # machines without accelerators have none, which is found elsewhere
+        found.append(_differs(survey, name, severity, why, common or "", odd))
+    return found
+
+
+def _differs(
+    survey: Survey, name: str, severity: Severity, why: str, common: str, odd: dict[str, str]
+) -> DoctorFinding:
+    others = [host for host in fact(survey, "versions") if host not in odd]
+    shown = ", ".join(f"{host} has {name} {version}" if version else f"{host} has no {name}"
+                      for host, version in odd.items())  # fmt: skip
+    what = f"{shown}, but {who(others)} {common or 'none'}: {why}"
+    package = "torch" if name == "nccl" else name
+    wanted = fact(survey, "versions", package).get(others[0], "") if others else ""
+    wanted = wanted.partition("+")[0]  # the part behind + names a build, which pip's usual index doesn't know
+    mend = [_install(survey, host, f"{package}=={wanted}") for host in odd if wanted]
+    explains = ("version:nccl", "version:torchvision", "package") if name in {"torch", "manyhands"} else ()
+    return DoctorFinding("versions", severity, tuple(odd), what, tuple(mend), f"version:{name}", explains)
+
+
+def _install(survey: Survey, host: str, requirement: str) -> str:
+    python = survey.facts[host].get("python", {}).get("path", "python3")
+    return on_host(survey, host, f"{python} -m pip install {requirement}")
+
+
+def _python(survey: Survey) -> list[DoctorFinding]:
+    versions = fact(survey, "python", "version")
+    common, odd = odd_ones({host: ".".join(version.split(".")[:2]) for host, version in versions.items()})
+    if not odd:
+        return []
+    shown = ", ".join(f"{host} runs Python {versions[host]}" for host in odd)
+    others = [host for host in versions if host not in odd]
+    what = f"{shown}, {who(others)} {versions[others[0]]}: code and data may behave differently"
+    mend = (f"install Python {common} there", "or name the right one: --cluster.python /path/to/python")
+    return [DoctorFinding("versions", "warn", tuple(odd), what, mend, "version:python")]
+
+
+def _drivers(survey: Survey) -> list[DoctorFinding]:
+    found: list[DoctorFinding] = []
+    for name in ("nvidia", "ascend", "cann"):
+        versions = fact(survey, "drivers", name)
+        common, odd = odd_ones(versions)
+        if odd:
+            shown = ", ".join(f"{host} has {version}" for host, version in odd.items())
+            what = f"the {name} driver differs: {shown}, the others {common}"
+            mend = (f"install {common} there as well",)
+            found.append(DoctorFinding("versions", "warn", tuple(odd), what, mend, f"driver:{name}"))
+    return found
+
+
+def _same_number(survey: Survey) -> list[DoctorFinding]:
+    """Two checkouts of manyhands with one version number."""
+    common, odd = odd_ones(fact(survey, "package"))
+    if not odd:
+        return []
+    what = f"manyhands on {who(odd)} has other source files than on the other machines, under the same version"
+    mend = ("copy or pull the same checkout to every machine", f"found {', '.join(odd.values())}, expected {common}")
+    return [DoctorFinding("versions", "fail", tuple(odd), what, mend, "package")]

@@ -1,0 +1,193 @@
+"""Asks machines all that the doctor's checks want to know: their facts are there; clocks, ways and speeds are tried."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from manyhands.cluster.doctor.addresses import choose_addresses, own_candidates
+from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Needs, Survey
+from manyhands.cluster.doctor.questions import AskClock, Connect, Listen, Listener, Measure, Unlisten
+from manyhands.cluster.doctor.rounds import rounds
+from manyhands.cluster.messages import A, Request
+from manyhands.core.errors import RunError
+
+ANSWER_S = 15.0
+CONNECT_S = 3.0
+MEASURE_S = 0.4
+# With many machines not every pair is measured, so that it stays a matter of seconds.
+MOST_ROUNDS = 24
+AGAIN_FACTOR = 2.0
+CLOCK_QUESTIONS = 3
+LISTEN_S = 120.0
+
+
+class AskMachines(Protocol):
+    """Asks several machines at once, by name, each its own question."""
+
+    def __call__(self, requests: Mapping[str, Request[A]], timeout_s: float) -> Mapping[str, A | RunError]:
+        """For each machine its answer, or the error that stands in its place."""
+        ...
+
+
+def take_survey(
+    ask: AskMachines, facts: Mapping[str, Facts], hosts: Sequence[str], needs: Needs, *, measure: bool = True
+) -> Survey:
+    """Tries out everything between machines whose facts are known.
+
+    A machine that stops answering meanwhile is noted among the survey's errors, and left out of the rest.
+
+    Args:
+        ask: asks the machines that answer.
+        facts: of these, by the machine's name.
+        hosts: all machines in the order of their ranks, those included that don't answer.
+        needs: of the job.
+        measure: clocks and the speed of links too, which takes seconds.
+    """
+    survey = Survey(tuple(hosts), dict(facts), needs=needs)
+    talk = _Talk(ask, survey)
+    if measure:
+        _compare_clocks(talk, survey)
+    if len(talk.hosts) > 1:
+        targets = _listen(talk, survey)
+        _try_all(talk, survey, targets)
+        survey.chosen = choose_addresses(_narrowed(survey), survey.reach)
+        if measure:
+            _measure_all(talk, survey, targets)
+        talk.ask(dict.fromkeys(talk.hosts, Unlisten()))
+    _try_port(talk, survey)
+    return survey
+
+
+class _Talk:
+    """The conversations with those machines that still answer."""
+
+    def __init__(self, ask: AskMachines, survey: Survey) -> None:
+        self.hosts = list(survey.facts)
+        self._ask, self._survey = ask, survey
+
+    def ask(self, requests: Mapping[str, Request[A]], timeout_s: float = ANSWER_S) -> dict[str, A]:
+        """Asks several machines at once; those that fail are noted, and not asked again."""
+        asked = {host: request for host, request in requests.items() if host in self.hosts}
+        answers: dict[str, A] = {}
+        for host, reply in self._ask(asked, timeout_s).items() if asked else ():
+            if isinstance(reply, RunError):
+                self.hosts.remove(host)
+                self._survey.facts.pop(host, None)
+                what = f"{host} stopped answering: {reply.what}"
+                self._survey.errors[host] = Contact("other", what, reply.mend or ("run the doctor again",))
+            else:
+                answers[host] = reply
+        return answers
+
+
+def _compare_clocks(talk: _Talk, survey: Survey) -> None:
+    """Takes the quickest of a few questions: what its way took is how uncertain the answer is."""
+    for host in list(talk.hosts):
+        tries: list[tuple[float, float]] = []
+        for _ in range(CLOCK_QUESTIONS):
+            before = time.time()
+            answer = talk.ask({host: AskClock()}).get(host)
+            after = time.time()
+            if answer:
+                tries.append(((after - before) / 2, answer.time - (before + after) / 2))
+        if tries:
+            uncertain, offset = min(tries)
+            survey.clock_s[host] = (offset, uncertain)
+
+
+def _narrowed(survey: Survey) -> dict[str, Facts]:
+    """The facts with only the interface that the job names, where a machine has it; where not, a check says so."""
+    wanted = survey.needs.interface
+    narrowed: dict[str, Facts] = {}
+    for host, facts in survey.facts.items():
+        kept = [entry for entry in facts.get("interfaces", ()) if entry["name"] == wanted]
+        narrowed[host] = {**facts, "interfaces": kept} if kept else facts
+    return narrowed
+
+
+def _listen(talk: _Talk, survey: Survey) -> dict[str, list[Listener]]:
+    """Has each machine listen on each of its addresses; gives what others need to reach it."""
+    facts = _narrowed(survey)
+    requests = {host: Listen(tuple(own_candidates(facts[host])), seconds=LISTEN_S) for host in talk.hosts}
+    return {
+        host: [listener for listener in answer.listeners if not listener.error]
+        for host, answer in talk.ask(requests).items()
+    }
+
+
+def _try_all(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]]) -> None:
+    asked = {
+        host: [(other, target) for other in targets if other != host for target in targets[other]]
+        for host in talk.hosts
+    }
+    requests = {host: Connect(tuple(target for _, target in tried), CONNECT_S) for host, tried in asked.items()}
+    for host, answer in talk.ask(requests).items():
+        survey.reach |= {(host, other): () for other in targets if other != host}
+        for (other, _), attempt in zip(asked[host], answer.attempts, strict=True):
+            survey.reach[host, other] = (*survey.reach[host, other], attempt)
+
+
+def _measure_all(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]]) -> None:
+    """Rounds of disjoint pairs, so that no machine's link carries two measurements at once.
+
+    A machine that is busy for a moment makes a link look slow, or gives no figure at all, and nothing makes it look
+    fast: so odd ones are tried again.
+    """
+    for pairs in rounds(talk.hosts, MOST_ROUNDS):
+        _measure(talk, survey, targets, pairs)
+    usual = statistics.median(survey.mbps.values()) if survey.mbps else 0.0
+    for pairs in rounds(talk.hosts, MOST_ROUNDS):
+        odd = [pair for pair in pairs if survey.mbps.get(pair, 0.0) * AGAIN_FACTOR <= usual]
+        _measure(talk, survey, targets, odd)
+
+
+def _measure(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]], pairs: list[tuple[str, str]]) -> None:
+    ways = {pair: way for pair in pairs if (way := _way(survey, targets, pair))}
+    answers = talk.ask({pair[0]: Measure(target, MEASURE_S) for pair, (target, _) in ways.items()})
+    for pair, (_, attempt) in ways.items():
+        answer = answers.get(pair[0])
+        if answer and answer.mbps is not None:
+            survey.mbps[pair] = max(answer.mbps, survey.mbps.get(pair, 0.0))
+        if attempt.latency_ms is not None:
+            survey.latency_ms[pair] = attempt.latency_ms
+
+
+def _way(
+    survey: Survey, targets: Mapping[str, list[Listener]], pair: tuple[str, str]
+) -> tuple[Listener, Attempt] | None:
+    """Where the first of a pair reached the second: at the chosen address, or at any."""
+    reached = [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]
+    chosen = survey.chosen.get(pair[1], ("", ""))[1]
+    reached.sort(key=lambda attempt: attempt.address != chosen)
+    for attempt in reached[:1]:
+        return next(target for target in targets[pair[1]] if target.address == attempt.address), attempt
+    return None
+
+
+def _try_port(talk: _Talk, survey: Survey) -> None:
+    """Whether the first machine could listen on the port that the job names, and the others reach it there."""
+    host, port = survey.hosts[0], survey.needs.port
+    address = survey.chosen.get(host, ("", ""))[1]
+    if not (port and address and host in talk.hosts):
+        return
+    answer = talk.ask({host: Listen((address,), port)}).get(host)
+    (listener,) = answer.listeners if answer else (None,)
+    if listener and listener.error:
+        survey.port_errors[host] = listener.trouble
+    elif listener:
+        answers = talk.ask({other: Connect((listener,), CONNECT_S) for other in talk.hosts if other != host})
+        results = {other: answer.attempts[0].result for other, answer in answers.items()}
+        lost = [f"{other} does not reach it ({result})" for other, result in results.items() if result != "ok"]
+        if lost:
+            survey.port_errors[host] = "; ".join(lost)
+    talk.ask({host: Unlisten()})
+
+
+def matrix(survey: Survey, values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    """Pairs as nested tables, for scripts."""
+    return {
+        one: {two: values[one, two] for two in survey.hosts if (one, two) in values}
+        for one in survey.hosts
+        if any((one, two) in values for two in survey.hosts)
+    }
