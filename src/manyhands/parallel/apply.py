@@ -7,26 +7,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.needs import Need
 from manyhands.core.plugins import load_choice, module_names, unknown_choice
 from manyhands.core.world import World
-from manyhands.parallel.network import Cutting, How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE
 
-MODES = "manyhands.parallel.modes"
 # Values of a tensor that are widened to 64 bits at a time, three times over: 100 MB.
 CHECKED_AT_ONCE = 1 << 22
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """The mode to run: one process alone is `single` under any of them but dataparallel, hybrid and semi.
+    """The mode to run: one process alone needs none, under modes that say so.
 
     Raises:
-        UserError: there is no such mode.
+        UserError: there is no such mode, or it isn't for several processes.
     """
     if mode not in module_names(MODES):
         raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
-    if mode == "single" and not world.alone:
-        raise UserError(f"single is one process, and there are {world.size}", "parallel.mode", ("--parallel data",))
-    return "single" if world.alone and mode in {"data", "auto"} else mode
+    only = one_process(mode)
+    if only and not world.alone:
+        mend = (f"--parallel {USUAL_MODE} is the mode for several processes", "or -n 1")
+        raise UserError(f"{mode} is {only}, and there are {world.size}", "parallel.mode", mend)
+    return MODE_ALONE if world.alone and getattr(load_choice(MODES, mode), "NOTHING_ALONE", False) else mode
 
 
 def normalises_in_groups(mode: str) -> bool:
@@ -34,14 +37,29 @@ def normalises_in_groups(mode: str) -> bool:
     return bool(load_choice(MODES, mode).NORM_GROUPS)
 
 
+def offers_of(mode: str) -> frozenset[Need]:
+    """What sync methods find under this mode."""
+    return load_choice(MODES, mode).OFFERS
+
+
+def one_process(mode: str) -> str:
+    """What a mode is that isn't for several processes; empty for others."""
+    return getattr(load_choice(MODES, mode), "ONE_PROCESS", "")
+
+
+def takes_mesh(mode: str) -> bool:
+    """True for modes whose networks are constructed with the mesh, since their author splits them."""
+    return bool(getattr(load_choice(MODES, mode), "TAKES_MESH", False))
+
+
 def follows_plan(mode: str) -> bool:
     """True for modes that split ops by a plan."""
     return bool(getattr(load_choice(MODES, mode), "FOLLOWS_PLAN", False))
 
 
-def apply_mode(mode: str, model: nn.Module, world: World, how: How) -> ParallelNetwork:
+def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Has the network run under a mode over the world."""
-    network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, how)
+    network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, request)
     network.endless = frozenset(name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all()))
     return network
 
@@ -66,14 +84,15 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def compare_replicas(
-    named: dict[str, Tensor], world: World, cutting: Cutting | None = None
+    named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
     """Compares tensors over all processes, which must hold the same names.
 
     Args:
         named: this process's tensors, in an order that is equal everywhere.
         world: who takes part.
-        cutting: where tensors are cut, so that each process's piece is compared with the first holder's.
+        network: that they are of, under its mode, where processes may hold pieces: each is compared with the first
+            holder's.
 
     Returns:
         The first tensor that differs and the ranks that differ from the first holder (rank 0, of what isn't cut), or
@@ -85,7 +104,7 @@ def compare_replicas(
     everybody = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(everybody, mine)
     for number, name in enumerate(named):
-        first = [_first_holder(name, rank, cutting) for rank in range(world.size)]
+        first = [network.first_holder(name, rank) if network else 0 for rank in range(world.size)]
         different = [
             r for r, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[first[r]][number])
         ]
@@ -94,17 +113,13 @@ def compare_replicas(
     return None
 
 
-def _first_holder(name: str, rank: int, cutting: Cutting | None) -> int:
-    return cutting.layouts[name].first_holder(cutting.mesh, rank) if cutting and name in cutting.layouts else 0
-
-
-def check_replicas(named: dict[str, Tensor], world: World, step: int, cutting: Cutting | None = None) -> None:
+def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
     """Raises RunError when a process's tensor differs from that of the first process that should have the same."""
-    drift = compare_replicas(named, world, cutting)
+    drift = compare_replicas(named, world, network)
     if drift:
         name, ranks = drift
         shown = ", ".join(str(rank) for rank in ranks)
-        other = "its other copies" if cutting else "rank 0's"
+        other = "its other copies" if network.layouts else "rank 0's"
         raise RunError(
             f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}",
             f"rank {shown}, {name}",

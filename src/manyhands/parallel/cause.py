@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from manyhands.parallel.meet import linger
+from manyhands.parallel.said import Told, understood
 
 LISTEN_S = 0.5
 # A process that sees a peer gone waits so long for the reason.
@@ -22,24 +23,26 @@ class Cause:
     Args:
         store: of all processes; it goes with rank 0.
         attempt: how many times a launcher has restarted the processes.
-        leave: ends this process, which waits in a collective that nobody ends; given the first cause, or an empty
-            string where the store itself has gone. None where a closed connection ends collectives, as with gloo.
+        leave: ends this process, which waits in a collective that nobody ends; given the first cause, or None where
+            the store itself has gone. None where a closed connection ends collectives, as with gloo.
     """
 
-    def __init__(self, store: Any, attempt: int, leave: Callable[[str], None] | None = None) -> None:
+    def __init__(self, store: Any, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:
         self._store, self._leave = dist.PrefixStore(f"failure/{attempt}", store), leave
-        self._heard = ""
+        self._heard: Told | None = None
         self._known, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def publish(self, text: str) -> None:
+    def publish(self, told: Told) -> None:
         """Tells the others why this process fails, unless one has failed before."""
+        text = told.model_dump_json()
         with contextlib.suppress(dist.DistError):
-            self._store.compare_set("text", "", text)
+            if not understood(self._store.compare_set("text", "", text), Told):
+                self._store.set("text", text)  # junk was there
 
-    def learn(self) -> str:
-        """What the first said, or an empty string where nobody has said anything soon."""
+    def learn(self) -> Told | None:
+        """What the first said, or None where nobody has said anything soon."""
         self._known.wait(LEARN_S)
         return self._heard
 
@@ -60,8 +63,9 @@ class Cause:
     def _wait_for_words(self) -> None:
         with contextlib.suppress(dist.DistError):
             while not self._over.wait(LISTEN_S):
-                if self._store.check(["text"]):
-                    self._heard = self._store.get("text").decode()
-                    self._store.add("heard", 1)
+                told = understood(self._store.get("text"), Told) if self._store.check(["text"]) else None
+                if told:
+                    self._heard = told
                     self._known.set()
+                    self._store.add("heard", 1)
                     return

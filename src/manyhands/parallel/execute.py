@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, bounds, whole
 from manyhands.core.seeds import mix
-from manyhands.parallel.describe import rule_of
-from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op, attribute
-from manyhands.parallel.grid import Grid, convert, convert_both
-from manyhands.parallel.network import PassShape
+from manyhands.parallel.convert import convert, convert_both
+from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.norm import GroupedNorm, NormGroups
 from manyhands.parallel.placement import Extent, Layout, Side, gradient_of, steps_between, value_of
+from manyhands.parallel.tracing import rule_of
 
 Letters = Mapping[str, tuple[str, ...]]
 
@@ -56,11 +57,8 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
     users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():
         node = op.node
-        if node is not None and node.op == "get_attr":
-            value = attribute(graph.traced, node)
-            found[str(node.target)] = whole(tuple(value.shape), batch_axes(letters[op.name]))
         for name, tensor in op.parameters().items():
-            path = f"{node.target}.{name}" if node is not None else name
+            path = f"{node.target}.{name}".removesuffix(".") if node is not None else name
             layout = _layout(op, name, tensor, letters)
             found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
             first, other = users.setdefault(id(tensor), (op.name, layout))
@@ -84,7 +82,7 @@ def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout
     return TensorLayout(shape, view, ordered, tuple(partial))
 
 
-def cut_tensor(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
+def shard_tensor(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
     """This process's piece of a whole tensor, in memory of its own."""
     piece = tensor if layout.view == layout.shape else tensor.reshape(layout.view)
     for dim, (start, stop) in enumerate(layout.region(grid.mesh, grid.world.rank)):
@@ -95,7 +93,7 @@ def cut_tensor(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
     return local.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
-def cut_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
+def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
     """Replaces each parameter's and buffer's values by this process's piece; the objects stay the same."""
     done: set[int] = set()
     with torch.no_grad():
@@ -103,7 +101,7 @@ def cut_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Gri
             layout = layouts.get(name)
             # One that two modules share is there under both names.
             if layout is not None and layout.cuts and id(tensor) not in done:
-                tensor.data = cut_tensor(tensor.data, layout, grid)
+                tensor.data = shard_tensor(tensor.data, layout, grid)
                 done.add(id(tensor))
 
 
@@ -133,7 +131,7 @@ class Convert(nn.Module):
         return f"{self.values[0]} -> {self.values[1]}, gradient {self.gradients[1]} -> {self.gradients[0]}"
 
 
-class Draws(nn.Module):
+class SeedDraws(nn.Module):
     """Seeds what the next op draws: alike where processes have the same samples, apart where they have others."""
 
     def __init__(self, number: int, place: int, state: "State") -> None:
@@ -192,7 +190,8 @@ class Builder:
         letters: of each op.
         grid: the processes.
         state: of the pass at hand.
-        local: modules that do a module's work on a piece, by the module's id; filled in by the first builder.
+        local: modules that do an op's work on a piece, by the id of its module (of its node, where it has none);
+            filled in by the first builder.
     """
 
     def __init__(
@@ -226,17 +225,17 @@ class Builder:
         letters = self._letters[op.name]
         args = fx.map_arg(node.args, lambda source: self._given(source, op))
         kwargs = fx.map_arg(node.kwargs, lambda source: self._given(source, op))
-        if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and node.op != "get_attr")):
+        if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
             alike = {"r", "c"} if _drops_samples(op) else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
-            self._call(f"draws_{number}", Draws(number, self._grid.place(axes), self._state), ())
-        local = self._local_module(op, letters) if node.op == "call_module" else None
+            self._call(f"draws_{number}", SeedDraws(number, self._grid.place(axes), self._state), ())
+        local = self._local_module(op, letters) if node.op.startswith("call_") else None
         if local is not None:
             return self._call(f"local_{number}", local, args, kwargs)
         return self._graph.create_node(node.op, node.target, args, kwargs)
 
     def _local_module(self, op: Op, letters: tuple[str, ...]) -> nn.Module | None:
-        key = id(op.module)
+        key = id(op.module if op.module is not None else op.node)
         if key not in self._local:
             rule = rule_of(op)
             # A rule of the user's own may be for a class that one of ours would take as well.
@@ -290,10 +289,13 @@ class SplitNetwork(nn.Module):
         self.draws = any(_draws(op) for op in train.ops.values())
         self.state = State()
         self.layouts = parameter_layouts(train, letters)
-        for name, tensor in model.state_dict().items():
-            self.layouts.setdefault(name, whole(tuple(tensor.shape)))
+        tensors = model.state_dict(keep_vars=True)
+        # A tensor of several names is read under one of them.
+        of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
+        for name, tensor in tensors.items():
+            self.layouts.setdefault(name, of.get(id(tensor), whole(tuple(tensor.shape))))
         self.norms = _assign_norms(train, letters, grid)
-        cut_network(model, self.layouts, grid)
+        split_network(model, self.layouts, grid)
         _fit_norms(train, letters, grid)
         local: dict[int, nn.Module | None] = {}
         self.training_graph = Builder(train, letters, grid, self.state, local).build(training=True)
@@ -314,14 +316,14 @@ class SplitNetwork(nn.Module):
         """In training what the loss wants of the outputs; in evaluation all outputs, whole."""
         return (self.training_graph if self.training else self.evaluation_graph)(pictures)
 
-    def begin_pass(self, shape: PassShape) -> None:
+    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
         """Describes the pass that comes next; all processes call it alike."""
         self.grid.batch, self.state.seed = shape.samples, shape.seed
         # Alike on all processes, also for ops that aren't known to draw.
         torch.manual_seed(shape.seed)
         for axes, groups in self.norms.items():
             share = shape.share(self.grid.parts(axes), self.grid.place(axes))
-            groups.begin_pass(share.spans, share.shared_groups, share.count, shape.batch)
+            groups.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
 
     def finish_update(self) -> None:
         """Moves BatchNorm's running statistics by what all processes saw."""
@@ -343,6 +345,9 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
                 axes = tuple(axis for axis in batch_axes(letters[op.name]) if grid.mesh.sizes[axis] > 1)
                 family = families.setdefault(axes, NormGroups(processes=grid.group(axes) if axes else None))
                 module.groups = family
+                if module is op.module:
+                    # What is traced is tried, so that rows are known; where samples are mixed, statistics are local.
+                    module.rows_per_sample = graph.ops[op.sources[0]].extent.rows if op.batchwise else 0
                 family.layers.append(module)
     return families
 

@@ -82,14 +82,19 @@ class Op:
         return self.dtype.itemsize
 
     @property
+    def reads_attribute(self) -> bool:
+        """True where it is no computation but a parameter, buffer or constant that the network's forward reads."""
+        return self.node is not None and self.node.op == "get_attr"
+
+    @property
     def forward(self) -> Any:
         """What its module's class computes with; None where it is no module."""
         return getattr(type(self.module), "forward", None)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Its parameters and buffers by their names within it."""
+        """Its parameters and buffers by their names within it; one that is read by itself has the name ""."""
         if self.module is None:
-            return {}
+            return {"": attribute(self.node)} if self.reads_attribute else {}
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def allowed(self) -> list[str]:
@@ -123,9 +128,9 @@ class Graph:
             op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
         ]
 
-    def keep_classes(self) -> None:
-        """Lets the loss see all classes: only plain cross-entropy is known to be computed from parts of them."""
-        self.ops[LOSS].letters["o"] = "classes are cut for cross-entropy alone"
+    def keep_classes(self, reason: str = "the search cuts classes for cross-entropy alone") -> None:
+        """Lets the loss see all classes, and says why."""
+        self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
         """(giver, reader, which of the reader's sources) of each tensor that passes from op to op."""
@@ -155,9 +160,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 class _Tracer(fx.Tracer):
     """Traces into everything but torch's own modules; what can't be traced stays one op."""
 
-    def __init__(self, leaves: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...]) -> None:
         super().__init__()
-        self._leaves = leaves
+        self._leaves, self._inputs = leaves, inputs
         self.whole: dict[str, str] = {}
 
     def create_args_for_root(
@@ -166,11 +171,9 @@ class _Tracer(fx.Tracer):
         is_module: bool,  # noqa: ARG002 - as fx calls it
         concrete_args: Any = None,  # noqa: ARG002
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """One input, the samples; whatever else the network's forward takes keeps its default, as in training."""
-        return lambda model, samples: root_fn(model, samples), [
-            self.root,
-            self.create_proxy("placeholder", "x", (), {}),
-        ]
+        """The named inputs alone; whatever else the network's forward takes keeps its default, as in training."""
+        given = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
+        return lambda model, *inputs: root_fn(model, *inputs), [self.root, *given]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._leaves(m) or super().is_leaf_module(m, module_qualified_name)
@@ -178,10 +181,12 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = set(self.graph.nodes)
+        known, stack = set(self.graph.nodes), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever a user's forward does with a stand-in for a tensor
+            # What fx had entered is left, so that the module alone stays whole, and not all that it lies in.
+            self.module_stack = stack
             for node in reversed(list(self.graph.nodes)):
                 if node not in known:
                     self.graph.erase_node(node)
@@ -195,9 +200,11 @@ class _Tracer(fx.Tracer):
         return node
 
 
-def trace(model: nn.Module, leaves: Callable[[nn.Module], bool]) -> tuple[fx.GraphModule, dict[str, str]]:
+def trace(
+    model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
+) -> tuple[fx.GraphModule, dict[str, str]]:
     """The network's graph in its present mode (training or not), and the modules that could not be looked into."""
-    tracer = _Tracer(leaves)
+    tracer = _Tracer(leaves, inputs)
     try:
         graph = tracer.trace(model)
     except Exception as error:  # noqa: BLE001 - the network's own forward can't be traced: it is one op
@@ -290,9 +297,10 @@ def unique(name: str, taken: set[str]) -> str:
     return found
 
 
-def attribute(traced: fx.GraphModule, node: fx.Node) -> Tensor:
+def attribute(node: fx.Node | None) -> Tensor:
     """The parameter or buffer that a get_attr node stands for."""
-    found: Any = traced
+    assert node is not None
+    found: Any = node.graph.owning_module
     for word in str(node.target).split("."):
         found = getattr(found, word)
     return found

@@ -1,21 +1,41 @@
-"""The processes of a mesh at work: groups along its axes, and the steps of the placement algebra on real tensors."""
+"""Splitting a network by hand: a handle on a mesh axis, with collectives whose gradients are right.
+
+A network is constructed with a mesh, takes an axis of it, holds pieces of parameters and says itself where values are
+put together:
+
+    class Net(nn.Module):
+        def __init__(self, mesh):
+            super().__init__()
+            self.tp = mesh.axis("tp")
+            self.weight = self.tp.shard(torch.randn(512, 128), dim=1)
+
+        def forward(self, x):
+            part = self.tp.enter(x) @ self.weight
+            return self.tp.all_reduce(part.sum(-1))
+
+Values and gradients are laid out separately (placement.py), so each collective has another one for its backward. Which
+one follows from the chain rule alone: it is the adjoint of the forward one.
+"""
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.devices import accelerator
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import bounds
+from manyhands.core.mesh import Mesh, make_mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.collectives import group_timeout
-from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between
+from manyhands.parallel.convert import convert_both
+from manyhands.parallel.marks import Mark, Parameter, axis_numbers, mark_buffer
+from manyhands.parallel.placement import Extent, Placement
 
-if TYPE_CHECKING:
-    from manyhands.parallel.hybrid import Axis
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Grid:
@@ -68,8 +88,6 @@ class Grid:
         Raises:
             UserError: the mesh has no such axis, or one is named twice.
         """
-        from manyhands.parallel.hybrid import Axis
-
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
@@ -84,154 +102,247 @@ class Grid:
         self._groups.clear()
 
 
-def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: Grid) -> Tensor:
-    """Turns this process's piece under one layout into its piece under another; not differentiable.
+def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None) -> Grid:
+    """The processes of this run as a mesh; called by all of them alike.
 
     Args:
-        tensor: the piece that it has under `source`, any dtype.
-        source: how the tensor lies now.
-        target: how it is to lie.
-        extent: the shape of the whole tensor.
-        grid: the processes.
+        sizes: "dp=2,tp=2", or {"dp": 2, "tp": 2}; major to minor.
+        world: who takes part; None: the processes of torch.distributed's group, or this one alone.
 
-    Returns:
-        A tensor of the same dtype; maybe a view of the given one where nothing was sent.
+    Raises:
+        UserError: it is no mesh, or not of as many processes as there are.
     """
-    for step in steps_between(source, target):
-        tensor = _take(step, tensor, extent, grid)
-    return tensor
+    mesh = (
+        sizes if isinstance(sizes, Mesh) else parse_mesh(sizes, "mesh") if isinstance(sizes, str) else make_mesh(sizes)
+    )
+    world = world or _present_world()
+    if mesh.size != world.size:
+        mend = ("the product of its sizes is the number of processes", "such as -n 4 --mesh dp=2,tp=2")
+        raise UserError(f"the mesh {mesh} has {mesh.size} places, and there are {world.size} processes", "mesh", mend)
+    return Grid(mesh, world)
 
 
-def _take(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:
-    if grid.parts(step.axes) == 1:
-        return tensor
-    return _STEPS[step.kind](step, tensor, extent, grid)
+def _present_world() -> World:
+    if not dist.is_initialized():
+        return World()
+    backend = str(dist.get_backend())
+    kind = "cpu" if "gloo" in backend or "mpi" in backend else accelerator()
+    device = kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
+    return World(dist.get_rank(), dist.get_world_size(), device=device, backend=backend)
 
 
-def _sizes(step: Step, extent: Extent, grid: Grid) -> list[int]:
-    return group_sizes(extent, grid.mesh, grid.batch, grid.world.rank, step.dim, step.outer, step.axes)
+class Axis:
+    """One axis of a mesh, or several as if they were one. On one process every method gives back what it got.
 
+    Every process along the axis must call the same methods in the same order.
 
-def _all_reduce(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:  # noqa: ARG001 - as all steps
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=grid.group(step.axes))
-    return total
+    Args:
+        grid: the mesh at work.
+        names: of the axes.
+    """
 
+    def __init__(self, grid: Grid, names: Sequence[str]) -> None:
+        self._grid, self._axes = grid, axis_numbers(names, grid.mesh, "axis")
+        if not self._axes:
+            raise UserError("no axis is named", "axis", (f"the mesh is {grid.mesh}",))
 
-def _all_gather(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    mine = _padded(tensor, step.dim, max(sizes)).contiguous()
-    everybody = mine.new_empty(len(sizes), *mine.shape)
-    dist.all_gather_into_tensor(everybody.view(-1), mine.view(-1), group=grid.group(step.axes))
-    return torch.cat([part.narrow(step.dim, 0, size) for part, size in zip(everybody, sizes, strict=True)], step.dim)
+    @property
+    def mesh(self) -> Grid:
+        """The mesh that it belongs to."""
+        return self._grid
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the mesh's axes, major to minor."""
+        return tuple(self._grid.mesh.names[axis] for axis in self._axes)
 
-def _reduce_scatter(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    parts = torch.stack([_padded(part, step.dim, max(sizes)) for part in tensor.split(sizes, step.dim)]).contiguous()
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=grid.group(step.axes))
-    return mine.narrow(step.dim, 0, sizes[grid.place(step.axes)])
+    @property
+    def size(self) -> int:
+        """Processes along it."""
+        return self._grid.parts(self._axes)
 
+    @property
+    def rank(self) -> int:
+        """This process's place among them, from 0."""
+        return self._grid.place(self._axes)
 
-def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """The tensor with zeros after its end in one dimension: collectives want equal pieces."""
-    missing = length - tensor.shape[dim]
-    if not missing:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    def __repr__(self) -> str:
+        """Its names, size and this process's place."""
+        return f"Axis({','.join(self.names)}, {self.rank} of {self.size})"
 
+    def shard(self, tensor: Tensor, dim: int = 0) -> Parameter:
+        """This process's piece of a whole tensor, as a parameter that is marked as cut.
 
-def _all_to_all(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:
-    cut = _sizes(step, extent, grid)
-    joined = group_sizes(
-        extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
-    )  # fmt: skip
-    sent = [part.contiguous() for part in tensor.split(cut, step.dim)]
-    shape = list(tensor.shape)
-    shape[step.dim] = cut[grid.place(step.axes)]
-    shapes = [[*shape[: step.joined], length, *shape[step.joined + 1 :]] for length in joined]
-    counts = [torch.Size(one).numel() for one in shapes]
-    received = tensor.new_empty(sum(counts))
-    flat = torch.cat([part.view(-1) for part in sent])
-    dist.all_to_all_single(received, flat, counts, [part.numel() for part in sent], group=grid.group(step.axes))
-    parts = [part.view(one) for part, one in zip(received.split(counts), shapes, strict=True)]
-    return torch.cat(parts, step.joined)
+        Every process must make the same whole tensor; with the same seed it does. So the network starts as it would on
+        one process. A parameter that is cut along another axis already is cut once more, in another dimension.
 
+        Raises:
+            UserError: there is no such dimension, it is cut already, or shorter than the axis has processes.
+        """
+        piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
+        made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
+        made.mark = mark
+        return made
 
-def _slice(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    place = grid.place(step.axes)
-    return tensor.narrow(step.dim, sum(sizes[:place]), sizes[place])
+    def shard_module(self, module: Module, **dims: int) -> Module:
+        """Cuts parameters and buffers of a whole layer: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
+        Args:
+            module: the whole layer, equal on all processes; it is changed and returned.
+            dims: for each parameter or buffer that is cut, the dimension.
+        """
+        for name, dim in dims.items():
+            tensor = getattr(module, name, None)
+            if isinstance(tensor, nn.Parameter):
+                setattr(module, name, self.shard(tensor, dim))
+            elif name in module._buffers and tensor is not None:
+                piece, mark = self._piece(tensor, dim, None)
+                setattr(module, name, piece)
+                mark_buffer(module, name, mark)
+            else:
+                known = ", ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
+                raise UserError(f"{type(module).__name__} has no {name} to cut", "shard_module", (f"it has: {known}",))
+        if isinstance(getattr(module, "running_mean", None), Tensor):
+            module.num_features = len(module.running_mean)  # pyright: ignore - BatchNorm's
+        return module
 
-def _pad(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    place = grid.place(step.axes)
-    shape = list(tensor.shape)
-    shape[step.dim] = sum(sizes)
-    whole = tensor.new_zeros(shape)
-    whole.narrow(step.dim, sum(sizes[:place]), sizes[place]).copy_(tensor)
-    return whole
+    def _piece(self, tensor: Tensor, dim: int, before: Mark | None) -> tuple[Tensor, Mark]:
+        dim = self._dim(tensor, dim, "shard")
+        shape, cuts = tuple(tensor.shape), ()
+        if before is not None:
+            shape, cuts = before.shape or (), before.cuts
+            if not shape or any(dim == other or set(names) & set(self.names) for other, names in cuts):
+                raise UserError(f"dimension {dim} or the axis {self.names} is cut already: {before}", "shard")
+        length = tensor.shape[dim]
+        if length < self.size:
+            what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
+            raise UserError(what, "shard", (f"the tensor's shape is {tuple(tensor.shape)}", "cut another dimension"))
+        edges = bounds(length, self.size)
+        piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
+        return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
 
+    def enter(self, x: Tensor) -> Tensor:
+        """Where a whole value goes into work that is split over the axis: forward nothing, backward an all-reduce.
 
-def _keep_first(step: Step, tensor: Tensor, extent: Extent, grid: Grid) -> Tensor:  # noqa: ARG001 - as all steps
-    return tensor if grid.first(step.axes) else torch.zeros_like(tensor)
+        Each process uses all of x for its part of the work, so what comes back to it is a part of x's gradient; the
+        gradient is their sum. Conjugate of `all_reduce`.
+        """
+        return self._turn("enter", x, ("R", "R"), ("R", "P"), x.shape)
 
+    def all_reduce(self, y: Tensor) -> Tensor:
+        """Where split work comes together: forward a sum over the axis, backward nothing.
 
-_STEPS = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "slice": _slice,
-    "pad": _pad,
-    "keep_first": _keep_first,
-}
+        Each process's y is a term of the sum. The derivative of a sum by each of its terms is one, so each term's
+        gradient is the sum's, which every process has. (Adding those up would count them `size` times.) Conjugate of
+        `enter`.
+        """
+        return self._turn("all_reduce", y, ("P", "R"), ("R", "R"), y.shape)
 
+    def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """Pieces become the whole: forward an all-gather, backward a slice.
 
-class _Conversion(torch.autograd.Function):
-    """A conversion whose backward takes the gradient the other way, between layouts of its own."""
+        What follows must do the same work on every process along the axis, so that each has the whole's gradient; a
+        piece's gradient is its slice of that. Where what follows is split again, write `tp.enter(tp.gather(x, dim))`.
+        Conjugate of `scatter`.
 
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, layouts: tuple[Layout, Layout, Layout, Layout], extent: Extent, grid: Grid
+        Args:
+            x: this process's piece, of the length that `scatter` gives: lengths differ by one at most.
+            dim: the dimension that is put together.
+            length: of the whole in it. Without it the processes tell each other, in a small message.
+        """
+        dim = self._dim(x, dim, "gather")
+        shape = list(x.shape)
+        shape[dim] = self._length(x, dim, length)
+        return self._turn("gather", x, (dim, "R"), (dim, "R"), shape)
+
+    def scatter(self, x: Tensor, dim: int) -> Tensor:
+        """The whole becomes pieces: forward a slice, backward an all-gather.
+
+        x is whole and equal on every process; each keeps its piece. What comes back is the gradient of the piece, and
+        the whole's gradient is made of all pieces'. Conjugate of `gather`.
+        """
+        dim = self._dim(x, dim, "scatter")
+        return self._turn("scatter", x, ("R", dim), ("R", dim), x.shape)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """A sum of which each process keeps a piece: forward a reduce-scatter, backward an all-gather.
+
+        The same as `all_reduce` and then `scatter`, with half the traffic: each process's x is a term, whose gradient
+        is the whole's, and that is made of all pieces' gradients. Conjugate of `enter(gather(x))`.
+        """
+        dim = self._dim(x, dim, "reduce_scatter")
+        return self._turn("reduce_scatter", x, ("P", dim), ("R", dim), x.shape)
+
+    def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
+        """Pieces in one dimension become pieces in another: forward an all-to-all, backward one the other way.
+
+        The same as `gather` in one dimension and then `scatter` in the other, with a fraction of the traffic. Its own
+        conjugate, with the dimensions exchanged.
+
+        Args:
+            x: this process's piece, of the length in `joined` that `scatter` gives.
+            cut: the dimension that is whole and is cut.
+            joined: the dimension that is cut and is put together.
+            length: of the whole in `joined`. Without it the processes tell each other, in a small message.
+        """
+        cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
+        if cut == joined:
+            mend = ("two dimensions; within one there is nothing to exchange",)
+            raise UserError(f"dimension {cut} can't be cut and put together at once", "all_to_all", mend)
+        shape = list(x.shape)
+        shape[joined] = self._length(x, joined, length)
+        return self._turn("all_to_all", x, (joined, cut), (joined, cut), shape)
+
+    def _turn(
+        self,
+        method: str,
+        tensor: Tensor,
+        values: tuple[Placement, Placement],
+        gradients: tuple[Placement, Placement],
+        whole: Sequence[int],
     ) -> Tensor:
-        ctx.layouts, ctx.extent, ctx.grid = layouts, extent, grid
-        result = convert(tensor, layouts[0], layouts[1], extent, grid)
-        # A view would let an op that works in place change what other ops read.
-        return result.view_as(result) if result is tensor else result
+        def along(placement: Placement) -> tuple[Placement, ...]:
+            return tuple(placement if axis in self._axes else "R" for axis in range(len(self._grid.mesh.axes)))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        back = convert(gradients[0].contiguous(), ctx.layouts[3], ctx.layouts[2], ctx.extent, ctx.grid)
-        return back, None, None, None
+        before, after = (along(value) for value in values)
+        leaving, coming = (along(gradient) for gradient in gradients)
+        if self._grid.watch is None:
+            return convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
+        # A tensor of its own, so that its gradient is what this collective gives back and nothing else.
+        tensor = tensor.view_as(tensor)
+        result = convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
+        self._grid.watch(f"{'+'.join(self.names)}.{method}", tensor, result)
+        return result
+
+    def _dim(self, tensor: Tensor, dim: int, where: str) -> int:
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise UserError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim}", where)
+        return dim % tensor.dim()
+
+    def _length(self, piece: Tensor, dim: int, length: int | None) -> int:
+        """The whole's length; refused by all processes alike where the pieces' lengths are not those of a cut."""
+        here = piece.shape[dim]
+        if self.size == 1:
+            lengths = [here]
+        elif length is None:
+            mine = torch.tensor([here], device=piece.device)
+            everybody = mine.new_empty(self.size)
+            dist.all_gather_into_tensor(everybody, mine, group=self._grid.group(self._axes))
+            lengths = everybody.tolist()
+        else:
+            lengths = _lengths(length, self.size)
+            lengths = (
+                lengths if lengths[self.rank] == here else [*lengths[: self.rank], here, *lengths[self.rank + 1 :]]
+            )
+        total = sum(lengths) if length is None else length
+        if lengths != _lengths(total, self.size):
+            what = (
+                f"pieces of lengths {lengths} in dimension {dim} are not a cut of {total}: {_lengths(total, self.size)}"
+            )
+            raise UserError(what, f"gather over {','.join(self.names)}", ("cut with shard, scatter or reduce_scatter",))
+        return total
 
 
-def convert_both(
-    tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: Grid
-) -> Tensor:
-    """A differentiable conversion.
-
-    Args:
-        tensor: this process's piece.
-        values: the value's layout before and after.
-        gradients: the gradient's layout before (as it is to leave) and after (as it comes in).
-        extent: the shape of the whole tensor.
-        grid: the processes.
-    """
-    result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
-    return result
-
-
-def gather_whole(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
-    """The whole of a parameter or buffer [layout.shape] of which this process has a piece; a collective."""
-    if not layout.cuts:
-        return tensor
-    cut = {axis: dim for dim, axes in layout.cuts for axis in axes}
-    here: Layout = tuple(cut.get(axis, "R") for axis in range(len(grid.mesh.axes)))
-    sizes = [stop - start for start, stop in layout.region(grid.mesh, grid.world.rank)]
-    everywhere: Layout = tuple("R" for _ in here)
-    return convert(tensor.reshape(sizes), here, everywhere, Extent(layout.view), grid).reshape(layout.shape)
+def _lengths(total: int, parts: int) -> list[int]:
+    edges = bounds(total, parts)
+    return [edges[number + 1] - edges[number] for number in range(parts)]

@@ -4,9 +4,9 @@ Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) e
 they are who they should be is in `meet`.
 """
 
+import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +19,15 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
+from manyhands.core.devices import accelerator, device_kind
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
+from manyhands.core.outside import typed_number
 from manyhands.core.world import Membership, World
 from manyhands.parallel import ports
 from manyhands.parallel.cause import Cause
-from manyhands.parallel.meet import check_in
+from manyhands.parallel.meet import check_in, tell_of_two
+from manyhands.parallel.said import Told
+from manyhands.parallel.standing import STARTED_BY, groups, standing_store
 
 Say = Callable[[str], None]
 
@@ -31,6 +35,10 @@ Say = Callable[[str], None]
 ANSWER_S = 20.0
 # Aborting a backend may wait too.
 ABORT_S = 5.0
+# A rank 0 that holds our port answers within this time.
+TELL_S = 3.0
+# The interfaces that gloo and NCCL listen on.
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass
@@ -43,6 +51,7 @@ class Group:
         init_file: of file://; removed in the end, since it would spoil the next run.
         keeps_store: True on the process that the store goes with.
         cause: hears why another process failed; None until `listen`.
+        stands: of a process group that was there before, the groups of processes that there were; None of our own.
     """
 
     world: World
@@ -50,8 +59,9 @@ class Group:
     init_file: Path | None = None
     keeps_store: bool = False
     cause: Cause | None = None
+    stands: tuple[Any, ...] | None = None
 
-    def listen(self, attempt: int, leave: Callable[[str], None] | None = None) -> None:
+    def listen(self, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:
         """Has this process hear of the others' failures, where no agent of manyhands watches them.
 
         Args:
@@ -70,14 +80,24 @@ class Group:
 
     def leave(self, *, failed: bool = False) -> None:
         """Destroys the process group, if there is one; after a failure not before the others have heard why."""
-        if dist.is_initialized():
+        if self.stands is not None:
+            self._leave_standing(failed=failed)
+        elif dist.is_initialized():
             dist.destroy_process_group()
         if self.cause:
             if failed and self.keeps_store:
                 self.cause.keep_until_heard(self.world.size)
             self.cause.close()
-        if self.init_file and self.world.speaks:
+        if self.init_file and self.world.is_main:
             self.init_file.unlink(missing_ok=True)
+
+    def _leave_standing(self, *, failed: bool) -> None:
+        """Takes away the groups that we made beside one that stays; after a failure NCCL might wait in that."""
+        if failed and self.world.device != "cpu":
+            return
+        for group in groups():
+            if group not in (self.stands or ()):
+                dist.destroy_process_group(group)
 
 
 def join(membership: Membership, digest: str, collective_timeout_s: float, say: Say) -> Group:
@@ -93,10 +113,13 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         PeerError: somebody is missing, there twice, or differs.
         UserError: the address can't be used.
     """
+    if membership.started_by == STARTED_BY:
+        return _take_standing(membership, digest, say)
     device = _device(membership)
     if membership.size == 1 and not membership.init:
+        _use(device)
         return Group(World(device=device))
-    store = _open_store(membership, say)
+    store = _open_store(membership, digest, say)
     present = check_in(store, membership, digest, say)
     if membership.started_by == "--init":
         membership = _among_neighbours(membership, [present[rank]["machine"] for rank in range(membership.size)])
@@ -108,9 +131,8 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         share = (os.cpu_count() or 1) // membership.local_size
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     backend = _backend(membership, device)
-    _choose_interface(membership, present)
-    if ":" in device:
-        torch.get_device_module(device.partition(":")[0]).set_device(torch.device(device))
+    interface = choose_interface(membership, present)
+    _use(device)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"group/{membership.attempt}", store),
@@ -127,12 +149,34 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         str(dist.get_backend()),
         collective_timeout_s,
     )
-    if membership.started_by in {"--init", "met"} and not world.speaks:
+    for line in what_listens(membership, interface):
+        say(line)
+    if membership.started_by in {"--init", "met"} and not world.is_main:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
     url = urlparse(membership.init)
     init_file = Path(url.netloc + url.path) if url.scheme == "file" else None
     keeps_store = membership.rank == 0 and not membership.agent_store
     return Group(world, store, init_file, keeps_store)
+
+
+def _take_standing(membership: Membership, digest: str, say: Say) -> Group:
+    """Takes this process's place in the group that it is in already."""
+    before, store = tuple(groups()), standing_store()
+    present = check_in(store, membership, digest, say)
+    membership = _among_neighbours(membership, [present[rank]["machine"] for rank in range(membership.size)])
+    device = _device(membership)
+    _use(device)
+    world = World(
+        membership.rank, membership.size, membership.local_rank, membership.local_size, device, membership.backend
+    )
+    return Group(world, store, keeps_store=membership.rank == 0, stands=before)
+
+
+def _use(device: str) -> None:
+    """Makes an accelerator the one that this process allocates on; else what names none would land on the first."""
+    kind, _, number = device.partition(":")
+    if number and kind != "cpu":
+        torch.get_device_module(kind).set_device(torch.device(device))
 
 
 def _among_neighbours(membership: Membership, machines: list[str]) -> Membership:
@@ -141,36 +185,62 @@ def _among_neighbours(membership: Membership, machines: list[str]) -> Membership
     return replace(membership, local_rank=here.index(membership.rank), local_size=len(here))
 
 
-def _choose_interface(membership: Membership, present: dict[int, dict[str, Any]]) -> None:
-    """Has the collectives listen on the interface towards the others, or on loopback where all share one machine."""
+def choose_interface(membership: Membership, present: dict[int, dict[str, Any]]) -> str:
+    """Has the collectives listen on the interface towards the others, or on loopback where all share one machine.
+
+    Between machines the shell's own word counts. On one machine it doesn't: a cluster's shells name the interface that
+    machines talk over, and nobody else is to be reached there.
+
+    Returns:
+        What gloo listens on; empty where that is left to it.
+
+    Raises:
+        UserError: the shell names an interface that this machine doesn't have.
+    """
     here, loopback = present[membership.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
-    name = loopback
-    if others:
-        host = urlparse(membership.init).hostname or os.environ.get("MASTER_ADDR", "")
-        name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
-    if others and name in {"", loopback}:
+    if not others:
+        os.environ.update(dict.fromkeys(IFNAMES, loopback))
+        return loopback
+    if said := os.environ.get(IFNAMES[0], ""):
+        ports.require_interface(said, IFNAMES[0])
+    host = urlparse(membership.init).hostname or os.environ.get("MASTER_ADDR", "")
+    name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
+    if name in {"", loopback}:
         # Left to themselves the backends would take what this machine's own name stands for, often loopback.
         name = ports.interface_towards(address for who in others for address in who["addresses"])
     if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        for variable in IFNAMES:
+            os.environ.setdefault(variable, name)
+    return said or name
+
+
+def what_listens(membership: Membership, interface: str) -> list[str]:
+    """What this machine's processes, and their launcher, have open to others; its first process says it.
+
+    Where a head of ours knows all machines, it says so itself.
+    """
+    if membership.local_rank or membership.started_by == "manyhands":
+        return []
+    lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
+    if membership.agent_store and membership.started_by != "met":
+        lines += ports.describe_launcher(membership.started_by)
+    return lines
 
 
 def _device(membership: Membership) -> str:
     """This process's device: its own accelerator where there is one for each process on this machine."""
-    kind = membership.device
-    if kind == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = accelerator.type if accelerator else "cpu"
+    kind = device_kind(membership.device, membership.size)
     name, _, number = kind.partition(":")
-    if name in {"cpu", "mps"}:
+    if name == "mps":
+        return _apples(kind, membership.size)
+    if name == "cpu":
         return kind
-    if not torch.accelerator.is_available() or getattr(torch.accelerator.current_accelerator(), "type", "") != name:
+    if accelerator() != name:
         raise UserError(f"there is no {name} device here", "cluster.device", ("leave it out, or give --device cpu",))
     count = torch.accelerator.device_count()
     if number:
-        if not number.isdecimal() or int(number) >= count:
+        if (typed := typed_number(number)) is None or typed >= count:
             what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"
             raise UserError(what, "cluster.device", (f"{name}:0 … {name}:{count - 1}",))
         return kind
@@ -183,6 +253,17 @@ def _device(membership: Membership) -> str:
             (f"-n {count}", "or --device cpu"),
         )
     return f"{kind}:{membership.local_rank % count}"
+
+
+def _apples(kind: str, processes: int) -> str:
+    """The only GPU of an Apple computer, for the only process: torch has no collectives for it."""
+    if kind not in {"mps", "mps:0"} or not torch.backends.mps.is_available():
+        mend = ("leave it out, or give --device cpu", "mps is the GPU of an Apple computer, for torch made for macOS")
+        raise UserError(f"there is no {kind} device here", "cluster.device", mend)
+    if processes > 1:
+        what = f"{processes} processes can't talk to each other from mps: torch has no collectives for it"
+        raise UserError(what, "cluster.device", ("-n 1", "or --device cpu"))
+    return "mps"
 
 
 def _chosen(kind: str, index: int, count: int) -> str:
@@ -212,7 +293,7 @@ def _backend(membership: Membership, device: str) -> str:
     return dist.get_default_backend_for_device(device)
 
 
-def _open_store(membership: Membership, say: Say) -> Any:
+def _open_store(membership: Membership, digest: str, say: Say) -> Any:
     timeout = timedelta(seconds=membership.join_timeout_s)
     url = urlparse(membership.init)
     if url.scheme == "file":
@@ -226,7 +307,11 @@ def _open_store(membership: Membership, say: Say) -> Any:
         mend = "--init tcp://10.0.0.1:23456" if url.scheme == "tcp" else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456"
         raise UserError(what, "--init" if url.scheme == "tcp" else "MASTER_ADDR and MASTER_PORT", (mend,))
     if membership.rank == 0 and not membership.agent_store:
-        listener = ports.listen(host, port, _address_is_from(membership))
+        try:
+            listener = ports.listen(host, port, _address_is_from(membership))
+        except ports.PortTakenError:
+            _tell_the_first(host, port, membership, digest)
+            raise
         if membership.started_by != "manyhands":
             say(ports.describe_exposure(host, port))
         descriptor = listener.detach()
@@ -237,6 +322,19 @@ def _open_store(membership: Membership, say: Say) -> Any:
         )
     _wait_for_listener(host, port, membership, say)
     return _connect(host, port, membership)
+
+
+def _tell_the_first(host: str, port: int, membership: Membership, digest: str) -> None:
+    """Where the port is held by a rank 0 of this very job that waits for the others, tells it of the second one."""
+
+    def tell() -> None:
+        with contextlib.suppress(dist.DistError, ValueError):
+            store = dist.TCPStore(host, port, None, False, timedelta(seconds=TELL_S), False)
+            tell_of_two(dist.PrefixStore(f"present/{membership.attempt}", store), membership, digest)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(TELL_S)
 
 
 def _address_is_from(membership: Membership) -> str:
@@ -307,9 +405,3 @@ def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -
             time.sleep(0.2)
         else:
             return
-
-
-def say_on_stderr(text: str) -> None:
-    """The plain way of telling the user."""
-    sys.stderr.write(f"manyhands: {text}\n")
-    sys.stderr.flush()

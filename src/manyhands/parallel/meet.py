@@ -7,11 +7,11 @@ import contextlib
 import json
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,10 +19,15 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.errors import ManyhandsError, PeerError, UserError
+from manyhands.core.machine import this_machine
 from manyhands.core.world import Membership
 from manyhands.parallel.ports import outer_addresses
+from manyhands.parallel.said import Present, Twice, understood
 
 Say = Callable[[str], None]
+
+# What is shown of another process's options: a number, true or false.
+_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}|true|false|Infinity")
 
 # A process that holds the store and gives up waits so long for the others to see why.
 LINGER_S = 3.0
@@ -40,28 +45,56 @@ def check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[
     """
     names = dist.PrefixStore(f"present/{membership.attempt}", store)
     me = {
-        "host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(),
+        "host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(),
         "addresses": outer_addresses(),
         "size": membership.size, "digest": digest,
         "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
     }  # fmt: skip
     try:
         if names.add(f"count/{membership.rank}", 1) > 1:
+            tell_of_two(names, membership, digest)
             raise _place_taken(names, membership)
         names.set(str(membership.rank), json.dumps(me))
         present = _wait_for_names(names, membership, say)
         names.add("read", 1)
         for rank, other in present.items():
             _compare(membership, me, rank, other)
-    except dist.DistError:
+    except (dist.DistError, ValueError):  # a ValueError where a count in an init file is none
         raise PeerError(
-            "rank 0 left while the processes were meeting", membership.init, ("its own last words say why",)
+            "the store was left, or spoilt, while the processes were meeting",
+            membership.init,
+            ("if rank 0 has ended, its own last words say why", "does another program write there?"),
         ) from None
     except ManyhandsError:
         if membership.rank == 0:
             linger(names, "read", sum(names.check([str(rank)]) for rank in range(membership.size)))
         raise
     return present
+
+
+def tell_of_two(names: Any, membership: Membership, digest: str) -> None:
+    """Tells all that wait that a second process of their job was started with this rank: certain to be wrong."""
+    key = str(membership.rank)
+    first = understood(names.get(key), Present) if names.check([key]) else None
+    # One that has just come may not have written its name yet; another job on the same port is no second one.
+    if not first or (first.size, first.digest) == (membership.size, digest):
+        two = Twice(rank=membership.rank, host=socket.gethostname(), pid=os.getpid())
+        names.set("twice", two.model_dump_json())
+
+
+def _refuse_two(names: Any, membership: Membership, present: dict[int, dict[str, Any]]) -> None:
+    """Ends this process too where two were started with one rank: another rank must be missing, and never comes."""
+    two = understood(names.get("twice"), Twice) if names.check(["twice"]) else None
+    if not two or two.rank >= membership.size:
+        return
+    names.add("read", 1)
+    first = present.get(two.rank)
+    also = f" and to process {first['pid']} on {first['host']}" if first else ""
+    raise UserError(
+        f"rank {two.rank} was given twice: to process {two.pid} on {two.host}{also}",
+        "--rank" if membership.started_by == "--init" else "RANK",
+        (f"start all anew, each process with a rank of its own, 0 to {membership.size - 1}",),
+    )
 
 
 def linger(store: Any, key: str, count: int) -> None:
@@ -72,28 +105,23 @@ def linger(store: Any, key: str, count: int) -> None:
             time.sleep(0.02)
 
 
-def _machine() -> str:
-    """Equal for processes that share one network stack and see each other's ids: one machine, one container."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())  # noqa: PTH115
-    return " ".join(parts)
-
-
 def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, dict[str, Any]]:
     started, warned = time.monotonic(), False
     present: dict[int, dict[str, Any]] = {}
     while True:
         for rank in range(membership.size):
             if rank not in present and names.check([str(rank)]):
-                present[rank] = json.loads(names.get(str(rank)))
+                said = understood(names.get(str(rank)), Present)
+                if not said:
+                    continue  # junk; the process itself, when it comes, writes over it
+                present[rank] = said.model_dump()
                 _refuse_dead(present[rank], rank, membership)
                 if present[rank]["size"] != membership.size:
                     return present
         missing = [rank for rank in range(membership.size) if rank not in present]
         if not missing:
             return present
+        _refuse_two(names, membership, present)
         waited = time.monotonic() - started
         text = f"{len(present)} of {membership.size} processes are here; missing: rank {_ranges(missing)}"
         if waited > membership.join_timeout_s:
@@ -122,7 +150,7 @@ def _meeting_place(membership: Membership) -> str:
 
 def _refuse_dead(other: dict[str, Any], rank: int, membership: Membership) -> None:
     """An init file may hold the name of a process that has ended long ago."""
-    here = other["machine"] == _machine()
+    here = other["machine"] == this_machine()
     if membership.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = membership.init.removeprefix("file://")
         raise UserError(
@@ -136,7 +164,7 @@ def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[
     words = {"size": "--world-size", "torch": "torch's version", "digest": "the job (flags or job.toml)"}
     for key, word in words.items():
         if me[key] != other[key]:
-            shown = f": {me[key]} here, {other[key]} there" if key != "digest" else ""
+            shown = f": {me[key]} here, {other[key]} there" if key != "digest" else _options(me[key], other[key])
             raise UserError(
                 f"rank {membership.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}",
                 _meeting_place(membership),
@@ -144,14 +172,31 @@ def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[
             )
 
 
+def _options(here: str, there: str) -> str:
+    """Names the options in which two jobs differ, and numbers of theirs; both are as `shared_options` writes them."""
+    mine, others = _by_option(here), _by_option(there)
+    told: list[str] = []
+    for option, value in mine.items():
+        other = others.get(option)
+        if other == value:
+            continue
+        both = other is not None and _NUMBER.fullmatch(value) and _NUMBER.fullmatch(other)
+        told.append(f"{option} ({value} here, {other} there)" if both else option)
+    return f": {', '.join(told[:5])}{' …' * (len(told) > 5)}" if told else ""
+
+
+def _by_option(words: str) -> dict[str, str]:
+    return {option: value for option, _, value in (word.partition("=") for word in words.split())}
+
+
 def _place_taken(names: Any, membership: Membership) -> UserError:
     """Another process has this rank: a second start, or an earlier run's init file."""
-    other: dict[str, Any] = {}
+    other: Present | None = None
     with contextlib.suppress(RuntimeError, ValueError):
         # The other may have taken the place a moment ago and not have written its name yet.
         names.wait([str(membership.rank)], timedelta(seconds=LINGER_S))
-        other = json.loads(names.get(str(membership.rank)))
-    who = f" by process {other['pid']} on {other['host']}" if other else ""
+        other = understood(names.get(str(membership.rank)), Present)
+    who = f" by process {other.pid} on {other.host}" if other else ""
     if membership.init.startswith("file://"):
         path = membership.init.removeprefix("file://")
         return UserError(

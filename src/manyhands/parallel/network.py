@@ -1,31 +1,32 @@
-"""A network that runs under some parallel mode, as the training step sees it."""
+"""A network as one process holds it under a parallel mode: what may be asked of it, whatever the mode."""
 
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.nn.utils as nn_utils
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.grid import Grid, convert
-from manyhands.parallel.norm import SpanLike
-from manyhands.parallel.placement import Extent, Layout
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.norm import NormGroups, SpanLike, norms_of
 from manyhands.parallel.plan import Plan
 
-NothingToHoldBack = contextlib.nullcontext
+NothingToSync = contextlib.nullcontext
 
 # Of a network's output and labels int64 [n]: the sum [] of losses, and the logits [n, C].
-Criterion = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+LossFn = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 # The same, and the labels that the logits belong to.
-Judge = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
+LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class ShareLike(Protocol):
-    """What one of several processes has of a pass, as data/order.py describes it."""
+    """What one of several processes has of a micro-batch, as data/order.py describes it."""
 
     @property
     def spans(self) -> tuple[SpanLike, ...]:
@@ -43,14 +44,14 @@ class ShareLike(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PassShape:
-    """What a split network must know of a pass before it begins.
+@dataclass(slots=True)  # not frozen, which would take three times as long to make
+class MicroBatchShape:
+    """What a network on a mesh must know of a micro-batch before it begins.
 
     Attributes:
-        samples: in this pass, over all processes.
+        samples: in this micro-batch, over all processes.
         batch: samples in the whole update.
-        share: what process number `index` of `parts` has of the pass.
+        share: what process number `index` of `parts` has of the micro-batch.
         seed: decides what its ops draw; equal on all processes.
     """
 
@@ -61,68 +62,36 @@ class PassShape:
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """How a network's tensors and samples are cut over a mesh.
+class _Everything:
+    """The share of who has all samples, as one group of BatchNorm."""
+
+    count: int
+    spans: tuple[SpanLike, ...] = ()
+    shared_groups: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)  # not frozen, which would take three times as long to make
+class MicroBatch:
+    """What this process has of one forward and backward.
 
     Attributes:
-        grid: the processes.
-        layouts: of each entry of the state dict.
-        input_axes: numbers of the axes along which processes are given different samples.
-        loss_axes: numbers of the axes along which processes compute the loss of different samples.
-        begin_pass: is told of each pass before it.
-        finish_backward: waits for the gradients' sums, after an update's last backward pass.
-        finish_update: moves BatchNorm's running statistics.
-        judge: makes the criterion one for this network's outputs.
-        release: gives process groups and hooks back.
-        plan: what it was cut by.
-        outputs: how many classes the network tells apart; 0 if unknown.
-        most_parts: into how many parts some op shares out the samples.
-        whole_outputs: in evaluation each process gets the outputs of all samples; False: of its own.
-        draws: some op draws random numbers in training.
+        inputs: [n, …]; where the share is empty, one sample that counts for nothing.
+        labels: int64 [n].
+        share: which samples of the update these are.
+        shape: the same over all processes.
     """
 
-    grid: Grid
-    layouts: Mapping[str, TensorLayout]
-    input_axes: tuple[int, ...]
-    loss_axes: tuple[int, ...]
-    begin_pass: Callable[[PassShape], None]
-    finish_backward: Callable[[], None]
-    finish_update: Callable[[], None]
-    judge: Callable[[Criterion, float], Judge]
-    release: Callable[[], None]
-    plan: Plan
-    outputs: int = 0
-    most_parts: int = 1
-    whole_outputs: bool = True
-    draws: bool = False
+    inputs: Tensor
+    labels: Tensor
+    share: ShareLike
+    shape: MicroBatchShape
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh."""
-        return self.grid.mesh
 
-    @property
-    def replicas(self) -> int:
-        """How many processes are given different samples."""
-        return self.grid.parts(self.input_axes)
-
-    @property
-    def replica(self) -> int:
-        """This process's place among them."""
-        return self.grid.place(self.input_axes)
-
-    def gather_rows(self, rows: Tensor, count: int) -> Tensor:
-        """All `count` samples' rows of which each replica gives its own; a collective. Sets the pass's samples."""
-        self.grid.batch = count
-        axes = range(len(self.mesh.axes))
-        here: Layout = tuple(0 if axis in self.input_axes else "R" for axis in axes)
-        return convert(rows, here, ("R",) * len(axes), Extent((count,), 1), self.grid)
-
-    @property
-    def counts(self) -> bool:
-        """True on one of the processes that compute the loss of the same samples."""
-        axes = range(len(self.mesh.axes))
-        return self.grid.first([axis for axis in axes if axis not in self.loss_axes])
+def whole_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
+    """An update of one micro-batch on this process alone, whose samples are one group of BatchNorm."""
+    count = len(labels)
+    everything = _Everything(count)
+    return MicroBatch(inputs, labels, everything, MicroBatchShape(count, count, lambda _parts, _index: everything))
 
 
 def _as_it_is(loss: Tensor) -> Tensor:
@@ -131,41 +100,135 @@ def _as_it_is(loss: Tensor) -> Tensor:
 
 @dataclass
 class ParallelNetwork:
-    """What a mode's `apply` returns.
+    """A network as one process holds it under a mode: whole, or sharded by torch. `NetworkOnMesh` is of the others.
 
     Attributes:
-        call: the module to call in training; its backward agrees on gradients where the mode does so.
+        call: the module to call in training; its backward averages gradients where the mode does so.
         inner: the user's network under its own names, for evaluation and checkpoints.
         gradient_scale: what a process multiplies (its sum of losses / global batch) by, so that the gradients that
             come out are those of the mean loss over the global batch: the number of processes for modes that average.
-        hold_back: a context in which backward adds up gradients without agreeing on them, for accumulation.
+        no_sync: a context in which backward adds up gradients without averaging them, for accumulation.
         collective_forward: True when every process must call forward equally often, also in evaluation.
         replicated: True when all processes hold equal parameters, so that they can be compared.
         sharded: True when parameters are held as torch's own distributed tensors.
-        cutting: how it is cut, for modes that cut by a plan.
-        reach_all: of the loss of an update's last pass, the same loss, whose backward comes to every parameter, also to
-            those that this pass didn't use; for modes that wait for all.
+        reach_all: of the loss of an update's last micro-batch, the same loss, whose backward comes to every parameter,
+            also to those that this micro-batch didn't use; for modes that wait for all.
         endless: names of buffers that held NaN or infinity from the start, and may.
+        plan: what it was split by; None where it wasn't.
+        layouts: where each entry of the state dict lies; empty where no process holds pieces.
+        outputs: how many classes it tells apart, where that is known from splitting it; else 0.
+        most_parts: into how many parts some op shares out the samples of a micro-batch.
+        draws: some op is known to draw random numbers in training.
+        norms: what its BatchNorm layers are told of each micro-batch.
     """
 
     call: nn.Module
     inner: nn.Module
     gradient_scale: float = 1.0
-    hold_back: Callable[[], AbstractContextManager[object]] = field(default=NothingToHoldBack)
+    no_sync: Callable[[], AbstractContextManager[object]] = field(default=NothingToSync)
     collective_forward: bool = False
     replicated: bool = True
     sharded: bool = False
-    cutting: Cutting | None = None
     reach_all: Callable[[Tensor], Tensor] = field(default=_as_it_is)
     endless: frozenset[str] = frozenset()
+    plan: Plan | None = None
+    layouts: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
+    outputs: int = 0
+    most_parts: int = 1
+    draws: bool = False
+    norms: NormGroups = field(init=False)
+
+    # True where all processes compute each batch together, and not each its own samples with a network of its own.
+    together: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Finds the network's BatchNorm layers."""
+        self.norms = norms_of(self.inner)
+
+    @property
+    def runs_alone(self) -> bool:
+        """True where this process holds all parameters, so that it can run `inner` without the others."""
+        return not self.sharded
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The module to call in evaluation."""
+        return self.inner if self.runs_alone else self.call
+
+    @property
+    def mesh(self) -> Mesh:
+        """The processes that `layouts` speak of, and this one's `rank` among them."""
+        return Mesh((("dp", 1),))
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the mesh."""
+        return 0
 
     def replicas(self, size: int) -> int:
         """How many of `size` processes are given different samples."""
-        return self.cutting.replicas if self.cutting else size
+        return size
+
+    def replica(self, rank: int) -> int:
+        """The place among them of this process, number `rank`."""
+        return rank
+
+    def saves(self, rank: int) -> bool:
+        """Whether process number `rank` writes checkpoints."""
+        return rank == 0
+
+    def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG002 - of split classes
+        """The loss function for what `call` gives in training; `smoothing` is cross-entropy's."""
+
+        def with_labels(output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return *loss_fn(output, labels), labels
+
+        return with_labels
+
+    def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Makes ready for a micro-batch; what `call` is to be given of it, and the labels."""
+        share = part.share
+        self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, part.shape.batch)
+        return part.inputs, part.labels
+
+    def counted(self, part: MicroBatch, labels: Tensor) -> int:  # noqa: ARG002 - of those who compute the same loss
+        """Samples of a loss that this process reports, of `labels` that it has computed it for."""
+        return part.share.count
+
+    def finish_gradients(self) -> None:
+        """Waits for what backward has not put in place yet; after an update's last backward."""
+
+    def finish_update(self, size: int) -> None:
+        """Moves BatchNorm's running statistics by what `size` processes saw; a collective."""
+        self.norms.finish_update(size)
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm [] of all gradients of the whole network, whoever holds them; a collective unless all are here."""
+        norm = nn_utils.get_total_norm([one.grad for one in self.inner.parameters() if one.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def first_holder(self, name: str, rank: int) -> int:  # noqa: ARG002 - of pieces
+        """The first process that must have the same of a tensor as process number `rank`."""
+        return 0
+
+    def gather_rows(self, rows: Tensor, count: int) -> Tensor:  # noqa: ARG002 - where all compute a batch together
+        """All `count` samples' rows, of which each replica gives its own, in evaluation; a collective on a mesh."""
+        return rows
+
+    def gather_outputs(self, rows: Tensor, count: int) -> Tensor:  # noqa: ARG002
+        """All `count` samples' outputs from what `evaluated` gives here; a collective on a mesh."""
+        return rows
+
+    def piece(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - on a mesh, where names have layouts
+        """What this process holds of a whole tensor of the state dict."""
+        return tensor
+
+    def release(self) -> None:
+        """Gives process groups and hooks back."""
 
 
 @dataclass(frozen=True)
-class How:
+class ModeRequest:
     """What a mode may need to know to apply itself.
 
     Attributes:
@@ -173,15 +236,17 @@ class How:
         plan: which part of each op's work each process does, for modes that follow one.
         picture: one sample, whose numbers don't matter, for modes that look into the network.
         cross_entropy: the loss is plain cross-entropy, whose classes can be cut.
+        loss: the user's own otherwise, whose classes can be cut where all of its small operators have rules.
         grid: what the network was constructed with, for networks that their author has split.
         samples: names of the mesh's axes over which samples are shared; None: all that cut no parameter.
-        reduces: False where somebody else agrees on gradients, for the mode data.
-        group: the processes that agree in each update, for the mode data; None: all.
+        reduces: False where somebody else averages gradients, for the mode data.
+        group: the processes that average in each update, for the mode data; None: all.
         hook: what takes the place of a plain mean of gradients in DDP; None for that.
     """
 
     unused: bool = False
     cross_entropy: bool = True
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
     plan: Plan | None = None
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))
     grid: Grid | None = None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from manyhands.core.errors import UserError
 from manyhands.parallel.shared_norm import SharedNorm, accumulator_dtype, computed_dtype, moments_of
@@ -59,6 +60,7 @@ class NormGroups:
         weight: of this pass's statistics where spans is empty (the process's part of the global batch).
         batch: samples in the global batch.
         processes: the process group that shares the samples; None: all processes.
+        apart: each process normalises its own samples and keeps its own statistics.
     """
 
     spans: Sequence[SpanLike] = ()
@@ -66,11 +68,13 @@ class NormGroups:
     weight: float = 1.0
     batch: int = 0
     processes: Any = None
+    apart: bool = False
     layers: list["GroupedNorm"] = field(default_factory=list)
 
-    def begin_pass(self, spans: Sequence[SpanLike], shared_sizes: Sequence[int], count: int, batch: int) -> None:
+    def begin_micro_batch(self, spans: Sequence[SpanLike], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Describes the pass that comes next: `count` samples here, `batch` in the whole update."""
-        self.spans, self.shared_sizes, self.batch = spans, shared_sizes, batch
+        self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
+        self.batch = batch
         self.weight = count / batch
 
     def finish_update(self, size: int) -> None:
@@ -80,7 +84,7 @@ class NormGroups:
             return
         # Every process takes part, also one that held no group's beginning: its statistics have weight zero.
         flat = torch.cat([layer.take_seen() for layer in layers])
-        if size > 1:
+        if size > 1 and not self.apart:
             dist.all_reduce(flat, group=self.processes)
         position = 0
         for layer in layers:
@@ -108,9 +112,26 @@ class GroupedNorm(_BatchNorm):
             raise ValueError(f"BatchNorm expects at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises [N, C, ...] with the statistics of each sample's group; same shape and dtype."""
+        """[N, C, ...], normalised with the statistics of each sample's group, and what else the class does to it."""
         if not self.training:
             return super().forward(input)
+        if _is_torchs_own(type(self).__mro__):
+            return self.normalise(input)
+        # A class of somebody's own does more than normalise, such as an activation (timm's BatchNormAct2d).
+        tracks, self.track_running_stats = self.track_running_stats, False
+        try:
+            with _InGroups(self) as ours:
+                output = super().forward(input)
+        finally:
+            self.track_running_stats = tracks
+        if not ours.called:
+            what = f"{type(self).__mro__[2].__name__} is derived from BatchNorm, but doesn't normalise with it"
+            mend = ("call super().forward or torch's batch_norm in it", "or derive it from nn.Module")
+            raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
+        return output
+
+    def normalise(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalises [N, C, ...] with the statistics of each sample's group, and does nothing else."""
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._alone(input, self.groups.weight)
@@ -196,6 +217,28 @@ class GroupedNorm(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
+class _InGroups(TorchFunctionMode):
+    """Has a layer's own forward normalise over groups where it calls torch's function."""
+
+    def __init__(self, layer: GroupedNorm) -> None:
+        super().__init__()
+        self._layer, self.called = layer, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            self.called = True
+            return self._layer.normalise(args[0] if args else kwargs["input"])
+        return func(*args, **(kwargs or {}))
+
+
+_TORCHS_OWN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, _BatchNorm, GroupedNorm}
+
+
+def _is_torchs_own(kinds: Sequence[type]) -> bool:
+    """True where the first of a class's ancestors with a forward of its own, but for ours, is torch's."""
+    return next(kind for kind in kinds if "forward" in vars(kind) and kind is not GroupedNorm) in _TORCHS_OWN
+
+
 def _values_per_row(like: Tensor) -> int:
     count = 1
     for length in like.shape[2:]:
@@ -205,6 +248,10 @@ def _values_per_row(like: Tensor) -> int:
 
 def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a BatchNorm class with our training pass, so that isinstance and state_dict stay as they were."""
+    if issubclass(kind, nn.SyncBatchNorm) and not _is_torchs_own(kind.__mro__):
+        what = f"{kind.__name__} is a SyncBatchNorm of somebody's own, which can't be taken apart"
+        mend = ("leave BatchNorm as the network has it: its statistics are those of the whole batch's groups here",)
+        raise UserError(what, "the network", mend)
     base = nn.BatchNorm2d if issubclass(kind, nn.SyncBatchNorm) else kind
     return type(f"Grouped{base.__name__}", (GroupedNorm, base), {"__module__": __name__})
 
@@ -238,3 +285,10 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
     """Leaves a network's layers to torch, for modes whose copies of them could not hand back what they saw."""
     return NormGroups(), lambda: None
+
+
+def norms_of(model: nn.Module) -> NormGroups:
+    """What tells a network's layers of each micro-batch; where several do, as in a split one, only the layers."""
+    layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
+    alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
+    return layers[0].groups if alike else NormGroups(layers=layers)

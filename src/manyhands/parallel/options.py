@@ -5,13 +5,20 @@ from typing import Literal
 from pydantic import Field
 
 from manyhands.core.options import Options
+from manyhands.core.plugins import module_names
+
+MODES = "manyhands.parallel.modes"
+# Modes that are taken where no mode is named: usually, by one process alone, for a plan that is followed, and for one
+# that is searched for. The head knows no more of them: what a mode says of itself imports torch.
+USUAL_MODE, MODE_ALONE, MODE_OF_PLANS, MODE_OF_SEARCHES = "data", "single", "semi", "auto"
+SEARCH = "search"
 
 
 class ParallelOptions(Options):
     """Where tensors live, and which process does which part of the work."""
 
     mode: str = Field(
-        default="data", description="single, data, dataparallel, fsdp, hybrid, semi or auto (a search decides)"
+        default=USUAL_MODE, description=f"{', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: a search decides"
     )
     mesh: str = Field(
         default="", description="the processes as a grid with named axes: dp=2,tp=2; empty: one axis dp of all"
@@ -38,3 +45,8 @@ class ParallelOptions(Options):
     parameter_broadcast: bool = Field(
         default=False, description="send rank 0's parameters to all at the start; false: prove that they are equal"
     )
+
+    @property
+    def searches(self) -> bool:
+        """True where the processes are to search for a plan."""
+        return self.mode == MODE_OF_SEARCHES or (self.mode == MODE_OF_PLANS and self.fill == SEARCH)

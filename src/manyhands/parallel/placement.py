@@ -166,7 +166,7 @@ def _additions(current: list[Placement], target: Layout) -> list[Step]:
 
 
 @dataclass(frozen=True)
-class Message:
+class CollectiveMessage:
     """One collective as it appears on the wire.
 
     Attributes:
@@ -180,10 +180,12 @@ class Message:
     values: int
 
 
-def messages(source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0) -> list[Message]:
+def messages(
+    source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: int, rank: int = 0
+) -> list[CollectiveMessage]:
     """The collectives of a conversion, with the sizes that `rank` sees."""
     sizes = [_piece(extent, mesh, batch, rank, dim, _cutting(source, dim)) for dim in range(len(extent.dims))]
-    found: list[Message] = []
+    found: list[CollectiveMessage] = []
     for step in steps_between(source, target):
         before = list(sizes)
         group = mesh.parts(step.axes)
@@ -198,7 +200,7 @@ def messages(source: Layout, target: Layout, extent: Extent, mesh: Mesh, batch: 
         if step.kind == "reduce_scatter":
             before[step.dim] = _longest(extent, mesh, batch, rank, step) * group
         if step.communicates and group > 1:
-            found.append(Message(step.kind, step.axes, math.prod(before)))
+            found.append(CollectiveMessage(step.kind, step.axes, math.prod(before)))
     return found
 
 

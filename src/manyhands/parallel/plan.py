@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch.nn import functional
+
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, layout_from_plain
-from manyhands.core.mesh import Mesh, make_mesh, parse_mesh
-from manyhands.core.outside import parse_json, read_bytes
+from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.plan_record import FORMAT, PlanRecord, no_plan, parse_plan_record, read_plan_record
 from manyhands.core.plugins import did_you_mean
 from manyhands.parallel.graph import INPUT, Graph, Loop, Op
 from manyhands.parallel.options import ParallelOptions
 from manyhands.parallel.strategy import from_mindspore, is_tuples, parse_strategy, parse_tuples, write_strategy
-
-FORMAT = "plan/1"
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Plan:
         default: of ops that none matches.
         pinned: keys of `ops` that the user fixed.
         layouts: how each tensor of the network lies; filled in from the network, for tools that don't have it.
-        about: whatever else the file says: predicted, measured, reason, calibration, graph.
+        about: whatever else the file says: predicted, measured, reason, graph; see `PlanRecord`.
     """
 
     mesh: Mesh
     ops: Mapping[str, str] = field(default_factory=dict)
     default: str = ""
     pinned: tuple[str, ...] = ()
-    layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    layouts: Mapping[str, TensorLayout] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -43,32 +43,29 @@ class Plan:
         """The strategy of ops that nothing matches: samples, over all axes, unless the plan says otherwise."""
         return self.default or f"n@{','.join(self.mesh.names)}"
 
+    def record(self) -> PlanRecord:
+        """As a file says it."""
+        cut = (
+            {}
+            if self.layouts is None
+            else {"layouts": {name: one.as_plain() for name, one in self.layouts.items() if one.cuts}}
+        )
+        pinned = {"pinned": list(self.pinned)} if self.pinned else {}
+        split = {"mesh": self.mesh.as_dict(), "default": self.fallback, "ops": dict(self.ops), **pinned, **cut}
+        return PlanRecord.model_validate({"format": FORMAT, **self.about, **split})
+
     def as_plain(self) -> dict[str, Any]:
         """As JSON data."""
-        content: dict[str, Any] = {"format": FORMAT, "mesh": self.mesh.as_dict(), "default": self.fallback}
-        content["ops"] = dict(self.ops)
-        if self.pinned:
-            content["pinned"] = list(self.pinned)
-        content |= self.about
-        content["layouts"] = {name: one.as_plain() for name, one in self.layouts.items() if one.cuts}
-        return content
+        return self.record().as_plain()
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan.json.
+    """Reads a plan.json that says how ops are split.
 
     Raises:
         UserError: there is none, or it is not a plan; says which field.
     """
-    try:
-        content = parse_json(read_bytes(path), once_each=True)
-    except OSError as error:
-        raise UserError(f"the plan can't be read: {error.strerror}", str(path), ("manyhands plan job.toml",)) from error
-    except ValueError as error:
-        raise UserError(
-            f"the plan is not JSON: {error}", str(path), ("write it anew: manyhands plan job.toml",)
-        ) from error
-    return plan_from_plain(content, str(path))
+    return _plan_of_record(read_plan_record(path), str(path))
 
 
 def plan_from_plain(content: Any, where: str) -> Plan:
@@ -77,28 +74,15 @@ def plan_from_plain(content: Any, where: str) -> Plan:
     Raises:
         UserError: it is not a plan; says which field.
     """
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("mesh"), dict):
-        raise UserError(
-            f'this is no plan: "format" should be "{FORMAT}", with a "mesh"', where, ("manyhands plan job.toml",)
-        )
-    mesh = make_mesh(content["mesh"], f"{where}, mesh")
-    ops, default = content.get("ops", {}), content.get("default", "")
-    texts = isinstance(ops, dict) and all(isinstance(one, str) for one in (*ops, *ops.values(), default))
-    pinned, layouts = content.get("pinned", []), content.get("layouts", {})
-    if not texts or not isinstance(pinned, list) or not isinstance(layouts, dict):
-        raise UserError('"ops" should be strategies by name, such as {"fc": "n@dp o@tp"}', where, ("mend it by hand",))
-    known = ("format", "mesh", "ops", "default", "pinned", "layouts")
-    misspelt = next((key for key in content if key not in known and did_you_mean(key, list(known))), None)
-    if misspelt is not None:
-        raise UserError(f'a plan has no field "{misspelt}"', where, (did_you_mean(misspelt, list(known)),))
-    return Plan(
-        mesh,
-        ops,
-        default,
-        tuple(str(one) for one in pinned),
-        {name: layout_from_plain(one, mesh, f"{where}, layouts, {name}") for name, one in layouts.items()},
-        {key: value for key, value in content.items() if key not in known},
-    )
+    return _plan_of_record(parse_plan_record(content, where), where)
+
+
+def _plan_of_record(record: PlanRecord, where: str) -> Plan:
+    if not {"format", "mesh"} <= record.model_fields_set:
+        raise no_plan(where)
+    mesh, layouts = record.mesh_and_layouts(where)
+    known = None if record.layouts is None else layouts
+    return Plan(mesh, record.ops, record.default, tuple(record.pinned), known, record.about())
 
 
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
@@ -127,18 +111,70 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
             hint = did_you_mean(pattern, list(graph.ops))
             names = ", ".join(list(graph.ops)[:8])
             raise UserError(f"the network has no op {pattern}", where, (hint or f"its ops: {names} …",))
+        unkept: dict[str, str] = {}
         for op in ops:
-            strategy = _read(text, op, plan.mesh, f"{where}, {pattern}")
+            strategy = _read(text, op, graph, plan.mesh, f"{where}, {pattern}")
             exact = len(ops) == 1 or op.name == pattern
             chosen = {axis: _known(op, letter, exact=exact) for axis, letter in strategy.items()}
             said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
+            unkept[op.name] = "".join(strategy[axis] for axis, letter in chosen.items() if not letter)
+        _refuse_if_none_keeps(pattern, text, unkept, f"{where}, {pattern}")
     return said
 
 
-def _read(text: str, op: Op, mesh: Mesh, where: str) -> dict[int, str]:
-    if is_tuples(text):
-        return from_mindspore(op.kind, parse_tuples(text, where), mesh, where)
-    return parse_strategy(text, mesh, where)
+def _refuse_if_none_keeps(pattern: str, text: str, unkept: Mapping[str, str], where: str) -> None:
+    """Raises UserError for a letter that means nothing to any of the ops that a pattern names."""
+    for letter in dict.fromkeys("".join(unkept.values())):
+        if all(letter in letters for letters in unkept.values()):
+            names = ", ".join(list(unkept)[:4])
+            what = f"{pattern} can't be split as {text}: {letter} means nothing to any of its ops ({names})"
+            raise UserError(what, where, ("name one op, and a letter that it knows", "manyhands plan shows them"))
+
+
+def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
+    if not is_tuples(text):
+        return parse_strategy(text, mesh, where)
+    tuples = parse_tuples(text, where)
+    letters = from_mindspore(op.kind, tuples, mesh, where)
+    _refuse_other_pieces(op, graph, tuples, letters, mesh, where)
+    return letters
+
+
+def _refuse_other_pieces(
+    op: Op, graph: Graph, tuples: tuple[tuple[int, ...], ...], letters: dict[int, str], mesh: Mesh, where: str
+) -> None:
+    """Raises UserError where the letters that tuples were read as wouldn't cut each input as the tuples say."""
+    if op.module is not None and op.kind in {"linear", "conv"}:
+        return  # whose own parameters the tuples name, and which have been compared with them
+    if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
+        return  # for which there is a reason
+    allowed = f"it can be split by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
+    read = _pieces_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
+    if len(tuples) > max(1, len(read)):
+        what = f"{op.name} ({op.kind}) reads {len(read)} tensor(s), and {tuples} are for {len(tuples)}"
+        raise UserError(what, where, ("a tuple for each tensor that it reads", allowed))
+    for (name, pieces), wanted in zip(read, tuples, strict=False):
+        if pieces != wanted:
+            what = f"{op.name} ({op.kind}) can't be split as {tuples}: {name} would be cut into {pieces}"
+            raise UserError(what, where, (allowed,))
+
+
+def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
+    """Each tensor that an op reads under its letters, and into how many pieces its dimensions are cut."""
+    loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
+
+    def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
+        cut = tuple(mesh.parts([axis for axis, side in enumerate(sides) if side == dim]) for dim in range(dims))
+        return cut or (1,)
+
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for place, name in enumerate(op.sources):
+        taken = pieces([loop.inputs[place] for loop in loops], len(graph.ops[name].extents[0].dims))
+        transposed = place == 1 and op.node is not None and op.node.target is functional.linear
+        found.append((name, taken[::-1] if transposed else taken))
+    for name, tensor in op.parameters().items():
+        found.append((name, pieces([loop.cuts.get(name) for loop in loops], tensor.ndim)))
+    return found
 
 
 def _known(op: Op, letter: str, *, exact: bool) -> str:
@@ -235,7 +271,8 @@ def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) ->
     exceptions: dict[str, str] = {}
     for ops in graph.ties().values():
         natural = tuple(_default(ops, letter) for letter in default)
-        first = ops[0]
+        # A product is named rather than the parameter that it reads.
+        first = next((op for op in ops if op.batched), ops[0])
         if letters[first.name] != natural:
             exceptions[first.name] = write_strategy(letters[first.name], mesh)
     ordered = {name: exceptions[name] for name in graph.ops if name in exceptions}
@@ -252,12 +289,15 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:
         mesh = parse_mesh(options.mesh) if options.mesh else plan.mesh
-        plan = replace(plan, mesh=mesh, default="" if mesh.names != plan.mesh.names else plan.default, layouts={})
+        plan = replace(plan, mesh=mesh, default="" if mesh.names != plan.mesh.names else plan.default, layouts=None)
     if plan.mesh.size != world_size:
         where = "parallel.mesh" if options.mesh else options.plan
         mend = (f"-n {plan.mesh.size}", f"or a mesh of {world_size}, such as --mesh dp={world_size}")
         raise UserError(f"the mesh {plan.mesh} has {plan.mesh.size} places for {world_size} process(es)", where, mend)
     kept = tuple(name for name in plan.pinned if name not in pins)
     rest = {name: text for name, text in plan.ops.items() if name not in pins}
+    if options.full_batch and INPUT in pins:
+        mend = ("leave --parallel.full-batch out", f"leave the pin of {INPUT} out")
+        raise UserError(f"the full batch everywhere and a pin of {INPUT} exclude each other", "parallel.pin", mend)
     whole_input = {INPUT: f"r@{','.join(plan.mesh.names)}"} if options.full_batch else {}
     return replace(plan, ops={**rest, **pins, **whole_input}, pinned=(*kept, *pins))

@@ -2,6 +2,7 @@
 
 import errno
 import ipaddress
+import os
 import socket
 from collections.abc import Iterable
 
@@ -11,6 +12,10 @@ from manyhands.core.errors import UserError
 
 # Bridges that containers and virtual machines of this machine talk over; no other machine reaches them.
 INNER_NETWORKS = ("172.17.", "192.168.122.", "169.254.", "fe80:")
+
+
+class PortTakenError(UserError):
+    """Somebody else listens there already."""
 
 
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
@@ -44,7 +49,7 @@ def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
 def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserError:
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
-        return UserError(
+        return PortTakenError(
             f"port {port} is in use{holder and f' by {holder}'}",
             given_by,
             (f"choose another port on every process, such as {port + 1}", "or end that process"),
@@ -131,6 +136,56 @@ def interface_towards(theirs: Iterable[str]) -> str:
                 if any(address in network for address in wanted):
                     return name
     return next(filter(None, (interface_of(str(address)) for address in wanted)), "")
+
+
+def require_interface(names: str, given_by: str) -> None:
+    """Refuses an interface that gloo would look for in vain; several may be named, with commas between.
+
+    Raises:
+        UserError: this machine doesn't have one of them.
+    """
+    mine = psutil.net_if_addrs()
+    for name in names.split(","):
+        if name not in mine:
+            what = f'{given_by} names "{name}", and this machine has {", ".join(sorted(mine))}'
+            raise UserError(what, given_by, (f"unset {given_by}", "or name one of these"))
+
+
+def describe_collectives(interface: str) -> str:
+    """One line: where the collectives of this machine's processes listen, and who can reach them."""
+    entries = psutil.net_if_addrs()
+    found = [
+        entry.address.partition("%")[0]
+        for name in interface.split(",")
+        for entry in entries.get(name, ())
+        if entry.family in {socket.AF_INET, socket.AF_INET6} and not entry.address.startswith("fe80:")
+    ]
+    where = f"{interface} ({', '.join(found)})" if found else interface or "an interface that the backend chooses"
+    return (
+        f"the collectives of each process here listen on free ports of {where}: to everybody who reaches that address, "
+        "without a password or encryption"
+    )
+
+
+def describe_launcher(name: str) -> list[str]:
+    """What the process that started this one has open to other machines, as far as it can be seen."""
+    try:
+        connections = psutil.Process(os.getppid()).net_connections("tcp")
+    except psutil.Error:
+        return []
+    listening = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
+    outer = sorted({(address.ip, address.port) for address in listening if not _is_loopback(address.ip)})
+    if not outer:
+        return []
+    numbers = " and ".join(str(port) for port in sorted({port for _, port in outer}))
+    every = all(ip in {"0.0.0.0", "::"} for ip, _ in outer)
+    where = "on every interface" if every else f"on {', '.join(sorted({ip for ip, _ in outer}))}"
+    return [f"{name} itself listens {where}, port {numbers}: to everybody who reaches one, without a password"]
+
+
+def _is_loopback(address: str) -> bool:
+    mapped = getattr(ipaddress.ip_address(address), "ipv4_mapped", None)
+    return (mapped or ipaddress.ip_address(address)).is_loopback
 
 
 def describe_exposure(host: str, port: int) -> str:

@@ -53,7 +53,7 @@ class Reducer:
         ]
 
     @contextmanager
-    def hold_back(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Backward in this context adds gradients up on each process alone."""
         self._held_back = True
         try:

@@ -33,6 +33,16 @@ def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
             hook.remove()
 
 
+def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
+    """Sets `rows_per_sample` of the layers by trial on two samples or more; the network is left in training."""
+    if not layers:
+        return
+    model.eval()
+    with torch.no_grad(), watching(layers) as seen:
+        model(images)
+    settle_rows(model.train(), seen, images)
+
+
 def settle_rows(model: nn.Module, seen: Inputs, images: Tensor) -> None:
     """Sets `rows_per_sample` of the layers of which an input had another number of rows than there were samples.
 

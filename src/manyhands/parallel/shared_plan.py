@@ -15,7 +15,7 @@ def shared_plan(options: ParallelOptions, world: World) -> Plan:
     Raises:
         UserError: as `plan_of`, on all processes alike.
     """
-    told = broadcast_plain(_read(options, world.size) if world.speaks else None, world)
+    told = broadcast_plain(_read(options, world.size) if world.is_main else None, world)
     if "error" in told:
         raise UserError(told["error"], told["where"], tuple(told["mend"]))
     return plan_from_plain(told["plan"], "plan")

@@ -1,61 +1,65 @@
 """Applies a plan to a network: what the modes semi and auto do."""
 
-from collections.abc import Callable
-
 from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.parallel.describe import describe_network
 from manyhands.parallel.execute import SplitNetwork, batch_axes
-from manyhands.parallel.graph import INPUT, LOSS
+from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.loss import SplitLoss
-from manyhands.parallel.network import Cutting, How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan, resolve
 from manyhands.parallel.reduce import Reducer
+from manyhands.parallel.sharded_loss import WHOLE_CLASSES, describe_loss
+from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.weights import cut_alike
 
 
-def split(model: nn.Module, world: World, how: How) -> ParallelNetwork:
+def split(model: nn.Module, world: World, request: ModeRequest) -> NetworkOnMesh:
     """Cuts a network by a plan and has it run so.
 
     Args:
         model: in training, whole and equal on all processes; its parameters become this process's pieces.
         world: who takes part; as many as the plan's mesh has places.
-        how: the plan and a sample.
+        request: the plan and a sample.
 
     Raises:
         UserError: the plan doesn't fit the network, the mesh or the number of processes.
     """
-    plan = how.plan
+    plan = request.plan
     if plan is None:
         raise UserError("this mode needs a plan", "parallel", ('--pin "fc=n@dp o@tp"', "or --parallel.plan plan.json"))
     if plan.mesh.size != world.size:
         mend = ("another --mesh, or another number of processes",)
         raise UserError(f"the mesh {plan.mesh} has {plan.mesh.size} places for {world.size} processes", "mesh", mend)
     group_batch_norms(model)
-    graph = describe_network(model, how.picture)
-    if not how.cross_entropy:
-        graph.keep_classes()
-    letters = resolve(plan, graph)
+    graph = describe_network(model, request.picture)
+    sharded_loss = None if request.cross_entropy else _cut_loss(graph, request)
     model.eval()
-    evaluated = describe_network(model, how.picture)
+    evaluated = describe_network(model, request.picture)
     model.train()
+    cut_alike(graph.ops, evaluated.ops)
+    letters = resolve(plan, graph)
     rest = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
     grid = Grid(plan.mesh, world)
     network = SplitNetwork(model, graph, evaluated, {**rest, **letters}, grid).train()
     reducer = Reducer(dict(model.named_parameters()), network.layouts, grid)
-    cutting = Cutting(
+    return NetworkOnMesh(
+        call=network,
+        inner=model,
+        no_sync=reducer.no_sync,
+        collective_forward=True,
         grid=grid,
+        reducer=reducer,
         layouts=network.layouts,
         input_axes=batch_axes(letters[INPUT]),
         loss_axes=batch_axes(letters[LOSS]),
-        begin_pass=network.begin_pass,
-        finish_backward=reducer.finish,
-        finish_update=network.finish_update,
-        judge=lambda criterion, smoothing: SplitLoss(network, criterion, smoothing),
-        release=_releasing(reducer, grid),
+        begin_micro_batch=network.begin_micro_batch,
+        move_statistics=network.finish_update,
+        make_loss_fn=lambda loss_fn, smoothing: SplitLoss(network, loss_fn, smoothing, sharded_loss),
         plan=Plan(
             plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, {**plan.about, "notes": graph.notes}
         ),
@@ -63,18 +67,17 @@ def split(model: nn.Module, world: World, how: How) -> ParallelNetwork:
         draws=network.draws,
         most_parts=max(plan.mesh.parts(batch_axes(one)) for one in letters.values()),
     )
-    return ParallelNetwork(
-        call=network,
-        inner=model,
-        hold_back=reducer.hold_back,
-        collective_forward=True,
-        cutting=cutting,
-    )
 
 
-def _releasing(reducer: Reducer, grid: Grid) -> Callable[[], None]:
-    def release() -> None:
-        reducer.release()
-        grid.release()
-
-    return release
+def _cut_loss(graph: Graph, request: ModeRequest) -> Graph | None:
+    """The loss of the user's own as a graph of its own; without one it sees all classes, for the reason kept."""
+    if not isinstance(graph.ops[LOSS].letters["o"], Loop):
+        return None
+    output = graph.ops[graph.ops[LOSS].sources[0]]
+    found: Graph | str = WHOLE_CLASSES
+    if request.loss is not None:
+        found = describe_loss(request.loss, output.extent.dims[1], output.dtype, request.picture.device)
+    if isinstance(found, Graph):
+        return found
+    graph.keep_classes(found)
+    return None

@@ -8,14 +8,13 @@ from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.hybrid import Axis
+from manyhands.parallel.grid import Axis, Grid
 from manyhands.parallel.modes.hybrid import HybridNetwork, hybrid_network
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.proof.alone import Make, both, gather, grid_alone, make_whole, region_of
 from manyhands.parallel.proof.sums import close, differing_axes, error_between, explain, factor_between, scale_of
-from manyhands.parallel.proof.trace import Place, located, recording, wrong_places
-from manyhands.parallel.proof.trial import Loss, Trial, make_trial, run_alone, run_here, shares_of
+from manyhands.parallel.proof.trace import WrongPlace, located, recording, wrong_places
+from manyhands.parallel.proof.trial import GradientTrial, Loss, make_trial, run_alone, run_here, shares_of
 from manyhands.parallel.proof.verdict import OUTPUT, Finding, GradientCheck, judge_gradient, judge_value, names_of
 
 # Gradients far below the largest one are rounding errors, such as those of a bias before BatchNorm.
@@ -60,7 +59,7 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
         live, alone = both(net, grid, alone_grid)
         network = hybrid_network(live, grid, samples)
         try:
-            trial = Trial(*make_trial(sample, labels, network), loss, tolerance)
+            trial = GradientTrial(*make_trial(sample, labels, network), loss, tolerance)
             found = _verify(network, alone, alone_grid, trial)
         finally:
             network.reducer.release()
@@ -83,7 +82,9 @@ def _mesh_of(net: Any) -> Grid:
     raise UserError("the network has no axis of a mesh", "verify_gradients", mend)
 
 
-def _verify(network: HybridNetwork, alone: nn.Module, alone_grid: Grid, trial: Trial) -> tuple[list[Finding], float]:
+def _verify(
+    network: HybridNetwork, alone: nn.Module, alone_grid: Grid, trial: GradientTrial
+) -> tuple[list[Finding], float]:
     found = make_whole(network, alone, trial.tolerance)
     if found:
         return found, 0.0
@@ -143,7 +144,7 @@ def _gradient(network: HybridNetwork, name: str, raw: Tensor, shares: list[Tenso
 
 
 def _judge(
-    gradient: _Gradient, network: HybridNetwork, nothing: float, tolerance: float, place: Place | None
+    gradient: _Gradient, network: HybridNetwork, nothing: float, tolerance: float, place: WrongPlace | None
 ) -> tuple[float, Finding | None]:
     """The relative error of a gradient, and what is wrong with it."""
     mesh, cut = network.grid.mesh, network.layouts[gradient.name].cut_axes

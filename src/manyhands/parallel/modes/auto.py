@@ -2,15 +2,18 @@
 
 from torch import nn
 
+from manyhands.core.needs import Need
 from manyhands.core.world import World
-from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.split import split
 
 DESCRIPTION = "a search over measured costs decides how each op is split"
 NORM_GROUPS = True
+OFFERS = frozenset[Need]()
+NOTHING_ALONE = True
 FOLLOWS_PLAN = True
 
 
-def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Splits the network by the plan that was found."""
-    return split(model, world, how)
+    return split(model, world, request)

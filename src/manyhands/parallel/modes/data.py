@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.core.needs import OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.world import World
-from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
+OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE})
+NOTHING_ALONE = True
 
 # torch 2.15 renamed the flag and warns of the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -30,7 +33,7 @@ class Replica(DistributedDataParallel):
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
 
-def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Wraps the network in DDP, or leaves it as it is where there is nobody to share with.
 
     DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
@@ -39,26 +42,26 @@ def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
     Args:
         model: on its device, equal on all processes.
         world: who takes part.
-        how: whether some parameters may get no gradient, which DDP must then look for in every step; and who agrees on
-            gradients, and how.
+        request: whether some parameters may get no gradient, which DDP must then look for in every step; and who agrees
+            on gradients, and how.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)
-    if not how.reduces:
+    if not request.reduces:
         return ParallelNetwork(call=model, inner=model, gradient_scale=float(world.size))
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
-        process_group=how.group,
+        process_group=request.group,
         **_NO_BUFFERS,
         init_sync=False,
-        find_unused_parameters=how.unused,
+        find_unused_parameters=request.unused,
         gradient_as_bucket_view=True,
     )
-    if how.hook:
-        wrapped.register_comm_hook(None, how.hook)
-    network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), hold_back=wrapped.no_sync)
-    if not how.unused:  # else DDP looks for what a pass didn't use by itself
+    if request.hook:
+        wrapped.register_comm_hook(None, request.hook)
+    network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)
+    if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         network.reach_all = functools.partial(_reach, trained)
     return network

@@ -8,28 +8,33 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from manyhands.core.needs import Need
 from manyhands.core.world import World
-from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
 
 DESCRIPTION = "each process keeps a piece of every parameter, and gathers them as it needs them"
 NORM_GROUPS = True
+OFFERS = frozenset[Need]()
 
 
-def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Shards every block of the network, then what is left of it."""
     if world.alone:
         return ParallelNetwork(call=model, inner=model)
+    for parameter in model.parameters():
+        # fully_shard takes no other layout; under channels_last the pictures alone carry it from layer to layer.
+        parameter.data = parameter.data.contiguous()
     mesh = init_device_mesh(world.device.partition(":")[0], (world.size,), mesh_dim_names=("dp",))
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     sharded = cast(FSDPModule, model)
-    if not how.unused and hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.15
+    if not request.unused and hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.15
         # Else processes whose samples take other branches wait for each other.
         sharded.set_reduce_scatter_unused_params(True)
 
     @contextlib.contextmanager
-    def hold_back() -> Iterator[None]:
+    def no_sync() -> Iterator[None]:
         sharded.set_requires_gradient_sync(False)
         try:
             yield
@@ -40,7 +45,7 @@ def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
         call=model,
         inner=model,
         gradient_scale=float(world.size),
-        hold_back=hold_back,
+        no_sync=no_sync,
         collective_forward=True,
         replicated=False,
         sharded=True,

@@ -1,4 +1,4 @@
-"""Hybrid: the network's author splits it by hand (parallel/hybrid.py); the mode sums gradients and nothing else.
+"""Hybrid: the network's author splits it by hand (parallel/grid.py); the mode sums gradients and nothing else.
 
 Samples are shared over some axes of the mesh, by default all that cut no parameter. A parameter's gradient is summed
 over those of them that don't cut it. Over the other axes a whole parameter's gradient is whole already, because the
@@ -14,17 +14,21 @@ from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout
+from manyhands.core.needs import Need
 from manyhands.core.seeds import mix
 from manyhands.core.world import World
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import axis_numbers, layouts_of
-from manyhands.parallel.network import Criterion, Cutting, How, Judge, ParallelNetwork, PassShape
+from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatchShape, ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import GroupedNorm, NormGroups
+from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.reduce import Reducer, total_norm
+from manyhands.parallel.reduce import Reducer
 
 DESCRIPTION = "you split the network by hand over the axes of a mesh"
 NORM_GROUPS = True
+OFFERS = frozenset[Need]()
+TAKES_MESH = True
 
 
 @dataclass
@@ -47,70 +51,57 @@ class HybridNetwork:
     reducer: Reducer
     norms: NormGroups
 
-    def begin_pass(self, shape: PassShape) -> None:
+    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
         """Describes the pass that comes next. Processes with the same samples draw alike, as in dropout."""
         place = self.grid.place(self.samples)
         self.grid.batch = shape.samples
         share = shape.share(self.grid.parts(self.samples), place)
-        self.norms.begin_pass(share.spans, share.shared_groups, share.count, shape.batch)
+        self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
         torch.manual_seed(mix(mix(shape.seed) ^ place))
 
     def finish_update(self) -> None:
         """Moves BatchNorm's running statistics by what all samples showed."""
         self.norms.finish_update(self.grid.parts(self.samples))
 
-    def total_norm(self) -> Tensor:
-        """The norm [] of all gradients of the whole network."""
-        return total_norm(dict(self.model.named_parameters()), self.layouts, self.grid)
-
-    def release(self) -> None:
-        """Gives process groups and hooks back."""
-        self.reducer.release()
-        self.grid.release()
-
-    def cutting(self) -> Cutting:
-        """What the training step and checkpoints must know of it."""
-        return Cutting(
+    def on_mesh(self) -> NetworkOnMesh:
+        """The network as training, evaluation and checkpoints take it."""
+        return NetworkOnMesh(
+            call=self.model,
+            inner=self.model,
+            no_sync=self.reducer.no_sync,
+            collective_forward=True,
             grid=self.grid,
+            reducer=self.reducer,
             layouts=self.layouts,
             input_axes=self.samples,
             loss_axes=self.samples,
-            begin_pass=self.begin_pass,
-            finish_backward=self.reducer.finish,
-            finish_update=self.finish_update,
-            judge=_judge,
-            release=self.release,
+            begin_micro_batch=self.begin_micro_batch,
+            move_statistics=self.finish_update,
+            make_loss_fn=_with_labels,
             plan=Plan(self.grid.mesh, layouts=self.layouts),
             most_parts=self.grid.parts(self.samples),
             whole_outputs=False,
         )
 
 
-def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
-    """Has a network run that was constructed with `how.grid`.
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+    """Has a network run that was constructed with `request.grid`.
 
     Raises:
         UserError: there is no grid, or a mark doesn't fit its mesh.
     """
-    if how.grid is None:
+    if request.grid is None:
         mend = ("--mesh dp=2,tp=2", "and a network whose __init__ takes `mesh`")
         raise UserError("hybrid needs a mesh that the network was made with", "parallel.mesh", mend)
-    network = hybrid_network(model, how.grid, how.samples)
-    return ParallelNetwork(
-        call=model,
-        inner=model,
-        hold_back=network.reducer.hold_back,
-        collective_forward=True,
-        cutting=network.cutting(),
-    )
+    return hybrid_network(model, request.grid, request.samples).on_mesh()
 
 
-def _judge(criterion: Criterion, smoothing: float) -> Judge:  # noqa: ARG001 - of cut classes, which the author puts together
-    def judge(output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss, logits = criterion(output, labels)
+def _with_labels(loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG001 - of cut classes, which the author puts together
+    def with_labels(output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss, logits = loss_fn(output, labels)
         return loss, logits, labels
 
-    return judge
+    return with_labels
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:

@@ -2,15 +2,17 @@
 
 from torch import nn
 
+from manyhands.core.needs import Need
 from manyhands.core.world import World
-from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.split import split
 
 DESCRIPTION = "ops are split as the user says (--pin); the others share out samples"
 NORM_GROUPS = True
+OFFERS = frozenset[Need]()
 FOLLOWS_PLAN = True
 
 
-def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Splits the network by the user's plan."""
-    return split(model, world, how)
+    return split(model, world, request)

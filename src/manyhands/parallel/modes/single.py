@@ -2,13 +2,16 @@
 
 from torch import nn
 
+from manyhands.core.needs import OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.world import World
-from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
 
 DESCRIPTION = "one process, one device"
 NORM_GROUPS = True
+OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE})
+ONE_PROCESS = "one process"
 
 
-def apply(model: nn.Module, world: World, how: How) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
     """The network as it is."""
     return ParallelNetwork(call=model, inner=model)

@@ -20,7 +20,7 @@ _WHOLE = ("enter", "all_reduce", "gather")
 
 
 @dataclass
-class Record:
+class CollectiveCall:
     """One call of a collective.
 
     Attributes:
@@ -35,13 +35,13 @@ class Record:
 
 
 @contextmanager
-def recording(grid: Grid) -> Iterator[list[Record]]:
+def recording(grid: Grid) -> Iterator[list[CollectiveCall]]:
     """Keeps what passes through the collectives of a mesh's axes."""
-    records: list[Record] = []
+    records: list[CollectiveCall] = []
 
     def watch(name: str, given: Tensor, result: Tensor) -> None:
         method = name.rpartition(".")[2]
-        record = Record(f"{name} at {_users_line()}", result.detach() if method in _WHOLE else None)
+        record = CollectiveCall(f"{name} at {_users_line()}", result.detach() if method in _WHOLE else None)
         records.append(record)
         if given.requires_grad and method in {"enter", "scatter"}:
             given.register_hook(_keeping(record))
@@ -53,7 +53,7 @@ def recording(grid: Grid) -> Iterator[list[Record]]:
         grid.watch = None
 
 
-def _keeping(record: Record) -> Callable[[Tensor], None]:
+def _keeping(record: CollectiveCall) -> Callable[[Tensor], None]:
     def keep(gradient: Tensor) -> None:
         record.gradient = gradient.detach().clone()
 
@@ -68,7 +68,7 @@ def _users_line() -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class WrongPlace:
     """The first collective, in the order of the pass, at which something is wrong, and why."""
 
     label: str
@@ -76,16 +76,16 @@ class Place:
 
 
 def wrong_places(
-    grid: Grid, seen: list[Record], due: list[Record], shares: list[slice], tolerance: float
-) -> tuple[Place | None, Place | None]:
+    grid: Grid, seen: list[CollectiveCall], due: list[CollectiveCall], shares: list[slice], tolerance: float
+) -> tuple[WrongPlace | None, WrongPlace | None]:
     """Where the forward and the backward pass first have a value that is a wrong sum."""
 
-    def first(pairs: list[tuple[str, Tensor | None, Tensor | None]]) -> Place | None:
-        found: Place | None = None
+    def first(pairs: list[tuple[str, Tensor | None, Tensor | None]]) -> WrongPlace | None:
+        found: WrongPlace | None = None
         for label, here, there in pairs:
             why = _why(grid, here, there, shares, tolerance)
             if why:
-                found = Place(label, why)
+                found = WrongPlace(label, why)
             elif found and here is not None:
                 break
         # Of collectives one after the other the last one shows what all of them did.
@@ -126,7 +126,7 @@ def _rows_due(value: Tensor, shape: Sequence[int], share: slice, count: int) -> 
     return due if tuple(due.shape) == tuple(shape) else None
 
 
-def located(finding: Finding, place: Place, mesh: Mesh) -> Finding:
+def located(finding: Finding, place: WrongPlace, mesh: Mesh) -> Finding:
     """The finding for an output that is wrong from a collective on."""
     better = judge_sum(finding.name, [place.why], mesh)
     return replace(better, what=f"at {place.label}, {better.what}") if better else finding

@@ -12,13 +12,16 @@ from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import bounds
+from manyhands.core.world import World
+from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.modes.hybrid import HybridNetwork
+from manyhands.parallel.network import ParallelNetwork
 
 Loss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Trial:
+class GradientTrial:
     """What a network is tried on.
 
     Attributes:
@@ -77,7 +80,9 @@ def shares_of(network: HybridNetwork, count: int) -> list[slice]:
     return [slice(edges[place], edges[place + 1]) for place in places]
 
 
-def run_alone(alone: nn.Module, trial: Trial, shares: list[slice]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def run_alone(
+    alone: nn.Module, trial: GradientTrial, shares: list[slice]
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """What one process gives for the whole batch, and the gradients of each rank's share of the loss."""
     try:
         output = alone(trial.sample)
@@ -99,16 +104,19 @@ def run_alone(alone: nn.Module, trial: Trial, shares: list[slice]) -> tuple[list
                 name: torch.zeros_like(one) if gradient is None else gradient for (name, one), gradient in pairs
             }
     # Backward of the whole loss as well: what passes through the collectives is compared with it.
-    trial(output, slice(0, len(trial.sample))).backward()
+    loss = trial(output, slice(0, len(trial.sample)))
+    Gradients(ParallelNetwork(alone, alone), World()).backward_of(loss)
     return [one.detach() for one in _tensors(output)], [by_rows[rows.start] for rows in shares]
 
 
-def run_here(network: HybridNetwork, trial: Trial, shares: list[slice]) -> tuple[dict[str, Tensor], list[Tensor]]:
+def run_here(
+    network: HybridNetwork, trial: GradientTrial, shares: list[slice]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Forward and backward on this process's share: gradients that are not summed yet, and the output."""
     rows = shares[network.grid.world.rank]
     _begin_pass(network, rows, len(trial.sample))
     output = network.model(trial.sample[rows])
-    trial(output, rows).backward()
+    Gradients(network.on_mesh(), network.grid.world).backward_of(trial(output, rows))
     raw = {
         name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
         for name, one in network.model.named_parameters()
@@ -118,7 +126,7 @@ def run_here(network: HybridNetwork, trial: Trial, shares: list[slice]) -> tuple
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WholeGroup:
     """A process's part of the only group of BatchNorm, which is the whole batch."""
 
     start: int
@@ -131,8 +139,8 @@ class _Part:
 def _begin_pass(network: HybridNetwork, rows: slice, count: int) -> None:
     shared = network.grid.parts(network.samples) > 1
     held = rows.stop - rows.start
-    part = _Part(0, held, count, 0 if shared else -1, rows.start == 0)
-    network.norms.begin_pass((part,), (count,) if shared else (), held, count)
+    part = _WholeGroup(0, held, count, 0 if shared else -1, rows.start == 0)
+    network.norms.begin_micro_batch((part,), (count,) if shared else (), held, count)
 
 
 def _tensors(output: Any) -> list[Tensor]:

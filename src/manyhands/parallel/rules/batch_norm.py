@@ -17,9 +17,13 @@ def describe(op: Op, inputs: list[Op]) -> None:
     """n, c (channels), r."""
     op.feature = 1
     # Across its groups it keeps samples apart; within them the executor has the processes share statistics.
-    op.batchwise = True
+    op.batchwise = all(one.batchwise for one in inputs) and bool(op.extent.rows or not op.batched)
     op.letters = whole_or_batch(op, inputs)
     if op.module is not None and op.module.running_mean is None:
         op.letters["n"] = "it has no running statistics, so in evaluation it mixes samples"
     channels = op.extent.dims[1]
+    others = set(op.parameters()) - {*PER_CHANNEL, "num_batches_tracked"}
+    if others:
+        op.letters["c"] = f"it has more than BatchNorm's parameters ({', '.join(sorted(others))})"
+        return
     op.letters["c"] = Loop((1,), 1, dict.fromkeys(PER_CHANNEL, 0), length=channels)

@@ -30,7 +30,7 @@ def describe(op: Op, inputs: list[Op]) -> None:
         op.letters["c"] = Loop((1,), 1, {"weight": 0, "bias": 0}, length=layer.groups, even=True)
 
 
-class AddsBiasOnce(PartialLayer[_ConvNd]):
+class PartialConvolution(PartialLayer[_ConvNd]):
     """A convolution over a part of the input channels."""
 
     def forward(self, pictures: Tensor) -> Tensor:
@@ -44,4 +44,4 @@ def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     layer = cast(_ConvNd, op.module)
     layer.groups //= grid.parts([axis for axis, letter in enumerate(letters) if letter == "c"])
     inner = [axis for axis, letter in enumerate(letters) if letter == "i"]
-    return AddsBiasOnce(layer, grid.first(inner)) if inner and layer.bias is not None else None
+    return PartialConvolution(layer, grid.first(inner)) if inner and layer.bias is not None else None

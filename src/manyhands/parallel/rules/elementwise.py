@@ -21,7 +21,7 @@ FUNCTIONS: set[Any] = {
     torch.relu, F.relu, F.relu6, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh,
     torch.sigmoid, F.sigmoid, torch.tanh, F.tanh, F.softplus, F.dropout, torch.exp, torch.log, torch.sqrt, torch.abs,
     operator.neg, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow,
-    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.square,
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.square, torch.neg,
 }  # fmt: skip
 METHODS = {
     "relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "add", "sub", "mul", "div", "pow", "square",
@@ -34,7 +34,7 @@ def matches(op: Op) -> bool:
     if op.module is not None:
         return isinstance(op.module, MODULES) and op.forward in {kind.forward for kind in MODULES}
     node = op.node
-    if node is None or node.op == "get_attr":
+    if node is None or op.reads_attribute:
         return False
     # torchvision's; it drops whole samples (or whole batches), the same in all of their channels.
     stochastic_depth = getattr(node.target, "__name__", "") == "stochastic_depth"

@@ -29,7 +29,7 @@ def describe(op: Op, inputs: list[Op]) -> None:
         op.letters["i"] = Loop((last,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_features)
 
 
-class AddsBiasOnce(PartialLayer[nn.Linear]):
+class PartialLinear(PartialLayer[nn.Linear]):
     """A layer over a part of the input features."""
 
     def forward(self, features: Tensor) -> Tensor:
@@ -42,4 +42,4 @@ def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
     """The layer of one process's piece."""
     layer = cast(nn.Linear, op.module)
     inner = [axis for axis, letter in enumerate(letters) if letter == "i"]
-    return AddsBiasOnce(layer, grid.first(inner)) if inner and layer.bias is not None else None
+    return PartialLinear(layer, grid.first(inner)) if inner and layer.bias is not None else None

@@ -1,4 +1,4 @@
-"""Ops that work on each channel by itself: pooling, means over pixels, flattening."""
+"""Ops that work on each channel by itself: pooling and flattening."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ MODULES: tuple[type[nn.Module], ...] = (
 )  # fmt: skip
 FUNCTIONS: set[Any] = {
     F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, torch.flatten,
-    torch.mean, F.interpolate, F.dropout2d,
+    F.interpolate, F.dropout2d,
 }  # fmt: skip
-METHODS = {"mean", "flatten"}
+METHODS = {"flatten"}
 
 
 def matches(op: Op) -> bool:
@@ -37,21 +37,7 @@ def describe(op: Op, inputs: list[Op]) -> None:
     source, result = inputs[0].extent.dims, op.extent.dims
     if inputs[0].feature != 1 or len(source) < 3 or len(result) < 2 or result[1] % source[1]:
         return
-    if not _keeps_channels(op, source, result):
-        return
     op.feature = 1
     flattened = result[1] != source[1]
     # A flattened channel is several features: pieces of equal numbers of channels alone are pieces of features.
     op.letters["c"] = Loop((1,), 1, length=source[1], even=flattened)
-
-
-def _keeps_channels(op: Op, source: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    """False where a mean or a flattening takes in the channels themselves."""
-    node = op.node
-    if node is None or op.module is not None or node.target not in {torch.mean, "mean"}:
-        return True
-    dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-    chosen = [dims] if isinstance(dims, int) else dims
-    if not isinstance(chosen, list | tuple) or not all(isinstance(dim, int) for dim in chosen):
-        return False
-    return 1 not in {int(str(dim)) % len(source) for dim in chosen} and result[1] == source[1]

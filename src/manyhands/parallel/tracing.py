@@ -1,7 +1,7 @@
 """From a network to its graph: traces it, tries it on three and on two random samples, and asks the rules."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import module_names
 from manyhands.parallel import graph as graphs
+from manyhands.parallel import weights
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
 
@@ -73,8 +74,38 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
     traced, unseen = graphs.trace(model, _is_leaf)
     names = graphs.name_nodes(traced)
     many, few = _try(traced, model, picture)
-    ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
+    ops, ties = describe_ops(traced, names, many, few)
     graph = Graph(ops, traced, SAMPLES, tuple(picture.shape))
+    _add_loss(graph, traced, names)
+    ties += weights.cut_with_readers(ops)
+    shared = weights.sharing(ops)
+    graphs.tie_all(ops, [*ties, *shared])
+    weights.refuse_two_ways(ops)
+    graph.notes = _notes(graph, unseen)
+    graph.parameters = dict(model.named_parameters())
+    return graph
+
+
+def describe_ops(
+    traced: fx.GraphModule,
+    names: Mapping[fx.Node, str],
+    many: Mapping[fx.Node, Any],
+    few: Mapping[fx.Node, Any],
+    begin: Callable[[Op], None] | None = None,
+) -> tuple[dict[str, Op], list[tuple[str, str]]]:
+    """Each node as an op, from what it gave for many samples and for few.
+
+    Args:
+        traced: the network, or a loss.
+        names: of its nodes.
+        many: what each node gave for `SAMPLES` samples.
+        few: the same for `FEWER`.
+        begin: fills in inputs; the samples, if None.
+
+    Returns:
+        The ops by name, and pairs of those that must take the same letters.
+    """
+    ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
     for node in traced.graph.nodes:
         if node.op == "output":
@@ -82,15 +113,18 @@ def describe_network(model: nn.Module, picture: Tensor) -> Graph:
         op = _describe_node(node, names, many[node], few[node])
         reads = [ops[names[source]] for source in graphs.read_by(node)]
         op.sources = tuple(one.name for one in reads if one.extents)
-        op.trains = _trains(op, reads, traced)
+        op.trains = any(one.trains for one in reads) or any(one.requires_grad for one in op.parameters().values())
         ops[op.name] = op
         ties += [(one.name, op.name) for one in reads if _must_agree(one)]
-        _set_letters(op, [ops[name] for name in op.sources])
-    _add_loss(graph, traced, names)
-    graphs.tie_all(ops, [*ties, *_sharing(ops, traced)])
-    graph.notes = _notes(graph, unseen)
-    graph.parameters = dict(model.named_parameters())
-    return graph
+        if node.op == "placeholder":
+            (begin or _begin)(op)
+        else:
+            _set_letters(op, [ops[name] for name in op.sources])
+    return ops, ties
+
+
+def _begin(samples: Op) -> None:
+    samples.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
 
 
 # Torch's own, which take most of the time and are known to work on each row alone; and the dimensions of their input.
@@ -114,12 +148,12 @@ class _Trial(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         many = self._of_many.get(n)
         if isinstance(many, Tensor) and self._is_known(n) and many.shape[0] % SAMPLES == 0:
-            result = many[: many.shape[0] // SAMPLES * FEWER]
+            result = _last(many, many.shape[0] // SAMPLES)
         else:
             result = super().run_node(n)
             if isinstance(many, Tensor) and isinstance(result, Tensor):
-                front = many[: _rows(many, result) * FEWER] if many.ndim else many
-                result = front if _alike(front, result) else result
+                last = _last(many, _rows(many, result)) if many.ndim else many
+                result = last if _alike(last, result) else result
         self.given[n] = result
         return result
 
@@ -129,7 +163,7 @@ class _Trial(fx.Interpreter):
             return False
         module = self.fetch_attr(str(n.target))
         few, many = (given.get(n.all_input_nodes[0]) for given in (self.given, self._of_many))
-        if not isinstance(few, Tensor) or not isinstance(many, Tensor) or not _is_front(many, few):
+        if not isinstance(few, Tensor) or not isinstance(many, Tensor) or not _is_last(many, few):
             return False
         if isinstance(module, _BatchNorm):
             return True  # of which each sample is taken alone here
@@ -160,21 +194,26 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
     samples = torch.rand(SAMPLES, *picture.shape, generator=generator).to(picture)
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            many = _Trial(traced)
-            many.run(samples)
-            few = _Trial(traced, many.given)
-            few.run(samples[:FEWER])
+        return run_twice(traced, (samples,))
     except Exception as error:
         what = f"the network doesn't run on {FEWER} or {SAMPLES} samples {list(picture.shape)}: {error}"
         raise UserError(what.partition("\n")[0], "model.name", ("try it on one process: --parallel single",)) from error
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+    """What each node gives for `SAMPLES` samples and for the last `FEWER` of them, without gradients."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        many = _Trial(traced)
+        many.run(*inputs)
+        few = _Trial(traced, many.given)
+        few.run(*[_last(one, 1) for one in inputs])
     return many.given, few.given
 
 
-def _describe_node(node: fx.Node, names: dict[fx.Node, str], many: Any, few: Any) -> Op:
+def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: Any) -> Op:
     name = names[node]
     graph_module = node.graph.owning_module
     module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" and graph_module else None
@@ -187,7 +226,7 @@ def _describe_node(node: fx.Node, names: dict[fx.Node, str], many: Any, few: Any
     grown = [_rows(one, other) for one, other in zip(tensors, fewer, strict=True)]
     op.batched = any(grown) or any(one.shape != other.shape for one, other in zip(tensors, fewer, strict=True))
     op.batchwise = not op.batched or all(
-        rows and _alike(one[: rows * FEWER], other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
+        rows and _alike(_last(one, rows), other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
     )
     op.extents = tuple(Extent(tuple(one.shape), rows) for one, rows in zip(tensors, grown, strict=True))
     op.dtype = tensors[0].dtype
@@ -202,10 +241,17 @@ def _rows(many: Tensor, few: Tensor) -> int:
     return rows if many.shape[0] == rows * SAMPLES and few.shape[0] == rows * FEWER else 0
 
 
-def _is_front(many: Tensor, few: Tensor) -> bool:
-    """Whether one is a view of the other's first samples."""
-    same = many.ndim and many.data_ptr() == few.data_ptr() and many.stride() == few.stride() and few.numel()
-    return bool(same) and many.shape[1:] == few.shape[1:] and len(many) * FEWER == len(few) * SAMPLES
+def _last(many: Tensor, rows: int) -> Tensor:
+    """The last `FEWER` samples' rows. Not the first: a running sum or a recurrent layer leaves these alike."""
+    return many[len(many) - rows * FEWER :]
+
+
+def _is_last(many: Tensor, few: Tensor) -> bool:
+    """Whether one is a view of the other's last samples."""
+    if not many.ndim or not few.numel() or len(many) * FEWER != len(few) * SAMPLES:
+        return False
+    last = many[len(many) - len(few) :]
+    return last.shape == few.shape and last.data_ptr() == few.data_ptr() and last.stride() == few.stride()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -219,24 +265,14 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= SAME * float(other.abs().max()) if one.numel() else True
 
 
-def _trains(op: Op, reads: list[Op], traced: fx.GraphModule) -> bool:
-    if any(one.trains for one in reads) or any(p.requires_grad for p in op.parameters().values()):
-        return True
-    node = op.node
-    return node is not None and node.op == "get_attr" and graphs.attribute(traced, node).requires_grad
-
-
 def _must_agree(source: Op) -> bool:
     """Sizes of a batch, and the members of a tuple, mean the same only to ops that split alike."""
     return (not source.extents and source.batched) or len(source.extents) > 1
 
 
 def _set_letters(op: Op, inputs: list[Op]) -> None:
-    if op.name == INPUT:
-        op.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
-        return
-    if op.node is not None and op.node.op == "get_attr":
-        op.letters = {"n": Loop((), SPREAD), "r": Loop((), WHOLE)}
+    if op.reads_attribute:
+        op.letters = {"n": Loop((), SPREAD, partial=frozenset({""})), "r": Loop((), WHOLE)}
         return
     if any(one.batched and one.extents for one in inputs) and op.extents and not op.batched:
         op.batchwise = False
@@ -288,21 +324,6 @@ def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -
     if not all(op.batchwise for op in sources):
         loss.letters["n"] = "the network mixes samples"
     graph.ops[LOSS] = loss
-
-
-def _sharing(ops: dict[str, Op], traced: fx.GraphModule) -> list[tuple[str, str]]:
-    """Pairs of ops that use the same parameter or buffer: it has one layout, so they take the same letters."""
-    first: dict[int, str] = {}
-    pairs: list[tuple[str, str]] = []
-    for op in ops.values():
-        tensors = list(op.parameters().values())
-        if op.node is not None and op.node.op == "get_attr":
-            tensors.append(graphs.attribute(traced, op.node))
-        for tensor in tensors:
-            owner = first.setdefault(id(tensor), op.name)
-            if owner != op.name:
-                pairs.append((owner, op.name))
-    return pairs
 
 
 def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:

@@ -1,0 +1,152 @@
+"""Forward, loss and backward of a network under any mode. No other file calls a tensor's `backward()`."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core.world import World
+from manyhands.parallel.network import LossFn, MicroBatch, ParallelNetwork
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
+    """A context in which forward computes in a precision, by its name in a job, on a device such as "cuda:0"."""
+    kind = AUTOCAST.get(precision)
+    return torch.autocast(device.partition(":")[0], dtype=kind) if kind else contextlib.nullcontext()
+
+
+@dataclass(slots=True)  # not frozen, which would take three times as long to make
+class MicroBatchResult:
+    """What forward gave.
+
+    Attributes:
+        loss: sum [] of this process's losses.
+        logits: [n, C].
+        labels: int64 [n] of the logits.
+        count: samples that this process reports; 0 where others report the same ones.
+    """
+
+    loss: Tensor
+    logits: Tensor
+    labels: Tensor
+    count: int
+
+
+def _nothing(result: MicroBatchResult) -> None: ...
+
+
+class Gradients:
+    """Adds up a network's gradients over the micro-batches of an update, in the precision of a job.
+
+    Args:
+        network: under its mode.
+        world: who takes part.
+        loss_fn: the loss as a sum; None where the user computes it.
+        smoothing: cross-entropy's, for classes that are split.
+        precision: of forward, as a job names it; with "fp16" losses are scaled so that gradients don't vanish.
+        mean: False for the sum of all processes' mean gradients.
+    """
+
+    def __init__(
+        self,
+        network: ParallelNetwork,
+        world: World,
+        loss_fn: LossFn | None = None,
+        *,
+        smoothing: float = 0.0,
+        precision: str = "fp32",
+        mean: bool = True,
+    ) -> None:
+        self.network, self.world, self.precision = network, world, precision
+        self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
+        self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
+        self._scale = network.gradient_scale * (1 if mean else network.replicas(world.size))
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """The forward pass's precision."""
+        return autocast(self.precision, self.world.device)
+
+    def forward_backward(
+        self,
+        part: MicroBatch,
+        divisor: float | Tensor,
+        *,
+        last: bool = True,
+        heed: Callable[[MicroBatchResult], None] = _nothing,
+    ) -> MicroBatchResult:
+        """Adds a micro-batch's gradients to those that are there.
+
+        Args:
+            part: what this process has of it.
+            divisor: what the whole update's sum of losses is divided by, the samples as a rule.
+            last: gradients are averaged over processes as they come, for it is the update's last one.
+            heed: is shown what forward gave, before backward.
+        """
+        assert self._loss_fn is not None
+        with contextlib.nullcontext() if last else self.network.no_sync():
+            inputs, labels = self.network.begin(part)
+            with self.autocast():
+                loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
+            result = MicroBatchResult(loss.detach(), logits.detach(), labels, self.network.counted(part, labels))
+            heed(result)
+            # Where processes compute a batch together, an empty share has part in others' gradients.
+            weight = self._scale / divisor if part.share.count or self.network.together else 0.0
+            self._backward(self.network.reach_all(loss) if last else loss, weight)
+        return result
+
+    def backward_of(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
+        """Backward of a loss [] that somebody else has computed with `network.call`; its part in the global batch's."""
+        with contextlib.nullcontext() if last else self.network.no_sync():
+            self._backward(self.network.reach_all(loss) if last else loss, self._scale * weight)
+
+    def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            weight = weight.to(loss.dtype)
+        if self.scaler:
+            self.scaler.scale(loss * weight).backward()
+        elif isinstance(weight, Tensor):
+            loss.backward(weight.expand_as(loss))
+        else:
+            loss.backward(torch.full_like(loss, weight))  # as (loss * weight).backward(), two operations less
+
+    def finish(self) -> None:
+        """Waits for what backward has not put in place yet; after an update's last micro-batch."""
+        self.network.finish_gradients()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undoes the loss's scale; `step` skips an update where a gradient overflowed, on all processes alike."""
+        if self.scaler:
+            if self.network.together and not self.world.alone:
+                self._spread_overflow(optimizer)
+            self.scaler.unscale_(optimizer)
+
+    def _spread_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        gradients = [one.grad for one in every if one.grad is not None]
+        bad = torch.tensor(float(not all_finite(gradients)), device=self.world.device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bad.item():
+            gradients[0].fill_(math.inf)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Updates the parameters, then BatchNorm's running statistics; a collective where there are any."""
+        if self.scaler:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+        self.network.finish_update(self.world.size)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Says by one sum over each tensor whether all values are finite: no NaN or infinity leaves a sum finite.
+
+    The cheapest pass there is over memory, several times as fast as a norm or isfinite on a CPU.
+    """
+    return all(math.isfinite(tensor.sum().item()) for tensor in tensors)

@@ -1,0 +1,137 @@
+"""A network whose tensors and samples are shared out over a mesh: split by a plan, or by its author's hand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.core.layouts import bounds
+from manyhands.core.mesh import Mesh
+from manyhands.parallel.convert import convert, gather_whole
+from manyhands.parallel.execute import shard_tensor
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatch, MicroBatchShape, ParallelNetwork
+from manyhands.parallel.placement import Extent, Layout
+from manyhands.parallel.reduce import Reducer, total_norm
+
+
+@dataclass(kw_only=True)
+class NetworkOnMesh(ParallelNetwork):
+    """See `ParallelNetwork`.
+
+    Attributes:
+        grid: the processes.
+        reducer: sums gradients.
+        input_axes: numbers of the axes along which processes are given different samples.
+        loss_axes: numbers of the axes along which processes compute the loss of different samples.
+        begin_micro_batch: is told of each micro-batch before it.
+        move_statistics: moves BatchNorm's running statistics.
+        make_loss_fn: makes the loss function one for this network's outputs.
+        whole_outputs: in evaluation each process gets the outputs of all samples; False: of its own.
+    """
+
+    grid: Grid
+    reducer: Reducer
+    input_axes: tuple[int, ...]
+    loss_axes: tuple[int, ...]
+    begin_micro_batch: Callable[[MicroBatchShape], None]
+    move_statistics: Callable[[], None]
+    make_loss_fn: Callable[[LossFn, float], LossFnWithLabels]
+    whole_outputs: bool = True
+    together: ClassVar[bool] = True
+
+    @property
+    @override
+    def runs_alone(self) -> bool:
+        return False
+
+    @property
+    @override
+    def mesh(self) -> Mesh:
+        return self.grid.mesh
+
+    @property
+    @override
+    def rank(self) -> int:
+        return self.grid.world.rank
+
+    @override
+    def replicas(self, size: int) -> int:
+        return self.grid.parts(self.input_axes)
+
+    @override
+    def replica(self, rank: int) -> int:
+        return self.grid.place(self.input_axes)
+
+    @override
+    def saves(self, rank: int) -> bool:
+        return True
+
+    @override
+    def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:
+        return self.make_loss_fn(loss_fn, smoothing)
+
+    @override
+    def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
+        self.begin_micro_batch(part.shape)
+        # What others hold of the same samples must fit, so a share of no samples is empty here.
+        return part.inputs[: part.share.count], part.labels[: part.share.count]
+
+    @override
+    def counted(self, part: MicroBatch, labels: Tensor) -> int:
+        return len(labels) if self.counts else 0
+
+    @property
+    def counts(self) -> bool:
+        """True on one of the processes that compute the loss of the same samples."""
+        axes = range(len(self.mesh.axes))
+        return self.grid.first([axis for axis in axes if axis not in self.loss_axes])
+
+    @override
+    def finish_gradients(self) -> None:
+        self.reducer.finish()
+
+    @override
+    def finish_update(self, size: int = 0) -> None:
+        self.move_statistics()
+
+    @override
+    def gradient_norm(self) -> Tensor:
+        return total_norm(dict(self.inner.named_parameters()), self.layouts, self.grid)
+
+    @override
+    def first_holder(self, name: str, rank: int) -> int:
+        return self.layouts[name].first_holder(self.mesh, rank) if name in self.layouts else 0
+
+    @override
+    def gather_rows(self, rows: Tensor, count: int) -> Tensor:
+        self.grid.batch = count
+        axes = range(len(self.mesh.axes))
+        here: Layout = tuple(0 if axis in self.input_axes else "R" for axis in axes)
+        return convert(rows, here, ("R",) * len(axes), Extent((count,), 1), self.grid)
+
+    @override
+    def gather_outputs(self, rows: Tensor, count: int) -> Tensor:
+        return rows if self.whole_outputs else self.gather_rows(rows, count)
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """This process's rows of a batch that all have; they are the next to be computed."""
+        self.grid.batch = len(rows)
+        edges, place = bounds(len(rows), self.grid.parts(self.input_axes)), self.grid.place(self.input_axes)
+        return rows[edges[place] : edges[place + 1]]
+
+    @override
+    def piece(self, name: str, tensor: Tensor) -> Tensor:
+        return shard_tensor(tensor, self.layouts[name], self.grid)
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """All tensors whole, on the CPU, under the network's own names; a collective."""
+        state = self.inner.state_dict().items()
+        return {name: gather_whole(one.detach(), self.layouts[name], self.grid).cpu() for name, one in state}
+
+    @override
+    def release(self) -> None:
+        self.reducer.release()
+        self.grid.release()

@@ -1,0 +1,162 @@
+"""A loss of the user's own with the classes cut: traced into small operators, each of which does its part.
+
+What follows from a cut output is cut (exponents, quotients, products with one-hot labels), sums over the classes are
+terms that are added up, and what has no classes left is computed by every process.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from manyhands.parallel import graph as graphs
+from manyhands.parallel.execute import Builder, Letters, State
+from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.placement import WHOLE
+from manyhands.parallel.rules.reduce import MAXIMA, largest, reduced
+from manyhands.parallel.tracing import FEWER, SAMPLES, describe_ops, run_twice
+
+# Of a network's output [n, C] and labels int64 [n]: a value per sample [n, …], or their mean [].
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
+
+WHOLE_CLASSES = "classes are cut for cross-entropy, and for losses in small operators that all have rules"
+
+
+class _Traced(nn.Module):
+    def __init__(self, function: OwnLoss) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self.function(output, labels)
+
+
+def describe_loss(function: OwnLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
+    """A loss as a graph of ops of which each can do its part of the classes, or why there is none.
+
+    Args:
+        function: the user's loss.
+        classes: of the network's output.
+        dtype: of that output.
+        device: where it lies.
+    """
+    traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
+    if unseen:
+        return f"{WHOLE_CLASSES}, and this one can't be looked into ({next(iter(unseen.values()))})"
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(SAMPLES, classes, generator=generator).to(device, dtype)
+    labels = torch.randint(classes, (SAMPLES,), generator=generator).to(device)
+    try:
+        _fold_sizes(traced, *run_twice(traced, (output, labels)))
+        _name_maxima(traced)
+        many, few = run_twice(traced, (output, labels))
+    except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
+        why = str(error).partition("\n")[0]
+        return f"{WHOLE_CLASSES}, and this one fails on {FEWER} or {SAMPLES} samples ({why})"
+    names = graphs.name_nodes(traced)
+    ops, _ = describe_ops(traced, names, many, few, _begin)
+    result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    if not isinstance(result, fx.Node) or not ops[names[result]].extents:
+        return f"{WHOLE_CLASSES}, and this one gives no tensor"
+    ops[LOSS] = Op(LOSS, LOSS, sources=(names[result],), tied=LOSS, letters={"r": Loop((WHOLE,), WHOLE)})
+    for op in ops.values():
+        _let_maxima_be_cut(op, ops)
+    graph = Graph(ops, traced, SAMPLES, (classes,))
+    letters = shard_classes(graph)
+    return letters if isinstance(letters, str) else graph
+
+
+def _begin(given: Op) -> None:
+    """The output comes with its classes cut, the labels whole."""
+    given.letters = {"r": Loop((), WHOLE)}
+    if given.name == INPUT:
+        given.feature, given.trains = 1, True
+        given.letters["c"] = Loop((), 1, length=given.extent.dims[1])
+
+
+def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.Node, Any]) -> None:
+    """Writes sizes that don't depend on the samples as numbers: a piece's would be others."""
+    for node in list(traced.graph.nodes):
+        value = many.get(node)
+        if type(value) is int and value == few.get(node):
+            for user in list(node.users):
+                user.args = fx.map_arg(user.args, lambda one, node=node, value=value: value if one is node else one)
+                user.kwargs = fx.map_arg(user.kwargs, lambda one, node=node, value=value: value if one is node else one)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _name_maxima(traced: fx.GraphModule) -> None:
+    """Writes maxima over one dimension of which only the values are used as what they are."""
+    for node in list(traced.graph.nodes):
+        if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
+            continue
+        users = list(node.users)
+        values = [one for one in users if one.target in {operator.getitem, getattr} and one.args[1] in {0, "values"}]
+        chosen = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        if len(values) != len(users) or not isinstance(chosen, int):
+            continue
+        node.op, node.target = "call_function", largest
+        for one in values:
+            one.replace_all_uses_with(node)
+            traced.graph.erase_node(one)
+    traced.recompile()
+
+
+def _let_maxima_be_cut(op: Op, ops: dict[str, Op]) -> None:
+    """A maximum over the classes is taken of each process's own, and of what all found."""
+    if op.node is None or op.node.target not in MAXIMA or len(op.sources) != 1:
+        return
+    source = ops[op.sources[0]]
+    if source.feature and source.feature in (reduced(op, len(source.extent.dims)) or ()):
+        op.letters["i"] = Loop((source.feature,), WHOLE, length=source.extent.dims[source.feature])
+
+
+def shard_classes(graph: Graph) -> dict[str, str] | str:
+    """The letter of each op along an axis that cuts the classes, or why there is none for one of them."""
+    letters: dict[str, str] = {}
+    for op in graph.ops.values():
+        cut = any(_is_cut(graph.ops[name], letters[name]) for name in op.sources)
+        fitting = [letter for letter in ("c", "i") if isinstance(op.letters.get(letter), Loop)]
+        if op.name == INPUT or op.kind == "one_hot":
+            letters[op.name] = "c" if fitting else "r"
+        elif not cut or op.name == LOSS:
+            letters[op.name] = "r"
+        elif fitting:
+            letters[op.name] = fitting[0]
+        else:
+            return f"{WHOLE_CLASSES}, and this one's {op.name} has none for a part of the classes"
+    return letters
+
+
+def _is_cut(op: Op, letter: str) -> bool:
+    loop = op.letters[letter]
+    return isinstance(loop, Loop) and isinstance(loop.output, int)
+
+
+class ShardedLoss:
+    """A loss of the user's own over a part of the classes.
+
+    Args:
+        graph: of the loss.
+        axes: numbers of the mesh's axes that cut the classes.
+        grid: the processes.
+        state: of the pass at hand.
+    """
+
+    def __init__(self, graph: Graph, axes: tuple[int, ...], grid: Grid, state: State) -> None:
+        chosen = shard_classes(graph)
+        assert isinstance(chosen, dict)
+        count = len(grid.mesh.axes)
+        letters: Letters = {
+            name: tuple(letter if axis in axes else "r" for axis in range(count)) for name, letter in chosen.items()
+        }
+        self._run = Builder(graph, letters, grid, state, {}).build(training=True)
+
+    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
+        """What the user's loss gives, the same on all processes: output [n, c] of this one's classes, labels [n]."""
+        value: Tensor = self._run(output, labels)
+        return value
