@@ -13,25 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.sync.codecs import Plain
-from manyhands.sync.talk import Peers, mean_of, settle
+from manyhands.sync.talk import SyncGroup, mean_of, settle
 from manyhands.sync.vector import as_vector, dtype_of, write_vector
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Processes that agree in every step by other means, of which one speaks for all.
+class MachineGroup:
+    """Processes that agree in every step by other means, of which one leads.
 
     Attributes:
         group: their process group.
-        speaker: the rank, among all processes of the run, of the one that speaks.
+        leader: the rank, among all processes of the run, of the one that leads.
         size: how many they are.
-        speaks: True on that process.
+        is_leader: True on that process.
     """
 
     group: Any
-    speaker: int
+    leader: int
     size: int
-    speaks: bool
+    is_leader: bool
 
 
 class Buffers:
@@ -44,11 +44,11 @@ class Buffers:
         device: where the mean would lie if there were no buffers.
 
     Attributes:
-        agreed: the mean, as of the last agreement [n].
+        averaged: the mean, as of the last agreement [n].
     """
 
     def __init__(
-        self, buffers: Sequence[Tensor], peers: Peers, machine: Machine | None = None, device: str = "cpu"
+        self, buffers: Sequence[Tensor], peers: SyncGroup, machine: MachineGroup | None = None, device: str = "cpu"
     ) -> None:
         floating = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._buffers = floating or [torch.zeros(0, device=device)]
@@ -57,7 +57,7 @@ class Buffers:
 
     def begin(self) -> None:
         """Takes them, which are equal everywhere, as agreed."""
-        self.agreed, self._step = self.own(), -1
+        self.averaged, self._step = self.own(), -1
 
     def own(self) -> Tensor:
         """This process's own [n]; a copy."""
@@ -67,7 +67,7 @@ class Buffers:
         """Has them be these [n]."""
         write_vector(values, self._buffers)
 
-    def agree(self, step: int) -> None:
+    def average(self, step: int) -> None:
         """Takes the mean of all, once in each step; a collective."""
         if step == self._step:
             return
@@ -75,8 +75,8 @@ class Buffers:
         if machine:
             dist.all_reduce(mean, group=machine.group)
             mean /= machine.size
-        if machine is None or machine.speaks:
+        if machine is None or machine.is_leader:
             mean, _ = settle(mean_of(mean, Plain(self._dtype), self._peers))
         if machine:
-            dist.broadcast(mean, machine.speaker, group=machine.group)
-        self.agreed, self._step = mean, step
+            dist.broadcast(mean, machine.leader, group=machine.group)
+        self.averaged, self._step = mean, step

@@ -1,7 +1,7 @@
 """Ways of sending a vector: rounded value by value, or as matrices of low rank. Both hand back what they kept back.
 
-The law of each: the mean of what went in (values and what was held before) is what was agreed on plus the mean of what
-is held now, so nothing is ever lost, only late.
+The law of each: the mean of what went in (values and the residual before) is the average plus the mean of the
+residuals now, so nothing is ever lost, only late.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from manyhands.core.seeds import mix
 from manyhands.sync.codecs import Integers, codec_named
 from manyhands.sync.products import PORTABLE, Arithmetic, fastest_alike, gram_schmidt, lengths_of, write_product
 from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Matrix, rank_shapes
-from manyhands.sync.talk import Conversation, Held, Peers, mean_of
+from manyhands.sync.talk import Conversation, Residual, SyncGroup, mean_of
 
 
 class Compressor(Protocol):
     """A way of agreeing on the mean of vectors [n]."""
 
-    def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
+    def average(self, values: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Tensor]]:
         """The agreed mean [n], and what of the values it lacks [n], in whose memory it may lie."""
         ...
 
@@ -45,11 +45,11 @@ class Rounded:
         self._codec = codec_named(name, dtype)
         self._sums: Tensor | None = None
 
-    def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
+    def average(self, values: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Tensor]]:
         """See `Compressor`; what was kept back of the sums stays with whoever added them up."""
-        agreed, held = yield from mean_of(values, self._codec, peers, self._sums)
-        self._sums = held.sums
-        return agreed, held.own
+        averaged, residual = yield from mean_of(values, self._codec, peers, self._sums)
+        self._sums = residual.sums
+        return averaged, residual.own
 
     def state(self) -> dict[str, Tensor]:
         """What was kept back of this process's part of the sums."""
@@ -102,19 +102,19 @@ class LowRank:
             [_random_columns(one, turn, generator).to(device, dtype) for one in self.ranks.matrices] for turn in (0, 1)
         ]
         self._turn = turn
-        self._agreed: list[Tensor] | None = None  # those of this turn, until they are made ready for the next
+        self._averaged: list[Tensor] | None = None  # those of this turn, until they are made ready for the next
         # The factors that are known, those of the turn before, as orthonormal columns.
         self._known = gram_schmidt(self._first[1 - turn], self._first[1 - turn])
 
-    def agree(self, values: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Tensor]]:
+    def average(self, values: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Tensor]]:
         """See `Compressor`."""
         sent = self.begin(values)
-        mean, held = yield from self.send(sent, peers)
-        agreed = torch.empty_like(values)
+        mean, residual = yield from self.send(sent, peers)
+        averaged = torch.empty_like(values)
         shapes = self.ranks.shapes
-        slots = [piece.view(shape) for piece, shape in zip(agreed.split(self._sizes), shapes, strict=True)]
-        self.end(values, sent, (mean, held.together(peers)), slots)
-        return agreed, values
+        slots = [piece.view(shape) for piece, shape in zip(averaged.split(self._sizes), shapes, strict=True)]
+        self.end(values, sent, (mean, residual.together(peers)), slots)
+        return averaged, values
 
     def begin(self, values: Tensor) -> Tensor:
         """What is to be sent of values [n]: this turn's factors, and the tensors that are no matrices."""
@@ -126,7 +126,7 @@ class LowRank:
         ]
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
-    def send(self, sent: Tensor, peers: Peers) -> Conversation[tuple[Tensor, Held]]:
+    def send(self, sent: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Residual]]:
         """The mean over all peers of what `begin` gave, and what rounding kept back of it; two messages."""
         return (yield from mean_of(sent, self._codec, peers))
 
@@ -149,10 +149,10 @@ class LowRank:
         """
         mean, lost = received
         pieces = values.split(self._sizes)
-        agreed, own, unsent = self._unflat(mean), self._unflat(sent - lost), self._unflat(lost)
+        averaged, own, unsent = self._unflat(mean), self._unflat(sent - lost), self._unflat(lost)
         for number, (one, matrix) in enumerate(zip(self.ranks.matrices, self._matrices(pieces), strict=True)):
             known = self._known[number]
-            left, right = (known, agreed[number]) if self._sends_right(one) else (agreed[number], known)
+            left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
             write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
             # What its own factor lacks, not what the agreed one lacks: else each process's distance from the mean,
@@ -161,15 +161,15 @@ class LowRank:
             matrix.addmm_(left.T, right, alpha=-1)
             between()
         for number, place in enumerate(self.ranks.rest, len(self.ranks.matrices)):
-            slots[place].copy_(agreed[number].view(slots[place].shape))
+            slots[place].copy_(averaged[number].view(slots[place].shape))
             pieces[place].copy_(unsent[number])
-        self._agreed, self._turn = agreed[: len(self._known)], self._turn + 1
+        self._averaged, self._turn = averaged[: len(self._known)], self._turn + 1
 
     def prepare(self) -> None:
         """Makes the factors that all have just got ready for the next turn; `begin` does, if nobody has done so."""
-        if self._agreed is not None:
+        if self._averaged is not None:
             first = self._first[1 - self._turn % 2]
-            self._known, self._agreed = self.arithmetic.orthonormal(self._agreed, first), None
+            self._known, self._averaged = self.arithmetic.orthonormal(self._averaged, first), None
 
     def state(self) -> dict[str, Tensor]:
         """The factors that are known, and whose turn it is."""
@@ -179,7 +179,7 @@ class LowRank:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Takes them back."""
-        self._turn, self._agreed = int(state["turn"]), None
+        self._turn, self._averaged = int(state["turn"]), None
         self._known = [state[f"known.{number}"] for number in range(len(self._known))]
 
     def _sends_right(self, one: Matrix) -> bool:
@@ -212,7 +212,7 @@ def compressor_named(
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
-def compute_alike(compressors: Sequence[Compressor], peers: Peers, like: Tensor) -> None:
+def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
     """Has them compute as fast as all peers can to equal bits; a collective.
 
     Args:

@@ -2,16 +2,18 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from manyhands.core.links import Link
-from manyhands.sync.options import CodecName
+from manyhands.core.link_speeds import LinkSpeed
+
+CodecName = Literal["none", "bf16", "int8", "int4", "lowrank"]
 
 # A sum reads two vectors and writes one; what a core of an ordinary machine moves.
 _STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10
 
 
 @dataclass(frozen=True)
-class Case:
+class LinkCase:
     """What decides the costs of agreeing.
 
     Attributes:
@@ -25,6 +27,7 @@ class Case:
         steps: updates of the whole run.
         pass_s: one sum of two vectors of all values on this device, in which compressing is counted; 0 estimates it.
         idle_s: the part of `backward_s` in which what compresses has nothing else to do.
+        layers_s: what layers send to each other in every update where machines agree in each (BatchNorm's sums).
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -33,10 +36,11 @@ class Case:
     machines: int
     step_s: float
     backward_s: float
-    link: Link
+    link: LinkSpeed
     steps: int
     pass_s: float = 0.0
     idle_s: float = 0.0
+    layers_s: float = 0.0
 
     def compressing_s(self, passes: float) -> float:
         """Seconds of an exchange's own work, of so many passes over all values; none where nobody is to agree with."""

@@ -2,22 +2,25 @@
 
 Every `every` steps each process sends how far its parameters have moved from the last agreed point, compressed, while
 training goes on; `delay` steps later the agreed movement is applied to what has been reached meanwhile. What
-compression loses is held and sent the next time. Sources: Stich 2018 (arXiv:1805.09767); Douillard et al. 2023, 2025
-("DiLoCo", arXiv:2311.08105; "Streaming DiLoCo", arXiv:2501.18512) for the outer momentum and the overlap.
+compression loses is the residual, sent the next time. Sources: Stich 2018 (arXiv:1805.09767); Douillard et al. 2023,
+2025 ("DiLoCo", arXiv:2311.08105; "Streaming DiLoCo", arXiv:2501.18512) for the outer momentum and the overlap.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from manyhands.sync.buffers import Buffers, Machine
+from manyhands.sync.buffers import Buffers, MachineGroup
 from manyhands.sync.compress import Compressor
-from manyhands.sync.talk import Peers, Talk
+from manyhands.sync.costs import Cost
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.sync.talk import SyncGroup, Talk
 from manyhands.sync.vector import add_vector, as_vector, dtype_of, write_vector
 
 
@@ -28,14 +31,14 @@ class Flight:
     Attributes:
         since: the step at which it began.
         moved: how far this process had come from the agreed point then [n].
-        held: what was held back before, which goes along [n].
+        residual: of the exchange before, which goes along [n].
         compressor: the compressor's state before.
-        talk: the conversation, on the process that speaks for its machine.
+        talk: the conversation, on its machine's leader.
     """
 
     since: int
     moved: Tensor
-    held: Tensor
+    residual: Tensor
     compressor: dict[str, Tensor]
     talk: Talk[tuple[Tensor, Tensor]] | None
 
@@ -76,11 +79,11 @@ class LocalSteps:
 
     parameters: Sequence[Tensor]
     buffers: Buffers
-    peers: Peers
+    peers: SyncGroup
     compressor: Compressor
     pace: Pace
     weight: float = 1.0
-    machine: Machine | None = None
+    machine: MachineGroup | None = None
     rounds: int = field(default=0, init=False)
     waited_s: float = field(default=0.0, init=False)
     exchange_s: float = field(default=0.0, init=False)
@@ -93,7 +96,7 @@ class LocalSteps:
         """Takes the parameters and buffers, which are equal everywhere, as agreed; nothing is held back."""
         self.anchor = as_vector(self.parameters, self._dtype)
         self.buffers.begin()
-        self._held = torch.zeros_like(self.anchor)
+        self._residual = torch.zeros_like(self.anchor)
         self._speed = torch.zeros_like(self.anchor if self.pace.momentum else self.anchor[:0])
         # Memory that is used again and again: asking the system for new pages costs more than the sums.
         self._moved, self._spare = torch.empty_like(self.anchor), torch.empty_like(self.anchor)
@@ -122,14 +125,14 @@ class LocalSteps:
         if self._flight:
             self._land()
         self._agree_now(step)
-        self.agree_on_buffers(step)
-        self._write(self.anchor, self.buffers.agreed)
+        self.average_buffers(step)
+        self._write(self.anchor, self.buffers.averaged)
 
-    def agree_on_buffers(self, step: int) -> None:
+    def average_buffers(self, step: int) -> None:
         """Takes the mean of all buffers, once in each step; waits for an exchange under way; a collective."""
         if self._flight and self._flight.talk:
             self._flight.talk.result()  # both use one group, in which messages must not meet
-        self.buffers.agree(step)
+        self.buffers.average(step)
 
     def close(self) -> None:
         """Waits for an exchange under way and drops it; its process group may be given back then."""
@@ -138,10 +141,10 @@ class LocalSteps:
         self._flight = None
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[None]:
         """Has the network be the agreed one, with the buffers last agreed on, for evaluation and checkpoints."""
         own = as_vector(self.parameters, self._dtype), self.buffers.own()
-        self._write(self.anchor, self.buffers.agreed)
+        self._write(self.anchor, self.buffers.averaged)
         try:
             yield
         finally:
@@ -153,7 +156,7 @@ class LocalSteps:
         tensors = {
             "parameters": as_vector(self.parameters, self._dtype),
             "buffers": self.buffers.own(),
-            "held": flight.held if flight else self._held,
+            "held": flight.residual if flight else self._residual,
             "speed": self._speed,
         }
         compressor = flight.compressor if flight else self.compressor.state()
@@ -167,7 +170,7 @@ class LocalSteps:
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
         self._write(moved["parameters"], moved["buffers"])
-        self._held, self.rounds = moved["held"], numbers["rounds"]
+        self._residual, self.rounds = moved["held"], numbers["rounds"]
         if self.pace.momentum and moved["speed"].numel():
             self._speed = moved["speed"]
         prefix = "compressor."
@@ -185,12 +188,12 @@ class LocalSteps:
 
     def _fly(self, step: int, moved: Tensor, *, beside: bool = True) -> None:
         before = dict(self.compressor.state())
-        speaks = self.machine is None or self.machine.speaks
+        is_leader = self.machine is None or self.machine.is_leader
         talk = None
-        if speaks:
-            values = torch.add(self._held, moved, alpha=self.weight, out=self._spare)
-            talk = Talk(self.compressor.agree(values, self.peers), beside=beside)
-        self._flight = Flight(step, moved, self._held, before, talk)
+        if is_leader:
+            values = torch.add(self._residual, moved, alpha=self.weight, out=self._spare)
+            talk = Talk(self.compressor.average(values, self.peers), beside=beside)
+        self._flight = Flight(step, moved, self._residual, before, talk)
 
     def _land(self, *, still: bool = False) -> None:
         """Waits for the exchange and applies it; `still`: this process hasn't moved since it began."""
@@ -199,11 +202,11 @@ class LocalSteps:
             return
         began_s = time.perf_counter()
         if flight.talk:
-            mean, held = flight.talk.result()
+            mean, residual = flight.talk.result()
         else:
-            mean, held = torch.empty_like(self.anchor), self._held
+            mean, residual = torch.empty_like(self.anchor), self._residual
         if self.machine:
-            dist.broadcast(mean, self.machine.speaker, group=self.machine.group)
+            dist.broadcast(mean, self.machine.leader, group=self.machine.group)
         self.waited_s += time.perf_counter() - began_s
         self.exchange_s = flight.talk.seconds if flight.talk else 0.0
         if self.pace.momentum:
@@ -212,7 +215,7 @@ class LocalSteps:
         if self.pace.lr != 1:
             mean.mul_(self.pace.lr)
         self.anchor.add_(mean)
-        self._held, self._spare = held, flight.held
+        self._residual, self._spare = residual, flight.residual
         if still:
             write_vector(self.anchor, self.parameters)
         else:
@@ -222,3 +225,72 @@ class LocalSteps:
     def _write(self, parameters: Tensor, buffers: Tensor) -> None:
         write_vector(parameters, self.parameters)
         self.buffers.write(buffers)
+
+
+class LocalStepsSynchronizer(Synchronizer):
+    """Processes, or machines, that train apart from each other.
+
+    Args:
+        steps: has them agree.
+        own: see `Synchronizer`.
+        suit: see `Synchronizer.suit_pace`; None where the pace stays.
+    """
+
+    alone = True
+    own_statistics = True
+
+    def __init__(
+        self,
+        steps: LocalSteps,
+        own: Mapping[str, Any],
+        suit: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None,
+    ) -> None:
+        self.steps, self.own, self._suit = steps, own, suit
+        self.timed = steps
+        self.group = steps.machine.group if steps.machine and steps.machine.size > 1 else None
+        self.reduces = self.group is not None
+
+    def before_update(self, step: int) -> None:
+        """Begins an exchange."""
+        self.steps.before_update(step)
+
+    def after_update(self, step: int) -> None:
+        """Applies one."""
+        self.steps.after_update(step)
+
+    def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
+        """Exchanges that take longer are made less often."""
+        return self._suit(speeds_s, exchanges_s) if self._suit else None
+
+    def finish(self, step: int) -> None:
+        """A last exchange that all wait for."""
+        self.steps.finish(step)
+
+    def average_buffers(self, step: int) -> None:
+        """The mean of BatchNorm's statistics."""
+        self.steps.average_buffers(step)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The agreed point in place of this process's own."""
+        return self.steps.averaged()
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        """The agreed point, and what isn't trained."""
+        frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
+        return {"the agreed parameters": self.steps.anchor, **frozen}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """This process's own point, the residual, and an exchange under way."""
+        return self.steps.state()
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
+        """Takes them back; an exchange under way begins again."""
+        self.steps.load(tensors, numbers)
+
+    def close(self) -> None:
+        """Waits for an exchange under way and drops it."""
+        self.steps.close()
+
+    def begin(self) -> None:
+        """Starts from the network as it is."""
+        self.steps.begin()

@@ -6,7 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from manyhands.core.links import Link, fitted_link
+from manyhands.core.devices import wait_for
+from manyhands.core.link_speeds import LinkSpeed, fitted_link
 
 _REPEATS = 5
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 26
@@ -15,7 +16,7 @@ _LONG_S = 0.3
 _VALUE_BYTES = 4
 
 
-def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float = 5.0) -> Link:
+def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float = 5.0) -> LinkSpeed:
     """Latency and bandwidth of the slowest process; a collective, and all of the group get the same numbers.
 
     All-reduces of one value give the latency, and of doubling sizes the bandwidth, until one takes long. The last one
@@ -28,7 +29,7 @@ def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float =
     """
     processes = dist.get_world_size(group) if dist.is_initialized() else 1
     if processes == 1:
-        return Link(float("inf"), 0.0)
+        return LinkSpeed(float("inf"), 0.0)
     ends_s = time.perf_counter() + budget_s
     _seconds(1, group, device)
     small_s = statistics.median(_seconds(1, group, device) for _ in range(_REPEATS))
@@ -53,8 +54,7 @@ def pass_seconds(count: int, device: str) -> float:
     for _ in range(_REPEATS):
         start = time.perf_counter()
         torch.add(one, other, out=total)
-        if torch.device(device).type != "cpu":
-            torch.accelerator.synchronize(device)
+        wait_for(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
@@ -66,8 +66,7 @@ def _seconds(count: int, group: dist.ProcessGroup | None, device: str) -> float:
     _largest(0.0, group, device)
     start = time.perf_counter()
     dist.all_reduce(values, group=group)
-    if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(device)
+    wait_for(device)
     return _largest(time.perf_counter() - start, group, device)
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from manyhands.core.links import link_seconds, rounds, sent_bytes
+from manyhands.core.link_speeds import link_seconds, rounds, sent_bytes, work_seconds
 from manyhands.sync.codecs import Codec, Integers, mean_bytes
-from manyhands.sync.costs import Case
+from manyhands.sync.costs import LinkCase
 from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Ranks, batches, rank_shapes
 
 # torch's DDP sends gradients in buckets of about this size, each of which waits for its own first byte.
@@ -18,62 +18,70 @@ _CONTROL_BYTES = 220
 
 
 @dataclass(frozen=True)
-class Message:
+class SyncMessage:
     """What a machine sends, one after the other.
 
     Attributes:
         sent_bytes: by each machine.
         seconds: until all have it.
+        work_s: of these, those in which a machine's cores can't compute.
     """
 
     sent_bytes: float = 0.0
     seconds: float = 0.0
+    work_s: float = 0.0
 
-    def __add__(self, other: "Message") -> "Message":
+    def __add__(self, other: "SyncMessage") -> "SyncMessage":
         """One after the other."""
-        return Message(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds)
+        return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
+
+    def beside(self, hiding_s: float) -> float:
+        """Seconds by which a step is longer, of whose computing so many go on meanwhile."""
+        return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
 
 
-def gradients(case: Case, item_bytes: int) -> Message:
+def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
     """All gradients by DDP's all-reduces, with values of so many bytes."""
     whole = case.values * item_bytes
     buckets = -(-case.values * case.item_bytes // _BUCKET_BYTES)
     return _all_reduce(case, whole, buckets)
 
 
-def statistics(case: Case) -> Message:
+def statistics(case: LinkCase) -> SyncMessage:
     """BatchNorm's running statistics by one all-reduce, as they move once per update."""
     return _all_reduce(case, case.buffers * _STATISTIC_BYTES, 1)
 
 
-def mean(case: Case, count: int, codec: Codec) -> Message:
+def mean(case: LinkCase, count: int, codec: Codec) -> SyncMessage:
     """The mean of so many values: parts to their owners, then each owner's mean to all."""
     if not count:
-        return Message()
+        return SyncMessage()
     sent = mean_bytes(count, case.machines, codec) + 2 * (case.machines - 1) * _CONTROL_BYTES
     messages = 2 * rounds("all_to_all", case.machines)[0]
     crossing = _CROSSING if case.machines > 2 else 1.0
-    return Message(sent, crossing * sent / case.link.bytes_per_s + messages * case.link.latency_s)
+    return SyncMessage(sent, crossing * sent / case.link.bytes_per_s + messages * case.link.latency_s)
 
 
-def low_rank(case: Case, rank: int) -> Message:
+def low_rank(case: LinkCase, rank: int) -> SyncMessage:
     """All parameters' values, one thin factor of each matrix, in the mean of two turns."""
     return _turns(case, rank_shapes(case.shapes, rank))
 
 
-def low_rank_batches(case: Case, rank: int) -> list[Message]:
+def low_rank_batches(case: LinkCase, rank: int) -> list[SyncMessage]:
     """The same in batches, as they leave during a backward pass."""
     places = batches(case.shapes, rank)
     return [_turns(case, rank_shapes([case.shapes[place] for place in batch], rank)) for batch in places]
 
 
-def _turns(case: Case, ranks: Ranks) -> Message:
+def _turns(case: LinkCase, ranks: Ranks) -> SyncMessage:
     both = [mean(case, ranks.values(turn), Integers(FACTOR_BITS, FACTOR_BLOCK)) for turn in (0, 1)]
-    return Message(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
+    return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
-def _all_reduce(case: Case, size_bytes: float, calls: int) -> Message:
+def _all_reduce(case: LinkCase, size_bytes: float, calls: int) -> SyncMessage:
     if not size_bytes:
-        return Message()
-    seconds = calls * link_seconds("all_reduce", case.machines, size_bytes / calls, case.link)
-    return Message(sent_bytes("all_reduce", case.machines, size_bytes), seconds)
+        return SyncMessage()
+    parties, link = case.machines, case.link
+    seconds = calls * link_seconds("all_reduce", parties, size_bytes / calls, link)
+    work_s = calls * work_seconds("all_reduce", parties, size_bytes / calls, link)
+    return SyncMessage(sent_bytes("all_reduce", parties, size_bytes), seconds, work_s)

@@ -1,30 +1,58 @@
-"""The [sync] section of a job."""
+"""The [sync] section of a job: what all methods have in common, and the options of each method's own."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from manyhands.core.options import Options
+from manyhands.sync.method import methods
 
-CodecName = Literal["none", "bf16", "int8", "int4", "lowrank"]
-Codec = Literal["auto", "none", "bf16", "int8", "int4", "lowrank"]
+# Has the link decide.
+AUTO = "auto"
 
 
-class SyncOptions(Options):
+def _names() -> str:
+    *most, last = methods()
+    return f"{AUTO}, {', '.join(most)} or {last}"
+
+
+class CommonOptions(Options):
     """When replicas agree and what they send."""
 
-    method: str = Field(default="allreduce", description="auto, allreduce, bf16, powersgd or local")
-    codec: Codec = Field(default="auto", description="local: how the exchange is compressed")
-    every: int = Field(default=0, ge=0, description="local: steps between agreements; 0 fits them to the link")
-    delay: int = Field(
-        default=-1, ge=-1, description="local: steps for which an exchange may go on beside training; 0 waits, -1 fits"
-    )
-    rank: int = Field(default=4, ge=1, le=128, description="powersgd and lowrank: columns kept of each large matrix")
-    outer_lr: float = Field(default=1.0, gt=0, le=10, description="local: factor of the agreed movement")
-    outer_momentum: float = Field(
-        default=0.0, ge=0, lt=1, description="local: Nesterov's momentum of the agreed movements"
-    )
+    method: str = Field(default="allreduce", description=_names())
     within: Literal["auto", "machine", "process"] = Field(
         default="auto", description="who goes together over the link; auto: the processes of a machine, if several have"
     )
     link: str = Field(default="", description="speed between machines, such as 10mbit; empty measures it")
+
+    @property
+    def is_auto(self) -> bool:
+        """True where the link decides which method is taken."""
+        return self.method == AUTO
+
+
+def _sections() -> list[type[Options]]:
+    """The options of each method that has some.
+
+    Raises:
+        TypeError: two methods have an option of one name that isn't the same for both.
+    """
+    found: list[type[Options]] = []
+    for name, method in methods().items():
+        section = getattr(method, "Options", None)
+        if section is None or not issubclass(section, Options) or section is Options:
+            continue
+        for key, field in section.model_fields.items():
+            others = [one for one in (*found, CommonOptions) if key in one.model_fields]
+            if any(repr(one.model_fields[key]) != repr(field) for one in others):
+                raise TypeError(f"the sync method {name} has an option {key}, and another one has it otherwise")
+        found.append(section)
+    return found
+
+
+if TYPE_CHECKING:
+    SyncOptions = CommonOptions  # a method's own options are nobody else's business
+else:
+    SyncOptions = create_model(
+        "SyncOptions", __base__=(*_sections(), CommonOptions), __doc__=CommonOptions.__doc__, __module__=__name__
+    )

@@ -4,9 +4,10 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
 from manyhands.core.seeds import mix
-from manyhands.sync.buffers import Machine
+from manyhands.sync.buffers import Buffers, MachineGroup
 from manyhands.sync.compress import LowRank, compute_alike
 from manyhands.sync.shapes import batches
-from manyhands.sync.talk import Conversation, Peers, Relay
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.sync.talk import Conversation, Relay, SyncGroup
 from manyhands.sync.vector import dtype_of
 
 # Between two looks at what has come.
@@ -27,7 +29,7 @@ _CLOSING_S = 10.0
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _SentBatch:
     """What came of sending a batch.
 
     Attributes:
@@ -68,12 +70,12 @@ class PowerSgd:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        peers: Peers,
+        peers: SyncGroup,
         rank: int,
         seed: int,
         rare: Sequence[nn.Parameter] = (),
         *,
-        machine: Machine | None = None,
+        machine: MachineGroup | None = None,
         processes: int = 0,
     ) -> None:
         self.waited_s, self.exchange_s = 0.0, 0.0
@@ -87,8 +89,8 @@ class PowerSgd:
             compressor = LowRank(own, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
         # All processes multiply what their machines have agreed on.
-        everybody = Peers(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Peers()
-        compute_alike([batch.compressor for batch in self._batches], everybody, self._batches[0].held)
+        everybody = SyncGroup(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else SyncGroup()
+        compute_alike([batch.compressor for batch in self._batches], everybody, self._batches[0].residual)
         self._expecting, self._offered = False, 0
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no more updates come
         self._complete: SimpleQueue[_Batch | None] = SimpleQueue()
@@ -102,13 +104,13 @@ class PowerSgd:
         self._thread.start()
 
     def expect(self) -> None:
-        """The next backward pass is the last one before `agree`: gradients may leave as they come."""
+        """The next backward pass is the last one before `average`: gradients may leave as they come."""
         self._expecting, self._offered = True, 0
         for batch in self._batches:
             batch.expect()
         self._begun.put(True)
 
-    def agree(self) -> None:
+    def average(self) -> None:
         """Waits until the gradients are the agreed mean; a collective.
 
         Raises:
@@ -132,7 +134,7 @@ class PowerSgd:
         """What is held back, and the factors."""
         state: dict[str, Tensor] = {}
         for number, batch in enumerate(self._batches):
-            state[f"{number}.held"] = batch.held
+            state[f"{number}.held"] = batch.residual
             state |= {f"{number}.{name}": tensor for name, tensor in batch.compressor.state().items()}
         return state
 
@@ -141,8 +143,8 @@ class PowerSgd:
         for number, batch in enumerate(self._batches):
             prefix = f"{number}."
             own = {name[len(prefix) :]: one for name, one in state.items() if name.startswith(prefix)}
-            batch.held.copy_(own.pop("held"))
-            batch.compressor.load({name: one.to(batch.held.device) for name, one in own.items()})
+            batch.residual.copy_(own.pop("held"))
+            batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
     def close(self) -> None:
         """Leaves the parameters without hooks."""
@@ -190,7 +192,7 @@ class PowerSgd:
         # While the forward pass goes on.
         for batch in self._batches:
             batch.compressor.prepare()
-        relay = Relay[_Answer](len(self._batches), 2 if self._machine is None else 4)
+        relay = Relay[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
                 # Not get(timeout=…), which waits for ever where its thread is held up for longer than that (CPython
@@ -201,7 +203,7 @@ class PowerSgd:
             # What comes meanwhile is sent first.
             batch.give(relay.results[number], lambda: self._send(relay))
 
-    def _send(self, relay: Relay[_Answer], *, wait: bool = False) -> None:
+    def _send(self, relay: Relay[_SentBatch], *, wait: bool = False) -> None:
         """Sends a batch if one has come, or waits for one, and moves on what has been sent."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
@@ -210,21 +212,21 @@ class PowerSgd:
             relay.add(self._mean(batch))
         relay.advance()
 
-    def _mean(self, batch: "_Batch") -> Conversation[_Answer]:
+    def _mean(self, batch: "_Batch") -> Conversation[_SentBatch]:
         """Has all agree on a batch."""
         sent, machine = batch.take(), self._machine
         if machine is None:
-            mean, held = yield from batch.compressor.send(sent, self._peers)
-            return _Answer(sent, mean, held.together(self._peers))
+            mean, residual = yield from batch.compressor.send(sent, self._peers)
+            return _SentBatch(sent, mean, residual.together(self._peers))
         mean, lost = sent * self._weight, torch.zeros_like(sent)
         yield dist.all_reduce(mean, group=machine.group, async_op=True)
-        if machine.speaks and self._peers.size > 1:
-            mean, held = yield from batch.compressor.send(mean, self._peers)
-            lost = held.together(self._peers) / self._weight  # one process holds it for all of its machine
+        if machine.is_leader and self._peers.size > 1:
+            mean, residual = yield from batch.compressor.send(mean, self._peers)
+            lost = residual.together(self._peers) / self._weight  # one process holds it for all of its machine
         else:
-            yield from (None, None)  # as many messages as the one that speaks has, since their order is by number
-        yield dist.broadcast(mean, machine.speaker, group=machine.group, async_op=True)
-        return _Answer(sent, mean, lost)
+            yield from (None, None)  # as many messages as the leader has, since their order is by number
+        yield dist.broadcast(mean, machine.leader, group=machine.group, async_op=True)
+        return _SentBatch(sent, mean, lost)
 
 
 class _ClosedError(Exception):
@@ -237,48 +239,108 @@ class _Batch:
     Attributes:
         parameters: in the order in which they are sent.
         compressor: what sends them.
-        held: what was left out of earlier gradients, and the gradients themselves while they are sent [n].
+        residual: what was left out of earlier gradients, and the gradients themselves while they are sent [n].
         missing: those that have no gradient of this update yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], compressor: LowRank, dtype: torch.dtype) -> None:
         self.parameters, self.compressor = list(parameters), compressor
         sizes = [parameter.numel() for parameter in parameters]
-        self.held = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
+        self.residual = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
         self._slots = [
-            piece.view(parameter.shape) for piece, parameter in zip(self.held.split(sizes), parameters, strict=True)
+            piece.view(parameter.shape) for piece, parameter in zip(self.residual.split(sizes), parameters, strict=True)
         ]
-        # Where the backward pass can add to what is held, agreed gradients need a place of their own.
-        self._agreed = [
+        # Where the backward pass can add to the residual, averaged gradients need a place of their own.
+        self._averaged = [
             torch.empty_like(slot) if parameter.is_contiguous() and parameter.dtype == dtype else None
             for parameter, slot in zip(parameters, self._slots, strict=True)
         ]
         self.missing: set[int] = set()
 
     def expect(self) -> None:
-        """Another update begins: the backward pass adds its gradients to what is held, where it can."""
+        """Another update begins: the backward pass adds its gradients to the residual, where it can."""
         self.missing = {id(parameter) for parameter in self.parameters}
-        for parameter, slot, agreed in zip(self.parameters, self._slots, self._agreed, strict=True):
-            if agreed is not None:
+        for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
+            if averaged is not None:
                 if parameter.grad is not None:
                     slot.add_(parameter.grad)  # of earlier passes
                 parameter.grad = slot
 
     def take(self) -> Tensor:
-        """Adds the gradients to what is held; what is to be sent of that."""
-        for parameter, slot, agreed in zip(self.parameters, self._slots, self._agreed, strict=True):
-            if agreed is None and parameter.grad is not None:
+        """Adds the gradients to the residual; what is to be sent of that."""
+        for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
+            if averaged is None and parameter.grad is not None:
                 slot.add_(parameter.grad)
             elif parameter.grad is not None and parameter.grad is not slot:
                 slot.copy_(parameter.grad)  # a user's hook has put something in the place of the sum
-        return self.compressor.begin(self.held)
+        return self.compressor.begin(self.residual)
 
-    def give(self, answer: _Answer, between: Callable[[], object]) -> None:
+    def give(self, answer: _SentBatch, between: Callable[[], object]) -> None:
         """Has the agreed gradients take the place of this process's own."""
-        for parameter, agreed in zip(self.parameters, self._agreed, strict=True):
-            if agreed is not None:
-                parameter.grad = agreed
+        for parameter, averaged in zip(self.parameters, self._averaged, strict=True):
+            if averaged is not None:
+                parameter.grad = averaged
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.compressor.end(self.held, answer.sent, (answer.mean, answer.lost), gradients, between)
+        self.compressor.end(self.residual, answer.sent, (answer.mean, answer.lost), gradients, between)
+
+
+class PowerSgdSynchronizer(Synchronizer):
+    """Gradients of low rank, in every update; BatchNorm's statistics when somebody looks at them."""
+
+    reduces = False
+    own_statistics = True
+
+    def __init__(self, power: PowerSgd, buffers: Buffers, own: Mapping[str, Any]) -> None:
+        self._power, self._buffers, self.own = power, buffers, own
+        self.timed = power
+
+    def before_last_micro_batch(self) -> None:
+        """Gradients leave as they come."""
+        self._power.expect()
+
+    def on_gradients(self) -> None:
+        """Replaces them by the agreed mean."""
+        self._power.average()
+
+    def finish(self, step: int) -> None:
+        """The mean of BatchNorm's statistics."""
+        self._buffers.average(step)
+        self._buffers.write(self._buffers.averaged)
+
+    def average_buffers(self, step: int) -> None:
+        """The mean of BatchNorm's statistics, for evaluations and saves."""
+        self._buffers.average(step)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The agreed statistics in place of this process's own."""
+        own = self._buffers.own()
+        self._buffers.write(self._buffers.averaged)
+        try:
+            yield
+        finally:
+            self._buffers.write(own)
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        """All parameters."""
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The residual, and this process's own statistics."""
+        return {**self._power.state(), "buffers": self._buffers.own()}, {}
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:  # noqa: ARG002 - none here
+        """Takes them back."""
+        mine = dict(tensors)
+        self._buffers.write(mine.pop("buffers"))
+        self._power.load(mine)
+
+    def close(self) -> None:
+        """Ends the thread that sends."""
+        self._power.close()
+
+    def begin(self) -> None:
+        """Starts from the network as it is."""
+        self._buffers.begin()

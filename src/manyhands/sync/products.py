@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyhands.sync.talk import Peers
+from manyhands.sync.talk import SyncGroup
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
@@ -95,7 +95,7 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
         out.copy_(whole.view(out.shape))
 
 
-def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: Peers, like: Tensor) -> Arithmetic:
+def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: SyncGroup, like: Tensor) -> Arithmetic:
     """The fastest arithmetic that gives all peers equal bits; a collective.
 
     Args:

@@ -27,7 +27,7 @@ Conversation = Generator[Any, None, T]
 
 
 @dataclass
-class Peers:
+class SyncGroup:
     """Those who agree: one process of each party.
 
     Attributes:
@@ -190,8 +190,8 @@ class Relay(Generic[T]):
 
 
 @dataclass
-class Held:
-    """What rounding has kept back from the values that a process sends.
+class Residual:
+    """What rounding has left out of the values that a process sends.
 
     Attributes:
         own: of the values that it brought [n]; None before the first exchange.
@@ -201,7 +201,7 @@ class Held:
     own: Tensor | None = None
     sums: Tensor | None = None
 
-    def together(self, peers: "Peers") -> Tensor:
+    def together(self, peers: "SyncGroup") -> Tensor:
         """Both as values yet to be sent [n]: their mean over all processes is what the agreed mean lacks."""
         if self.own is None:
             raise ValueError("nothing has been exchanged")
@@ -212,7 +212,7 @@ class Held:
         return kept
 
 
-def mean_of(values: Tensor, codec: Codec, peers: Peers, sums_before: Tensor | None = None) -> Conversation[Any]:
+def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> Conversation[Any]:
     """The mean over all peers of vectors [n], equal to the last bit everywhere; a conversation.
 
     Each process adds up one part for all, and hands the rounded mean on.
@@ -229,7 +229,7 @@ def mean_of(values: Tensor, codec: Codec, peers: Peers, sums_before: Tensor | No
     """
     count = values.numel()
     if peers.size == 1 or not count:
-        return values.clone(), Held(torch.zeros_like(values), None)
+        return values.clone(), Residual(torch.zeros_like(values), None)
     chunk = chunk_values(count, peers.size)
     parts = F.pad(values, (0, chunk * peers.size - count)).view(peers.size, chunk)
     coded, own = codec.encode(parts)
@@ -242,4 +242,4 @@ def mean_of(values: Tensor, codec: Codec, peers: Peers, sums_before: Tensor | No
     everybody, work = peers.gather(answer)
     yield work
     own = own.view(-1)[:count]
-    return codec.decode(everybody, values.dtype).view(-1)[:count], Held(own, sums)
+    return codec.decode(everybody, values.dtype).view(-1)[:count], Residual(own, sums)

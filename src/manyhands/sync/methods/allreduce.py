@@ -1,19 +1,37 @@
 """Every process sends its gradients in every update and gets the mean: DDP's own reducer, in full precision."""
 
-from manyhands.sync.costs import Case, Cost
-from manyhands.sync.messages import gradients, statistics
-from manyhands.sync.options import SyncOptions
+from typing import TYPE_CHECKING
+
+from manyhands.core.needs import HasGradients, Need
+from manyhands.core.options import Options
+from manyhands.sync.costs import Cost, LinkCase
+
+if TYPE_CHECKING:
+    from manyhands.sync.synchronizer import Party, Synchronizer
 
 DESCRIPTION = "the mean of all gradients in every update, in full precision"
+EXACT = True
+PRECEDENCE = 0
+NEEDS: tuple[Need, ...] = ()
 
 
-def estimate(case: Case, options: SyncOptions) -> list[Cost]:
+def estimate(case: LinkCase, options: Options) -> list[Cost]:
     """A ring all-reduce, as far as possible beside the backward pass.
 
     Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
     """
+    from manyhands.sync.messages import gradients, statistics
+
     del options
     sent, moved = gradients(case, case.item_bytes), statistics(case)
-    step_s = case.step_s + max(0.0, sent.seconds - case.backward_s) + moved.seconds
+    step_s = case.step_s + case.layers_s + sent.beside(case.backward_s) + moved.seconds
     whole = sent + moved
     return [Cost("allreduce", step_s, whole.sent_bytes, whole.seconds)]
+
+
+def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+    """The parallel mode does it all."""
+    from manyhands.sync.synchronizer import Synchronizer
+
+    del network, party, options, cost
+    return Synchronizer()

@@ -1,21 +1,44 @@
 """As allreduce, but gradients travel as bfloat16: half the bytes, with 8 bits of each value's fraction."""
 
-from manyhands.sync.costs import Case, Cost
-from manyhands.sync.messages import gradients, statistics
-from manyhands.sync.options import SyncOptions
+from typing import TYPE_CHECKING
+
+from manyhands.core.needs import OWN_AVERAGE, WHOLE_GRADIENTS, HasGradients
+from manyhands.core.options import Options
+from manyhands.sync.costs import Cost, LinkCase
+
+if TYPE_CHECKING:
+    from manyhands.sync.synchronizer import Party, Synchronizer
 
 DESCRIPTION = "the mean of all gradients in every update, rounded to bfloat16 on the way"
+EXACT = False
+EXCEPTION = "Gradients are rounded to bf16 before they are added up (sync.method = bf16)."
+PRECEDENCE = 10
+NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE)
 
 _VALUE_BYTES = 2
 # Rounding there and back, as a share of a step.
 _ROUNDING = 0.005
 
 
-def estimate(case: Case, options: SyncOptions) -> list[Cost]:
+def estimate(case: LinkCase, options: Options) -> list[Cost]:
     """A ring all-reduce of half the bytes, as far as possible beside the backward pass."""
+    from manyhands.sync.messages import gradients, statistics
+
     del options
     sent, moved = gradients(case, _VALUE_BYTES), statistics(case)
     computed = case.step_s * (1 + _ROUNDING) if case.machines > 1 else case.step_s
-    step_s = computed + max(0.0, sent.seconds - case.backward_s) + moved.seconds
+    step_s = computed + case.layers_s + sent.beside(case.backward_s) + moved.seconds
     whole = sent + moved
     return [Cost("bf16", step_s, whole.sent_bytes, whole.seconds)]
+
+
+def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+    """The parallel mode's own average, of rounded gradients."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    from manyhands.sync.synchronizer import Synchronizer
+
+    del network, party, options, cost
+    synchronizer = Synchronizer()
+    synchronizer.hook = bf16_compress_hook
+    return synchronizer

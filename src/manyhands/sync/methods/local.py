@@ -5,15 +5,28 @@ Sources: Stich, "Local SGD converges fast and communicates little", 2018, arXiv:
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-import torch
+from pydantic import Field
 
-from manyhands.sync.codecs import codec_named
-from manyhands.sync.costs import Case, Cost
-from manyhands.sync.messages import Message, low_rank, mean
-from manyhands.sync.options import CodecName, SyncOptions
+from manyhands.core.errors import UserError
+from manyhands.core.needs import OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
+from manyhands.sync.costs import CodecName, Cost, LinkCase
+from manyhands.sync.rank import RankOptions
+
+if TYPE_CHECKING:
+    from manyhands.sync.local import LocalSteps, Pace
+    from manyhands.sync.messages import SyncMessage
+    from manyhands.sync.synchronizer import Party, Synchronizer
 
 DESCRIPTION = "updates on each machine alone, and every so often the mean of all movements, compressed"
+EXACT = False
+EXCEPTION = "Local steps (sync.method = local): results depend on the number of machines."
+EVERY_UPDATE = False
+PRECEDENCE = 30
+NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS)
 
 # Those that suit slow links, by how much is to be preferred where they take equally long.
 _CONSIDERED: tuple[CodecName, ...] = ("lowrank", "int8", "int4")
@@ -26,15 +39,95 @@ _SLACK, _LATE = 1.3, 1.15
 _FEWEST_STEPS = 4
 # Beyond these, accuracy was lost in our experiments.
 _MOST_STEPS, _FEWEST_ROUNDS = 256, 60
+# The pace changes where another would be so many times as long or as short, and more than a step; less is noise. It
+# does after so many exchanges.
+_CHANGE, _TIMES = 1.5, 3
 
 
-def estimate(case: Case, options: SyncOptions) -> list[Cost]:
+class Options(RankOptions):
+    """How often processes agree, and how that is sent."""
+
+    codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = Field(
+        default="auto", description="local: how the exchange is compressed"
+    )
+    every: int = Field(default=0, ge=0, description="local: steps between agreements; 0 fits them to the link")
+    delay: int = Field(
+        default=-1, ge=-1, description="local: steps for which an exchange may go on beside training; 0 waits, -1 fits"
+    )
+    outer_lr: float = Field(default=1.0, gt=0, le=10, description="local: factor of the agreed movement")
+    outer_momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="local: Nesterov's momentum of the agreed movements"
+    )
+
+
+def asked(options: Options) -> Cost | None:
+    """The pace, where the options say it whole.
+
+    Raises:
+        UserError: an exchange would be applied after the next one has begun.
+    """
+    if options.delay > options.every > 0:
+        mend = (f"--set sync.delay={options.every} or less",)
+        what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
+        raise UserError(what, "sync.delay", mend)
+    if not options.every or options.codec == "auto":
+        return None
+    delay = options.every if options.delay < 0 else options.delay
+    return Cost("local", 0.0, 0.0, codec=options.codec, every=options.every, delay=delay)
+
+
+def fits(cost: Cost, options: Options) -> bool:
+    """Whether a pace that was decided before is one that the options allow."""
+    wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
+    return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
+
+
+def estimate(case: LinkCase, options: Options) -> list[Cost]:
     """One cost for each codec that is considered, or that of the codec that the options name."""
     codecs = _CONSIDERED if options.codec == "auto" else (options.codec,)
     return [_cost(case, options, codec) for codec in codecs]
 
 
-def _cost(case: Case, options: SyncOptions, codec: CodecName) -> Cost:
+def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+    """What has processes train by themselves, and agree at the pace that `cost` says; a collective."""
+    from manyhands.sync.compress import compressor_named, compute_alike
+    from manyhands.sync.local import LocalSteps, LocalStepsSynchronizer
+    from manyhands.sync.measure import pass_seconds
+    from manyhands.sync.synchronizer import buffers_of, nothing_like, trained_of
+    from manyhands.sync.vector import dtype_of
+
+    trained = list(trained_of(network).values())
+    peers, machine, world, places = party.peers(), party.machine(), party.world, party.places
+    buffers = buffers_of(network, peers, machine, world.device)
+    shapes, kind = [tuple(parameter.shape) for parameter in trained], dtype_of(trained)
+    compressor = compressor_named(
+        cost.codec, shapes, rank=options.rank, seed=party.seed, device=world.device, dtype=kind
+    )
+    if party.is_leader:
+        compute_alike([compressor], peers, nothing_like(trained, world.device))
+    weight = len(places.machine) * len(places.leaders) / world.size
+    steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine)
+    own = party.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
+    if _is_fixed(cost, options):
+        return LocalStepsSynchronizer(steps, own)
+    values = sum(one.numel() for one in trained)
+    compressing_s = party.from_rank_0(PASSES[cost.codec] * pass_seconds(values, world.device))
+    return LocalStepsSynchronizer(steps, own, Pacer(steps, cost, options, party.steps, compressing_s))
+
+
+def _is_fixed(cost: Cost, options: Options) -> bool:
+    """True where the pace stays: the user has said it, or exchanges are waited for."""
+    return bool(options.every) or not cost.delay
+
+
+def pace_of(cost: Cost, options: Options) -> "Pace":
+    """How often, and by which outer step."""
+    from manyhands.sync.local import Pace
+
+    return Pace(cost.every, cost.delay, options.outer_lr, options.outer_momentum)
+
+
+def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
     exchange = _exchange(case, options, codec)
     steps_long = exchange.seconds / case.step_s
     compressing_s = case.compressing_s(PASSES[codec])
@@ -45,8 +138,13 @@ def _cost(case: Case, options: SyncOptions, codec: CodecName) -> Cost:
     return Cost("local", step_s, exchange.sent_bytes / every, exchange.seconds, codec, every, delay)
 
 
-def _exchange(case: Case, options: SyncOptions, codec: CodecName) -> Message:
+def _exchange(case: LinkCase, options: Options, codec: CodecName) -> "SyncMessage":
     """The parameters' movement; BatchNorm's statistics go along with evaluations and checkpoints only."""
+    import torch
+
+    from manyhands.sync.codecs import codec_named
+    from manyhands.sync.messages import low_rank, mean
+
     if codec == "lowrank":
         return low_rank(case, options.rank)
     own = torch.float64 if case.item_bytes == torch.float64.itemsize else torch.float32
@@ -68,3 +166,63 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
     """
     most = max(1, min(_MOST_STEPS, steps // _FEWEST_ROUNDS))
     return min(most, max(_FEWEST_STEPS, math.ceil(_SLACK * steps_long), math.ceil(compressing / _MOST_COMPRESSING)))
+
+
+@dataclass
+class Pacer:
+    """Keeps local steps in time with the link.
+
+    Attributes:
+        steps: whose pace it is.
+        cost: the method with its pace.
+        options: what the user says of it.
+        total_steps: updates of the whole run.
+        compressing_s: an exchange's own work; equal on all processes, which decide alike.
+    """
+
+    steps: "LocalSteps"
+    cost: Cost
+    options: Options
+    total_steps: int
+    compressing_s: float
+    _lengths: list[float] = field(default_factory=list[float], init=False)
+    _rounds: int = field(default=0, init=False)
+
+    def __call__(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
+        """Suits the pace to what was measured; see `Synchronizer.suit_pace`."""
+        step_s = max(*speeds_s, 1e-6)
+        self._note(step_s, [one for one in exchanges_s if one > 0])
+        every, delay = self._wanted(step_s)
+        if (every, delay) == (self.cost.every, self.cost.delay) or not self.steps.idle:
+            return None
+        self._lengths.clear()
+        self.cost = replace(self.cost, every=every, delay=delay)
+        self.steps.pace = pace_of(self.cost, self.options)
+        return self.cost
+
+    def _note(self, step_s: float, exchanges_s: list[float]) -> None:
+        """Keeps how many steps the last exchange took.
+
+        It begins for each process when that one is there. Who comes last waits for nobody, and all go on at the pace
+        of the slowest; by the others' time a slow process would make exchanges seem long, and the longer the pace the
+        longer.
+        """
+        if self.steps.rounds > self._rounds and exchanges_s:
+            self._rounds = self.steps.rounds
+            self._lengths = [*self._lengths[-2:], min(exchanges_s) / step_s]
+
+    def _wanted(self, step_s: float) -> tuple[int, int]:
+        """(every, delay) that suit what was noted."""
+        import statistics  # slow to import, and commands that only read a job need none of it
+
+        now = self.cost.every, self.cost.delay
+        if len(self._lengths) < _TIMES or _is_fixed(self.cost, self.options):
+            return now
+        long = statistics.median(self._lengths)
+        every = fitting_steps(long, self.total_steps, self.compressing_s / step_s)
+        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
+        return (every, delay) if _differ(every, now[0]) or _differ(delay, now[1]) else now
+
+
+def _differ(wanted: int, now: int) -> bool:
+    return abs(wanted - now) > 1 and not now / _CHANGE < wanted < now * _CHANGE

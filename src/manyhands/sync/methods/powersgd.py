@@ -4,20 +4,35 @@ Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient co
 optimization", 2019, arXiv:1905.13727.
 """
 
-from manyhands.sync.costs import Case, Cost
-from manyhands.sync.messages import Message, low_rank_batches
-from manyhands.sync.options import SyncOptions
+from typing import TYPE_CHECKING
+
+from manyhands.core.needs import FINITE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
+from manyhands.sync.costs import Cost, LinkCase
+from manyhands.sync.rank import RankOptions
+
+if TYPE_CHECKING:
+    from manyhands.sync.synchronizer import Party, Synchronizer
 
 DESCRIPTION = "gradients of low rank in every update; what is left out is sent later"
+EXACT = False
+EXCEPTION = "Compressed gradients (sync.method = powersgd): results depend on who sends what."
+PRECEDENCE = 20
+NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, FINITE_GRADIENTS, OWN_STATISTICS)
 
-# Factors, products and what is held: passes over all values, measured for a ResNet-18 on a CPU.
+# Factors, products and the residual: passes over all values, measured for a ResNet-18 on a CPU.
 _PASSES = 5
 
 
-def estimate(case: Case, options: SyncOptions) -> list[Cost]:
+class Options(RankOptions):
+    """The rank."""
+
+
+def estimate(case: LinkCase, options: Options) -> list[Cost]:
     """Batches leave while the backward pass goes on; BatchNorm's statistics with evaluations and checkpoints only."""
+    from manyhands.sync.messages import SyncMessage, low_rank_batches
+
     batches = low_rank_batches(case, options.rank)
-    sent = sum(batches, Message())
+    sent = sum(batches, SyncMessage())
     # The first batch comes a while after the backward pass has begun, the last one when it is over; compressing one
     # goes on while others are under way.
     before_last = 1 - 1 / len(batches)
@@ -25,3 +40,15 @@ def estimate(case: Case, options: SyncOptions) -> list[Cost]:
     standing_s = compressing_s - min(case.idle_s, compressing_s) * before_last
     waiting_s = max(batches[-1].seconds, sent.seconds - case.backward_s * before_last - standing_s)
     return [Cost("powersgd", case.step_s + standing_s + waiting_s, sent.sent_bytes, sent.seconds)]
+
+
+def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+    """What compresses and agrees on gradients as they come; a collective."""
+    from manyhands.sync.powersgd import PowerSgd, PowerSgdSynchronizer
+    from manyhands.sync.synchronizer import buffers_of, trained_of
+
+    named, peers, machine, world = trained_of(network), party.peers(), party.machine(), party.world
+    buffers = buffers_of(network, peers, machine, world.device)
+    rare, trained = [named[name] for name in party.unused], list(named.values())
+    power = PowerSgd(trained, peers, options.rank, party.seed, rare, machine=machine, processes=world.size)
+    return PowerSgdSynchronizer(power, buffers, party.own(cost, trained, options.rank))
