@@ -10,31 +10,40 @@ from manyhands.core.errors import RunError
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain
-from manyhands.train.feed import Pass, Update
+from manyhands.train.diverging import ADVICE
+from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.train.synchronizer import told
 
 if TYPE_CHECKING:
     from manyhands.train.step import Updater
 
 MEND = (
-    "a smaller train.lr, some train.warmup_epochs, or train.clip = 1.0 often helps",
+    ADVICE,
     "with fp16, try bf16 or fp32",
 )
+MEND_INPUT = ("look at these samples (counted from 0 in the training split), and at what prepares them",)
 
 
-def explain_loss(network: ParallelNetwork, part: Pass, world: World, step: int) -> RunError:
+def explain_loss(network: ParallelNetwork, part: LoadedMicroBatch, world: World, step: int) -> RunError:
     """The error for a loss that is NaN or infinite on this process: names the first tensor that was not finite.
 
     Only this process may be here, so a network that is held in pieces, which others would have to give, isn't searched.
     """
-    samples = part.batch.samples[:8].tolist()
-    where = f"rank {world.rank}, step {step}, samples {', '.join(map(str, samples))} …"
-    found = "" if network.sharded or network.cutting else f": {_first_bad(network.inner, part.batch.images)}"
+    batch = part.batch
+    spoilt = batch.samples[~_finite_samples(batch.images)] if len(batch.images) == len(batch.samples) else batch.samples
+    where = f"rank {world.rank}, step {step}, samples {_some(spoilt if len(spoilt) else batch.samples)}"
+    if not _finite(batch.images):
+        return RunError("the loss is not finite: the input pictures already hold NaN or infinity", where, MEND_INPUT)
+    found = f": {_first_bad(network.inner, batch.images)}" if network.runs_alone else ""
     return RunError(f"the loss is not finite{found}", where, MEND)
 
 
+def _some(samples: Tensor, most: int = 8) -> str:
+    text = ", ".join(map(str, samples[:most].tolist()))
+    return f"{text} …" if len(samples) > most else text
+
+
 def _first_bad(model: nn.Module, images: Tensor) -> str:
-    if not _finite(images):
-        return "the input pictures already hold NaN or infinity"
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return f"parameter {name} is {_kind(parameter)}"
@@ -58,19 +67,19 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
     return found[0] if found else "the loss itself, from finite outputs"
 
 
-def explain_gradient(updater: "Updater", update: Update, step: int) -> RunError:
+def explain_gradient(updater: "Updater", update: UpdateShare, step: int) -> RunError:
     """The error for a gradient that is not finite; every process that updates with it looks at its own part.
 
     Those that share gradients all are here; where each machine trains by itself, its own alone.
     """
     updater.optimizer.zero_grad(set_to_none=True)
-    updater.gradients(update, step, agree=False)
+    updater.add_gradients(update, step, averages=False)
     mine = ""
     for name, parameter in updater.network.inner.named_parameters():
         if parameter.grad is not None and not _finite(parameter.grad):
             mine = f"the gradient of {name} is {_kind(parameter.grad)}"
             break
-    everybody: dict[int, str] = updater.agreeing.told(mine, updater.world)
+    everybody: dict[int, str] = told(updater.synchronizer, mine, updater.world)
     rank = next((rank for rank, text in everybody.items() if text), min(everybody))
     what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
     return RunError(what, f"rank {rank}, step {step}", MEND)
@@ -111,6 +120,11 @@ def explain_lost(network: ParallelNetwork, world: World, first_bad: Tensor | flo
 
 def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
+
+
+def _finite_samples(images: Tensor) -> Tensor:
+    """Bool [n], on the CPU: the samples of which every value is finite."""
+    return torch.isfinite(images).flatten(1).all(1).cpu() if images.dim() > 1 else torch.isfinite(images).cpu()
 
 
 def _kind(tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ same to the last bit for any number of processes.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,10 @@ from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.order import evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.network import Cutting
+from manyhands.parallel.network import ParallelNetwork
+
+# Processes ask each other about so often whether to stop.
+ASK_S, MOST_BLOCKS = 1.0, 1000
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,44 @@ class Evaluation:
         return matrix
 
 
+class Interrupted(Exception):  # noqa: N818 - a wish, not an error
+    """Somebody asked for a stop in the middle of an evaluation."""
+
+
+class StopRequest:
+    """Lets all processes stop at the same block of an evaluation, whoever of them was asked to.
+
+    Args:
+        world: who takes part.
+        asked: true where this process was asked.
+    """
+
+    def __init__(self, world: World, asked: Callable[[], object]) -> None:
+        self._world, self._asked = world, asked
+        self._last, self._next, self._since = 0, 0, time.perf_counter()
+
+    def heed(self, done: int) -> None:
+        """To be called before each block, `done` of which are behind; every second or so it is a collective.
+
+        Raises:
+            Interrupted: on all processes alike.
+        """
+        if done < self._next:
+            return
+        now = time.perf_counter()
+        mine = torch.tensor([float(bool(self._asked())), now - self._since], device=self._world.device)
+        if not self._world.alone:
+            dist.all_reduce(mine)
+        stops, seconds = mine.tolist()
+        if stops:
+            raise Interrupted
+        block_s = seconds / self._world.size / max(1, done - self._last)
+        wanted = round(ASK_S / max(block_s, 1e-6)) if done else 1
+        # Accelerators are handed the first blocks long before they are through them, so the pause only grows.
+        self._next = done + min(MOST_BLOCKS, max(1, wanted), 2 * max(1, done - self._last))
+        self._last, self._since = done, time.perf_counter()
+
+
 class Evaluator:
     """Evaluates a network on the test split.
 
@@ -65,11 +106,10 @@ class Evaluator:
         block: samples in a block.
         world: who takes part.
         log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
-        collective_forward: True when all processes must call the network equally often.
-        cutting: how the network is cut, where all processes compute each block together.
+        network: that is evaluated, under its mode; None where each process has all of it.
     """
 
-    def __init__(  # noqa: PLR0913 - what decides an evaluation
+    def __init__(
         self,
         loader: Loader,
         length: int,
@@ -78,44 +118,62 @@ class Evaluator:
         world: World,
         *,
         log_probabilities: bool = False,
-        collective_forward: bool = False,
-        cutting: Cutting | None = None,
+        network: ParallelNetwork | None = None,
     ) -> None:
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
         self.blocks = evaluation_blocks(length, block)
-        self._log_probabilities, self._collective, self._cutting = log_probabilities, collective_forward, cutting
+        self._log_probabilities, self._network = log_probabilities, network
+        # On a mesh all processes compute each block together.
+        self._together = network if network and network.together else None
         # Apple's devices know no float64.
         self._precise = torch.float32 if world.device == "mps" else torch.float64
 
-    def __call__(self, model: nn.Module, autocast: contextlib.AbstractContextManager[object]) -> Evaluation:
+    def __call__(
+        self,
+        model: nn.Module,
+        autocast: contextlib.AbstractContextManager[object],
+        asked: Callable[[], object] | None = None,
+    ) -> Evaluation:
         """Evaluates; the network is left in the mode it was in.
+
+        Args:
+            model: the network.
+            autocast: entered for the length of it.
+            asked: true where somebody has asked this process to stop; on all processes, or on none.
 
         Raises:
             RunError: the samples counted are not exactly those of the split.
+            Interrupted: somebody was asked to stop, which all processes have agreed on.
         """
         started = time.perf_counter()
         training = model.training
         model.eval()
         try:
             with torch.inference_mode(), autocast:
-                counts = self._count(model)
+                counts = self._count(model, StopRequest(self.world, asked) if asked else None)
         finally:
             model.train(training)
         return self._sum_up(*counts, started)
 
-    def _count(self, model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    def _count(self, model: nn.Module, request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
         """Of this process's samples: true and guessed class [2, length]; top-5 hits and samples; block losses."""
         device = self.world.device
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
         losses = torch.zeros(len(self.blocks), dtype=self._precise, device=device)
-        for number, counted, batch in self._batches():
-            images, labels = self._whole(batch, number) if self._cutting else (batch.images, batch.labels)
-            logits = main_and_auxiliary(model(images))[0].float()
-            if self._cutting and not self._cutting.whole_outputs:
-                count = max(len(self.blocks[number]), self._cutting.most_parts)
-                logits = self._cutting.gather_rows(logits, count)
-            logits = logits[: len(self.blocks[number])]
+        # So many blocks all processes have; those that are left over end the evaluation anyway.
+        common = len(self.blocks) // (1 if self._together else self.world.size)
+        for done, (number, counted, batch) in enumerate(self._batches()):
+            if request and done < common:
+                request.heed(done)
+            length, labels = len(self.blocks[number]), batch.labels
+            filled = max(length, self._together.most_parts) if self._together else length
+            if self._together:
+                labels = self._together.gather_rows(labels, filled)[:length]
+            logits = main_and_auxiliary(model(batch.images))[0].float()
+            if self._together:
+                logits = self._together.gather_outputs(logits, filled)
+            logits = logits[:length]
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
@@ -131,33 +189,27 @@ class Evaluator:
 
     def _batches(self) -> Iterator[tuple[int, bool, Any]]:
         """This process's blocks; with repeated ones that don't count where all must call the network equally often."""
-        if self._cutting:
-            yield from self._shared_batches(self._cutting)
+        if self._together:
+            yield from self._shared_batches(self._together)
             return
         mine = [(number, True) for number in range(self.world.rank, len(self.blocks), self.world.size)]
-        if self._collective:
+        if self._network and self._network.collective_forward:
             rounds = -(-len(self.blocks) // self.world.size)
             mine += [(0, False)] * (rounds - len(mine))
         requests = (torch.arange(self.blocks[number].start, self.blocks[number].stop) for number, _ in mine)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
 
-    def _shared_batches(self, cutting: Cutting) -> Iterator[tuple[int, bool, Any]]:
+    def _shared_batches(self, network: ParallelNetwork) -> Iterator[tuple[int, bool, Any]]:
         """Every block, of which this process has the samples that the network's input gives it; rank 0 counts."""
         requests: list[Tensor] = []
         for block in self.blocks:
             # A block of fewer samples than some op shares out is filled up with its first one, which doesn't count.
-            filled = [*block, *[block.start] * (cutting.most_parts - len(block))]
-            cuts = bounds(len(filled), cutting.replicas)
-            requests.append(torch.tensor(filled[cuts[cutting.replica] : cuts[cutting.replica + 1]]))
+            filled = [*block, *[block.start] * (network.most_parts - len(block))]
+            cuts, place = bounds(len(filled), network.replicas(self.world.size)), network.replica(self.world.rank)
+            requests.append(torch.tensor(filled[cuts[place] : cuts[place + 1]]))
         for number, batch in enumerate(self.loader.batches(0, iter(requests))):
-            yield number, self.world.speaks, batch
-
-    def _whole(self, batch: Any, number: int) -> tuple[Tensor, Tensor]:
-        """This process's pictures of a block, and all of its labels."""
-        cutting: Any = self._cutting
-        count = max(len(self.blocks[number]), cutting.most_parts)
-        return batch.images, cutting.gather_rows(batch.labels, count)[: len(self.blocks[number])]
+            yield number, self.world.is_main, batch
 
     def _sum_up(self, pairs: Tensor, tallies: Tensor, losses: Tensor, started: float) -> Evaluation:
         if not self.world.alone:

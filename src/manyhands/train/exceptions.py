@@ -7,25 +7,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from manyhands.parallel.apply import normalises_in_groups
-from manyhands.train.parts import Parts
+from manyhands.sync.method import exception_of
+from manyhands.train.trainer import Trainer
 
 # Of modules that drop whole branches of single samples: parts of their classes' names in torchvision, timm and others.
 _DROPS_BRANCHES = ("stochasticdepth", "droppath", "drop_path")
 
 
-def exceptions(parts: Parts) -> list[str]:
+def exceptions(trainer: Trainer) -> list[str]:
     """The exceptions from "the same at any number of processes" that are in force."""
-    return [*_of_norms(parts), *_of_draws(parts), *_of_agreeing(parts)]
+    loss_fn = trainer.update.loss_fn
+    loss = [loss_fn.dependent] if loss_fn.dependent else []
+    return [*loss, *_of_norms(trainer), *_of_draws(trainer), *_of_sync(trainer)]
 
 
-def _of_norms(parts: Parts) -> list[str]:
-    modules = parts.network.inner.modules()
+def _of_norms(trainer: Trainer) -> list[str]:
+    modules = trainer.network.inner.modules()
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
-    local = parts.job.train.norm_group == "local" or parts.agreeing.own_statistics
-    if local or not normalises_in_groups(parts.mode):
+    local = trainer.job.train.norm_group == "local" or trainer.synchronizer.own_statistics
+    if local or not normalises_in_groups(trainer.mode):
         return ["BatchNorm takes its statistics over what each process has (norm_group = local)."]
-    unknown = sum(not layer.rows_per_sample for layer in parts.update.norm.layers)
+    unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     if unknown:
         return [
             f"{unknown} BatchNorm layer(s) normalise rows that can't be told apart by sample: they take their "
@@ -34,11 +37,10 @@ def _of_norms(parts: Parts) -> list[str]:
     return []
 
 
-def _of_draws(parts: Parts) -> list[str]:
+def _of_draws(trainer: Trainer) -> list[str]:
     """Random numbers: each process draws its own, so other samples meet other ones at another number of processes."""
-    found = [f"{kind} draws other masks at another number of processes." for kind in _dropping(parts.network.inner)]
-    cutting = parts.network.cutting
-    if not found and (parts.draws or (cutting and cutting.draws)):
+    found = [f"{kind} draws other masks at another number of processes." for kind in _dropping(trainer.network.inner)]
+    if not found and (trainer.draws or trainer.network.draws):
         found.append("The network draws random numbers in training: other ones at another number of processes.")
     return found
 
@@ -69,15 +71,9 @@ def _attention_dropout(module: nn.Module) -> float:
     return max((share for share in shares if isinstance(share, int | float)), default=0.0)
 
 
-def _of_agreeing(parts: Parts) -> list[str]:
-    found: list[str] = []
-    if parts.agreeing.alone:
-        found.append("Local steps (sync.method = local): results depend on the number of machines.")
-    elif parts.agreeing.own:
-        found.append(f"Compressed gradients (sync.method = {parts.sync.method}): results depend on who sends what.")
-    elif parts.sync.method == "bf16":
-        found.append("Gradients are rounded to bf16 before they are added up (sync.method = bf16).")
-    if not parts.job.parallel.gradients_mean:
+def _of_sync(trainer: Trainer) -> list[str]:
+    found = list(filter(None, [exception_of(trainer.sync.method)]))
+    if not trainer.job.parallel.gradients_mean:
         found.append(
             "Gradients are the sum of all processes' means: larger with more of them (gradients_mean = false)."
         )

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.blame import users_traceback
-from manyhands.core.errors import ManyhandsError, RunError
+from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, RunError
 from manyhands.core.records import Failure
+from manyhands.core.world import World
+from manyhands.parallel.gradients import AUTOCAST, Gradients
+from manyhands.parallel.network import ParallelNetwork, whole_batch
 
 if TYPE_CHECKING:
     from manyhands.data.loader import Batch
-    from manyhands.train.parts import Parts
+    from manyhands.train.trainer import Trainer
 
 # What torch says on a process whose peer has gone. Such an error is a consequence, not a cause.
 CONSEQUENCES = (
@@ -46,10 +49,13 @@ OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use"
 
 def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
     """The record of a failure on this process."""
+    if isinstance(error, KeyboardInterrupt):
+        error = ManyhandsError("stopped without a save")
+        error.exit_code = EXIT_INTERRUPTED
     known = error if isinstance(error, ManyhandsError) else None
     text = "".join(traceback.format_exception(error))
     cause = known.__cause__ if known else error
-    excerpt = users_traceback(cause) if cause else ""
+    excerpt = users_traceback(cause) if cause else "\n".join(getattr(error, "__notes__", ()))
     what = known.what if known else f"{type(error).__name__}: {error}".strip()
     return Failure(
         time=time.time(),
@@ -87,28 +93,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def explain_memory(error: BaseException, parts: "Parts") -> RunError:
+def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
     """The error for a lack of memory: says which micro-batch fits, by trying smaller ones on this process."""
     # What is tried here is nobody else's business.
-    parts.agreeing.close()
+    trainer.synchronizer.close()
     # The error's frames hold the tensors of the pass that failed.
     traceback.clear_frames(error.__traceback__)
-    options, evaluating = parts.job.train, parts.phase == "evaluate"
+    options, evaluating = trainer.job.train, trainer.phase == "evaluate"
     if evaluating:
         taken = options.evaluate_batch
-        fits = _largest_that_fits(parts, taken, _try_evaluation)
+        fits = _largest_that_fits(trainer, taken, _try_evaluation)
         mend = [f"--set train.evaluate_batch={fits}"] if fits else []
     else:
-        share = -(-parts.feed.order.batch // parts.world.size)
+        share = -(-trainer.feed.order.batch // trainer.world.size)
         taken = min(options.micro_batch or share, share)
-        fits = _largest_that_fits(parts, taken, _try_update)
+        fits = _largest_that_fits(trainer, taken, _try_update)
         mend = [f"--set train.micro_batch={fits}: the global batch stays {options.batch}"] if fits else []
-        if fits and parts.update.norm.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
+        if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
             mend.append(f"with --set train.norm_group={max(2, fits)}, since BatchNorm needs a group in one pass")
+    halved = "" if options.precision in AUTOCAST else ", or --set train.precision=bf16"
     return RunError(
         f"out of memory at {taken} pictures in one pass{' of the evaluation' * evaluating}: {_first_line(error)}",
-        f"rank {parts.world.rank} on {socket.gethostname()}, {parts.world.device}",
-        (*mend, f"{'or ' * bool(mend)}a smaller data.image_size, or --set train.precision=bf16"),
+        f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
+        (*mend, f"{'or ' * bool(mend)}a smaller data.image_size{halved}"),
     )
 
 
@@ -125,16 +132,16 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
-def _largest_that_fits(parts: "Parts", taken: int, attempt: "Callable[[Parts, Batch], None]") -> int:
+def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], None]") -> int:
     """Halves the pass until it fits; 0 when not even one picture does, or when other processes would have to help."""
-    if parts.network.sharded or parts.network.cutting:
+    if not trainer.network.runs_alone:
         return 0
     size = taken // 2
     while size >= 1:
-        parts.update.optimizer.zero_grad(set_to_none=True)
+        trainer.update.optimizer.zero_grad(set_to_none=True)
         try:
-            samples = torch.arange(size) % parts.feed.order.length
-            attempt(parts, next(iter(parts.feed.loader.batches(0, [samples]))))
+            samples = torch.arange(size) % trainer.feed.order.length
+            attempt(trainer, next(iter(trainer.feed.loader.batches(0, [samples]))))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 return 0
@@ -143,18 +150,18 @@ def _largest_that_fits(parts: "Parts", taken: int, attempt: "Callable[[Parts, Ba
         else:
             return size
         finally:
-            parts.update.optimizer.zero_grad(set_to_none=True)
+            trainer.update.optimizer.zero_grad(set_to_none=True)
     return 0
 
 
-def _try_update(parts: "Parts", batch: "Batch") -> None:
-    count = len(batch.labels)
-    parts.update.norm.begin_pass((), (), count, count)
-    loss, _ = parts.update.criterion(parts.network.inner(batch.images), batch.labels)
-    loss.backward()
+def _try_update(trainer: "Trainer", batch: "Batch") -> None:
+    alone = ParallelNetwork(trainer.network.inner, trainer.network.inner)
+    precision = trainer.job.train.precision  # in another one other sizes fit
+    gradients = Gradients(alone, World(device=trainer.world.device), trainer.update.loss_fn, precision=precision)
+    gradients.forward_backward(whole_batch(batch.images, batch.labels), len(batch.labels))
 
 
-def _try_evaluation(parts: "Parts", batch: "Batch") -> None:
-    parts.network.inner.eval()
-    with torch.inference_mode():
-        parts.network.inner(batch.images)
+def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
+    trainer.network.inner.eval()
+    with torch.inference_mode(), trainer.update.gradients.autocast():
+        trainer.network.inner(batch.images)

@@ -1,4 +1,4 @@
-"""Brings order, cut and loader together: what this process computes for each update."""
+"""Brings order, sharing and loader together: what this process computes for each update."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from manyhands.data.loader import Batch, Loader
-from manyhands.data.order import Cut, Order, Share, shares_of_pass
-from manyhands.parallel.network import PassShape
+from manyhands.data.order import BatchSharing, Order, Share, sharing
+from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One forward and backward pass of this process.
+class LoadedMicroBatch:
+    """One forward and backward pass of this process, and what it is of.
 
     Attributes:
         share: its part of the global batch; of no samples where there are fewer samples than processes.
         batch: the samples of the share, or a single stand-in of weight zero for an empty share.
-        bounds: first sample of the whole pass, over all processes, and the one after its last.
+        bounds: first sample of the whole micro-batch, over all processes, and the one after its last.
         group: samples in one of BatchNorm's groups; 0 where there are none.
     """
 
@@ -26,54 +26,53 @@ class Pass:
     bounds: tuple[int, int] = (0, 0)
     group: int = 0
 
-    def shape(self, count: int, seed: int) -> PassShape:
-        """What a split network must know of it; `count` is the samples of the whole update."""
-
-        def share(parts: int, index: int) -> Share:
-            return shares_of_pass(count, self.group, self.bounds, parts)[index]
-
-        return PassShape(self.bounds[1] - self.bounds[0], count, share, seed)
+    def micro_batch(self, count: int, seed: int) -> MicroBatch:
+        """The same for a network; `count` is the samples of the whole update."""
+        shape = MicroBatchShape(self.bounds[1] - self.bounds[0], count, sharing(count, self.group, self.bounds), seed)
+        return MicroBatch(self.batch.images, self.batch.labels, self.share, shape)
 
 
 @dataclass(frozen=True)
-class Update:
-    """All passes of this process for one update.
+class UpdateShare:
+    """All micro-batches of this process for one update.
 
     Attributes:
-        passes: at least one.
+        micro_batches: at least one.
         count: samples in the global batch.
     """
 
-    passes: list[Pass]
+    micro_batches: list[LoadedMicroBatch]
     count: int
 
 
 class Feed:
-    """Gives each update's passes, from any step of any epoch on.
+    """Gives each update's micro-batches, from any step of any epoch on.
 
     Args:
         order: which samples make up each update.
         cut: how an update is shared.
         loader: samples to pixels.
-        rank: this process's place among those that the cut shares samples among.
+        rank: this process's place among those that samples are shared among.
     """
 
-    def __init__(self, order: Order, cut: Cut, loader: Loader, rank: int) -> None:
-        self.order, self.cut, self.loader, self._rank = order, cut, loader, rank
+    def __init__(self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int) -> None:
+        self.order, self.cut, self.loader, self._rank = order, batch_sharing, loader, rank
 
-    def updates(self, epoch: int, first_step: int) -> Iterator[Update]:
+    def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
         """The epoch's updates from `first_step` on."""
         batches = self.loader.batches(epoch, self._requests(epoch, first_step))
         for step in range(first_step, self.order.steps_per_epoch):
             count = min(self.order.batch, self.order.length - step * self.order.batch)
-            yield Update([self._pass(shares, next(batches)) for shares in self.cut.passes(count)], count)
+            yield UpdateShare(
+                [self._micro_batch(shares, next(batches)) for shares in self.cut.micro_batches(count)], count
+            )
 
-    def _pass(self, shares: Sequence[Share], batch: Batch) -> Pass:
-        return Pass(shares[self._rank], batch, (shares[0].start, shares[-1].stop), self.cut.group)
+    def _micro_batch(self, shares: Sequence[Share], batch: Batch) -> LoadedMicroBatch:
+        return LoadedMicroBatch(shares[self._rank], batch, (shares[0].start, shares[-1].stop), self.cut.group)
 
     def _requests(self, epoch: int, first_step: int) -> Iterator[Tensor]:
         for samples in self.order.batches(epoch, first_step):
-            for shares in self.cut.passes(len(samples)):
+            for shares in self.cut.micro_batches(len(samples)):
                 share = shares[self._rank]
                 start, stop = share.start, max(share.stop, share.start + 1)
                 # A process with nothing to do takes part with a sample that counts for nothing.

@@ -2,8 +2,8 @@
 
 import os
 import platform
+import shlex
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,47 +14,49 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.world import World
-from manyhands.data.order import Cut, Order
+from manyhands.data.order import BatchSharing, Order
 from manyhands.data.splits import Splits
-from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups
+from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, one_process, takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import layouts_of
-from manyhands.parallel.network import How, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import GroupedNorm, group_batch_norms, leave_batch_norms
+from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.parallel.plan import Plan
-from manyhands.sync.measure import pass_seconds
-from manyhands.sync.methods.local import PASSES
-from manyhands.train.agree import Agreement
-from manyhands.train.agreeing import Agreeing, NowAndThen
-from manyhands.train.criterion import make_criterion
-from manyhands.train.evaluate import Evaluator
+from manyhands.sync.choose import BY_MODE
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train.choose_sync import ChosenSync, SyncRequest, settle
+from manyhands.train.data_setup import DTYPES, DataSetup, Objects, first_picture, name_outputs, open_samples
+from manyhands.train.evaluators import make_evaluator, make_tester
 from manyhands.train.feed import Feed
+from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import make_model, refuse_other_head, without_first_weights
-from manyhands.train.optimize import make_optimizer
-from manyhands.train.own_state import load_own
-from manyhands.train.pacing import Pacer, Watcher
-from manyhands.train.parts import Parts, seconds_between_saves
+from manyhands.train.optimize import make_optimizer, steps_to_make, total_steps
+from manyhands.train.own_optimizer import with_own_rate
+from manyhands.train.pacing import Watcher
+from manyhands.train.prove import BETTER_LOSS, settle_loss
 from manyhands.train.pth_tar import check_same_training
+from manyhands.train.rank_state import load_rank_state
 from manyhands.train.recover import (
-    Found,
+    Resumable,
     check_position,
     find_state,
     outputs_of,
     refuse_later_checkpoints,
     training_digest,
 )
-from manyhands.train.rehearse import Rehearsed, Trial, rehearse, time_step, warm_up
-from manyhands.train.samples import Objects, Samples, first_picture, name_outputs, open_samples
+from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, time_step, warm_up
 from manyhands.train.state import Progress, restore
+from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
-from manyhands.train.syncing import BY_MODE, Synced, Wish, settle
 from manyhands.train.trained import describe_trained
+from manyhands.train.trainer import Trainer, seconds_between_saves
 
 
 def build(
     job: Job, folder: RunFolder, world: World, mode: str, objects: Objects | None = None, plan: Plan | None = None
-) -> Parts:
+) -> Trainer:
     """Builds all parts; a collective where there are several processes.
 
     Args:
@@ -71,8 +73,8 @@ def build(
     objects = objects or Objects()
     journal = Journal(folder, world.rank)
     _set_determinism(job)
-    _refuse_uncuttable(job, plan, mode, journal)
-    criterion = make_criterion(job.train, objects.loss)
+    _refuse_uncuttable(job, plan, mode, journal, goes_on=folder.has_checkpoints())
+    loss_fn = make_loss_fn(job.train, objects.loss)
     found = find_state(job, folder, world, in_pieces=plan is not None)
     samples = open_samples(job, world, objects, journal, outputs_of(found.snapshot) if found else 0)
     classes = samples.classes
@@ -85,47 +87,39 @@ def build(
     if plan:
         start_equal(model, world, journal, always=job.parallel.parameter_broadcast)
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
-        cross_entropy = is_cross_entropy(job, objects)
-        how = How(plan=plan, picture=first_picture(samples.train), cross_entropy=cross_entropy)
-        synced, rehearsed = Synced(BY_MODE, Agreeing(), how), Rehearsed([], draws=False)
+        picture, plain = first_picture(samples.train), is_cross_entropy(job, objects)
+        request = ModeRequest(plan=plan, picture=picture, cross_entropy=plain, loss=loss_fn.own)
+        synced, rehearsed = ChosenSync(BY_MODE, Synchronizer(), request), RehearsalResult([], draws=False)
     else:
-        trial = Trial(model, groups, samples.train, criterion, job)
+        rehearsal = Rehearsal(model, groups, samples.train, loss_fn, job)
         count = len(samples.splits.train)
-        rehearsed = _rehearse(trial, len(classes), min(2, count), world, journal)
-        synced = _settle(trial, rehearsed.unused, count, mode, world, journal, found, grid)
+        rehearsed = _rehearse(rehearsal, len(classes), min(2, count), world, journal)
+        synced = _settle(rehearsal, rehearsed.unused, count, mode, world, journal, found, grid)
     network = apply_mode(mode, model, world, synced.how)
-    _tell_of_cutting(network, len(classes), journal, of_plan=plan is not None)
-    classes = _name_all(classes, max(rehearsed.outputs, network.cutting.outputs if network.cutting else 0), journal)
-    order, cut = order_and_cut(job, samples.splits, world, mode, network, together=not synced.agreeing.own_statistics)
-    _refuse_small_passes(order, cut, network)
+    _tell_of_cutting(network, len(classes), journal)
+    classes = _name_all(classes, max(rehearsed.outputs, network.outputs), journal)
+    order, cut = order_and_cut(
+        job, samples.splits, world, mode, network, together=not synced.synchronizer.own_statistics
+    )
+    _refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
         model.compile()
-    optimizer = make_optimizer(model, job.train, sharded=network.sharded)
+    optimizer = make_optimizer(model, job.train, sharded=network.sharded, own=objects.optimizer)
     update = Updater(
         network,
-        groups,
         optimizer,
-        criterion,
-        job.train,
+        _settle_loss(loss_fn, len(classes), samples, job.train.precision, world, journal),
+        with_own_rate(job.train, optimizer),
         world,
         order.steps_per_epoch,
-        agreeing=synced.agreeing,
+        synchronizer=synced.synchronizer,
         gradients_mean=job.parallel.gradients_mean,
         unused=rehearsed.unused,
     )
     warm_up(update, samples.train, min(2, order.length))
-    evaluator = Evaluator(
-        samples.test,
-        len(samples.splits.test),
-        len(classes),
-        job.train.evaluate_batch,
-        world,
-        log_probabilities=job.train.loss == "nll",
-        collective_forward=network.collective_forward,
-        cutting=network.cutting,
-    )
-    total = total_steps(job, order)
-    parts = Parts(
+    evaluator = make_evaluator(samples.test, len(samples.splits.test), len(classes), job, network, world)
+    total = total_steps(job.train, order.steps_per_epoch)
+    trainer = Trainer(
         job=job,
         folder=folder,
         world=world,
@@ -133,24 +127,28 @@ def build(
         mode=mode,
         classes=classes,
         trained=describe_trained(job, samples, classes, mode, objects, world.size),
-        feed=Feed(order, cut, samples.train, network.cutting.replica if network.cutting else world.rank),
+        feed=Feed(order, cut, samples.train, network.replica(world.rank)),
         network=network,
         update=update,
-        evaluate=lambda: evaluator(
-            network.call if network.sharded or network.cutting else network.inner, update.autocast()
+        evaluate=lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked),
+        status_round=StatusRound(
+            world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every
         ),
-        agreement=Agreement(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every),
         progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
         total_steps=total,
         digest=training_digest(job, order.length),
         sync=synced.cost,
+        augment=samples.pixels.augment,
         draws=rehearsed.draws,
-        watcher=_watcher(synced, job, world, total),
-        release=lambda: _release(samples, restore_norms, network, synced.agreeing),
+        watcher=_watcher(synced, world),
+        test=make_tester(samples, len(classes), job, network, update),
+        standing=synced.standing,
+        at_epoch_end=objects.at_epoch_end,
+        release=lambda: _release(samples, restore_norms, network, synced.synchronizer),
     )
     if found:
-        resume(parts, found)
-    return parts
+        resume(trainer, found)
+    return trainer
 
 
 def _set_determinism(job: Job) -> None:
@@ -165,11 +163,18 @@ def is_cross_entropy(job: Job, objects: Objects) -> bool:
     return objects.loss is None and job.train.loss == "cross-entropy"
 
 
-def _refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal) -> None:
-    """Raises UserError for what doesn't go with a network that is cut; says what has no effect otherwise."""
-    if plan is None and mode != "hybrid":
+def _refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal, *, goes_on: bool) -> None:
+    """Raises UserError for what doesn't go with a network that is cut, or for a pin that can't be kept.
+
+    What an earlier start of the run was pinned to has no effect under another mode, which is said.
+    """
+    if plan is None and job.parallel.pin and not goes_on:
+        why = "one process has nothing to cut" if one_process(mode) else f"the mode {mode} splits no ops"
+        mend = ("--parallel semi, on two processes or more", "leave --pin out")
+        raise UserError(f"the pin {job.parallel.pin[0]} can't be kept: {why}", "parallel.pin", mend)
+    if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
-        if idle and mode != "single" and job.parallel.mode != "auto":
+        if idle and mode != MODE_ALONE and not job.parallel.searches:
             journal.event("warning", f"parallel.{idle[0]} has no effect under {mode}: it is for semi and auto")
         return
     if job.checkpoint.pth_tar:
@@ -179,14 +184,13 @@ def _refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal)
         raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
 
 
-def _refuse_small_passes(order: Order, cut: Cut, network: ParallelNetwork) -> None:
+def _refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
     """Raises UserError where a pass has fewer samples than some op shares out: not all ops know what nothing is."""
-    parts = network.cutting.most_parts if network.cutting else 1
-    counts = {min(order.batch, order.length)}
+    parts, counts = network.most_parts, {min(order.batch, order.length)}
     if not order.drop_last:
         counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)
     for count in counts:
-        least = min(shares[-1].stop - shares[0].start for shares in cut.passes(count))
+        least = min(shares[-1].stop - shares[0].start for shares in batch_sharing.micro_batches(count))
         if least < parts:
             raise UserError(
                 f"a pass of {least} sample(s) can't be shared out among {parts} processes, as some op does",
@@ -198,48 +202,57 @@ def _refuse_small_passes(order: Order, cut: Cut, network: ParallelNetwork) -> No
             )
 
 
-def _rehearse(trial: Trial, classes: int, count: int, world: World, journal: Journal) -> Rehearsed:
+def _rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World, journal: Journal) -> RehearsalResult:
     """Tries the network on `count` samples; a collective, since all must find the same."""
-    found = rehearse(trial, classes, count)
-    layers = trial.groups.layers
+    found = rehearse(rehearsal, classes, count, world)
+    layers = rehearsal.groups.layers
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
         journal.event("warning", f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant", 0)
-    return Rehearsed(unused, draws, found.outputs)
+    return RehearsalResult(unused, draws, found.outputs)
 
 
 def _settle(  # noqa: PLR0913 - what a network meets before its mode
-    trial: Trial,
+    rehearsal: Rehearsal,
     unused: list[str],
     samples: int,
     mode: str,
     world: World,
     journal: Journal,
-    found: Found | None,
+    found: Resumable | None,
     grid: Grid | None,
-) -> Synced:
+) -> ChosenSync:
     """Proves that all start from the same, and settles how they will agree; a collective."""
-    job, model = trial.job, trial.model
+    job, model = rehearsal.job, rehearsal.model
     # A network that its author has split holds pieces already, which differ; what is whole must not.
     start_equal(model, world, journal, always=job.parallel.parameter_broadcast, grid=grid)
     axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
     share = -(-min(job.train.batch, samples) // world.size)
     kept = found.snapshot.state.get("sync") if found else None
-    wish = Wish(job, mode, _steps(job, samples), kept, lambda: time_step(trial, share, world))
-    return settle(wish, model, unused, world, journal, How(bool(unused), grid=grid, samples=axes))
+    sync_request = SyncRequest(
+        job, mode, steps_to_make(job.train, samples), kept, lambda: time_step(rehearsal, share, world)
+    )
+    return settle(sync_request, model, unused, world, journal, ModeRequest(bool(unused), grid=grid, samples=axes))
 
 
-def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal, *, of_plan: bool) -> None:
+def _settle_loss(
+    loss_fn: LossFn, outputs: int, samples: DataSetup, precision: str, world: World, journal: Journal
+) -> LossFn:
+    """The loss function as it adds up; says so where it doesn't. A collective."""
+    loss_fn = settle_loss(loss_fn, outputs, len(samples.classes), world, DTYPES.get(precision, torch.float32))
+    if loss_fn.dependent:
+        journal.event("warning", f"{loss_fn.dependent} (do: {BETTER_LOSS})")
+    return loss_fn
+
+
+def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal) -> None:
     """Says which parts stay whole; refuses outputs that don't fit the data."""
-    cutting = network.cutting
-    if cutting is None or not of_plan:
-        return
-    if cutting.outputs and cutting.outputs < classes:
+    if network.outputs and network.outputs < classes:
         mend = (f"--set model.num_classes={classes}",)
-        raise UserError(f"the network has {cutting.outputs} outputs for {classes} classes", "model.name", mend)
-    for note in cutting.plan.about.get("notes", []):
+        raise UserError(f"the network has {network.outputs} outputs for {classes} classes", "model.name", mend)
+    for note in network.plan.about.get("notes", []) if network.plan else ():
         journal.event("note", note)
 
 
@@ -251,35 +264,28 @@ def _name_all(classes: tuple[str, ...], outputs: int, journal: Journal) -> tuple
     return name_outputs(classes, outputs)
 
 
-def _watcher(synced: Synced, job: Job, world: World, total_steps: int) -> Watcher[Any] | None:
-    """What says who is slow, and keeps local steps in time with the link; a collective."""
-    agreeing, cost = synced.agreeing, synced.cost
-    if agreeing.timed is None:
+def _watcher(synced: ChosenSync, world: World) -> Watcher | None:
+    """What says who is slow, and has the method keep in time with the link; a collective."""
+    if synced.synchronizer.timed is None:
         return None
-    hosts = gather_plain(platform.node(), world)
-    if not isinstance(agreeing, NowAndThen):
-        return Watcher(agreeing.timed, cost, world, hosts)
-    steps = agreeing.steps
-    work_s = broadcast_plain(PASSES[cost.codec] * pass_seconds(steps.anchor.numel(), world.device), world)
-    return Pacer(steps, cost, world, hosts, options=job.sync, total_steps=total_steps, compressing_s=work_s)
+    return Watcher(synced.synchronizer, synced.cost, world, gather_plain(platform.node(), world))
 
 
 def _release(
-    samples: Samples,
+    samples: DataSetup,
     restore_norms: Callable[[], None],
     network: ParallelNetwork,
-    agreeing: Agreeing,
+    synchronizer: Synchronizer,
 ) -> None:
-    agreeing.close()
+    synchronizer.close()
     samples.close()
-    if network.cutting:
-        network.cutting.release()
+    network.release()
     restore_norms()
 
 
 def order_and_cut(
     job: Job, splits: Splits, world: World, mode: str, network: ParallelNetwork, *, together: bool = True
-) -> tuple[Order, Cut]:
+) -> tuple[Order, BatchSharing]:
     """Which samples make up an update, and how processes share them.
 
     Args:
@@ -300,23 +306,25 @@ def order_and_cut(
         )
     batch = min(options.batch, len(splits.train))
     group = 0
-    grouped = together and normalises_in_groups(mode)
+    # A network without BatchNorm has no groups that a pass would have to hold whole.
+    layers = any(isinstance(module, GroupedNorm) for module in network.inner.modules())
+    grouped = together and normalises_in_groups(mode) and layers
     if isinstance(options.norm_group, int) and grouped:
         group = options.norm_group
     elif options.norm_group == "global" and grouped:
         group = batch
-    return Order(len(splits.train), batch, options.seed, options.drop_last), Cut(
-        sharing, options.micro_batch, group, aligned=network.cutting is None
+    return Order(len(splits.train), batch, options.seed, options.drop_last), BatchSharing(
+        sharing, options.micro_batch, group, aligned=not network.together
     )
 
 
 def grid_of(job: Job, world: World, mode: str) -> Grid | None:
-    """The processes as the network's author sees them, for the mode hybrid; one axis dp unless the job says more.
+    """The processes as the network's author sees them, where a mode takes a mesh; one axis dp unless the job says more.
 
     Raises:
         UserError: the mesh doesn't have as many places as there are processes.
     """
-    if mode != "hybrid":
+    if not takes_mesh(mode):
         return None
     mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
     if mesh.size != world.size:
@@ -338,32 +346,25 @@ def start_equal(
         journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
 
 
-def _steps(job: Job, samples: int) -> int:
-    """Updates of the whole job, of a training split of so many samples."""
-    batch = min(job.train.batch, samples)
-    return total_steps(job, Order(samples, batch, job.train.seed, job.train.drop_last))
-
-
-def total_steps(job: Job, order: Order) -> int:
-    """Updates of the whole job."""
-    steps = job.train.epochs * order.steps_per_epoch
-    return min(steps, job.train.max_steps) if job.train.max_steps else steps
-
-
-def resume(parts: Parts, found: Found) -> None:
+def resume(trainer: Trainer, found: Resumable) -> None:
     """Goes on where a checkpoint was."""
-    names = [name for name, parameter in parts.network.inner.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in trainer.network.inner.named_parameters() if parameter.requires_grad]
     where = str(found.path)
-    check_same_training(parts.job, found.snapshot, where)
-    check_position(found.snapshot, parts.digest, parts.feed.order.steps_per_epoch, names, where)
-    if parts.world.speaks:
-        refuse_later_checkpoints(parts.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
-    optimizer, source = parts.update.optimizer, found.source
-    parts.progress, anew = restore(found.snapshot, parts.network, optimizer, where=where, source=source)
-    if parts.update.scaler and "scaler" in found.snapshot.state:
-        parts.update.scaler.load_state_dict(found.snapshot.state["scaler"])
-    load_own(parts, found.path)
+    check_same_training(trainer.job, found.snapshot, where)
+    check_position(found.snapshot, trainer.digest, trainer.feed.order.steps_per_epoch, names, where)
+    if trainer.world.is_main:
+        refuse_later_checkpoints(trainer.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
+    optimizer, source = trainer.update.optimizer, found.source
+    trainer.progress, anew = restore(found.snapshot, trainer.network, optimizer, where=where, source=source)
+    if trainer.update.gradients.scaler and "scaler" in found.snapshot.state:
+        trainer.update.gradients.scaler.load_state_dict(found.snapshot.state["scaler"])
+    load_rank_state(trainer, found.path)
     for note in (*found.notes, *filter(None, [anew])):
-        parts.journal.event("warning", note, parts.progress.step)
-    step = parts.progress.step
-    parts.journal.event("resumed", f"goes on from step {step} of {where}", step, path=where, processes=parts.world.size)
+        trainer.journal.event("warning", note, trainer.progress.step)
+    step = trainer.progress.step
+    told = f"goes on from step {step} of {where}"
+    if trainer.done():
+        epochs = 2 * max(1, trainer.job.train.epochs, trainer.progress.epoch)
+        more = f"manyhands resume {shlex.quote(str(trainer.folder.path))} --epochs {epochs}"
+        told = f"all {trainer.total_steps:,} updates of this run have been made: nothing is left to train ({more})"
+    trainer.journal.event("resumed", told, step, path=where, processes=trainer.world.size)

@@ -5,118 +5,150 @@ import time
 from collections.abc import Iterator
 
 from manyhands.core.records import StepMetrics
-from manyhands.train.agree import Verdict
 from manyhands.train.diagnose import explain_lost
-from manyhands.train.feed import Update
-from manyhands.train.keep import evaluate, save, save_last
+from manyhands.train.epoch_end import tell_of_epoch
+from manyhands.train.evaluate import Interrupted
+from manyhands.train.feed import UpdateShare
+from manyhands.train.held_out import test_once
 from manyhands.train.optimize import learning_rate
-from manyhands.train.parts import Parts
 from manyhands.train.pth_tar import write_pth_tar
+from manyhands.train.saving import evaluate, save, save_last
+from manyhands.train.status import Status
 from manyhands.train.stopping import StopSignal, listening
+from manyhands.train.trainer import Trainer
 
 
-def fit(parts: Parts) -> str:
+def fit(trainer: Trainer) -> str:
     """Trains until the job is done or somebody asks to stop.
 
     Returns:
         "finished", or "stopped" with everything saved.
     """
-    progress = parts.progress
-    with listening() as stop:
-        parts.agreement.reset(progress.step)
-        parts.epoch_mean.whole = progress.step_in_epoch == 0
-        while not parts.done():
-            for update in _waited_for(parts):
-                parts.update(update, progress.step)
-                progress.advance(parts.feed.order.steps_per_epoch)
-                if parts.done():
-                    parts.agreeing.finish(progress.step)
-                if _attend(parts, stop):
-                    return "stopped"
-                if parts.done():
-                    break
-        if progress.evaluated_step != progress.step:
-            evaluate(parts)
-        if progress.saved_step != progress.step or not parts.saves:
-            save_last(parts)
+    with listening() as stop, trainer.heart.beating(lambda: trainer.phase):
+        try:
+            return _train(trainer, stop)
+        except Interrupted:
+            trainer.journal.event(
+                "stopping", "saving; the evaluation is made when the run goes on", trainer.progress.step
+            )
+            save_last(trainer)
+            return "stopped"
+
+
+def _train(trainer: Trainer, stop: StopSignal) -> str:
+    progress = trainer.progress
+    trainer.status_round.reset(progress.step)
+    trainer.epoch_mean.whole = progress.step_in_epoch == 0
+    if progress.owed and _conclude(trainer, stop):
+        save(trainer)
+    while not trainer.done():
+        for update in _waited_for(trainer):
+            trainer.heart.beat()
+            started = time.perf_counter()
+            trainer.update(update, progress.step)
+            trainer.count_update()
+            trainer.note_stall(trainer.heart.updated(progress.step), time.perf_counter() - started)
+            if trainer.done():
+                trainer.synchronizer.finish(progress.step)
+            if _attend(trainer, stop):
+                return "stopped"
+            if trainer.done():
+                break
+    if progress.evaluated_step != progress.step:
+        evaluate(trainer, stop)
+    if progress.saved_step != progress.step or not trainer.saves:
+        save_last(trainer)
+    test_once(trainer, stop)
     return "finished"
 
 
-def _waited_for(parts: Parts) -> Iterator[Update]:
+def _waited_for(trainer: Trainer) -> Iterator[UpdateShare]:
     """The rest of the current epoch's updates; counts the time spent waiting for them."""
-    updates = parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch)
+    updates = trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch)
     while True:
         started = time.perf_counter()
+        trainer.heart.beat(waiting=True)
         update = next(updates, None)
-        parts.agreement.waiting_s += time.perf_counter() - started
+        trainer.status_round.waiting_s += time.perf_counter() - started
         if update is None:
             return
         yield update
 
 
-def _attend(parts: Parts, stop: StopSignal) -> bool:
+def _attend(trainer: Trainer, stop: StopSignal) -> bool:
     """What may follow an update: agreeing, proving, evaluating, saving. True when the run is to stop."""
-    progress, order = parts.progress, parts.feed.order
+    progress, order = trainer.progress, trainer.feed.order
     epoch_ends = progress.step_in_epoch == 0
-    audit = parts.job.train.audit_every
+    audit = trainer.job.train.audit_every
     if progress.step == 1 or (audit and progress.step % audit == 0):
-        parts.prove_replicas()
-    evaluation = parts.evaluation_due()
-    forced = epoch_ends or evaluation or parts.done() or progress.step == 1 or parts.line_due()
-    if not parts.agreement.due(progress.step, force=forced):
-        if parts.save_due_by_step():
-            save(parts)
+        trainer.prove_replicas()
+    evaluation = trainer.evaluation_due()
+    forced = epoch_ends or evaluation or trainer.done() or progress.step == 1 or trainer.line_due()
+    if not trainer.status_round.due(progress.step, force=forced):
+        if trainer.save_due_by_step():
+            save(trainer)
         return False
-    extra = parts.watcher.mine if parts.watcher else None
-    verdict = parts.agreement.agree(parts.update.measured, progress.step, stop=bool(stop), extra=extra)
-    if not math.isfinite(verdict.loss):
-        raise explain_lost(parts.network, parts.world, parts.update.measured.first_bad)
-    _record(parts, verdict, order.steps_per_epoch)
-    if parts.watcher:
-        parts.heed(verdict.extra, verdict.waited_s)
-    if verdict.stop:
-        parts.journal.event("stopping", "saving", progress.step)
-    improved = evaluation and not verdict.stop and evaluate(parts)
-    if epoch_ends and not verdict.stop:
-        write_pth_tar(parts, best=improved)
-    if verdict.stop:
-        save_last(parts)
-    elif verdict.save or improved or parts.save_due_by_step():
-        save(parts)
-    return verdict.stop
+    status = trainer.status_round.add_up(trainer.update.measured, progress.step, stop=bool(stop), extra=trainer.telling)
+    if not math.isfinite(status.loss):
+        raise explain_lost(trainer.network, trainer.world, trainer.update.measured.first_bad)
+    _record(trainer, status, order.steps_per_epoch)
+    trainer.note_stall(trainer.heart.too_long(status.waited_s), status.waited_s)
+    trainer.heed(status.extra, status.waited_s)
+    if status.stop:
+        trainer.journal.event("stopping", "saving", progress.step)
+    progress.owed = evaluation
+    if status.stop:
+        if not progress.owed:
+            tell_of_epoch(trainer)
+        save_last(trainer)
+    elif _conclude(trainer, stop) or status.save or trainer.save_due_by_step():
+        save(trainer)
+    return status.stop
 
 
-def _record(parts: Parts, verdict: Verdict, steps_per_epoch: int) -> None:
-    progress, options = parts.progress, parts.job.train
+def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
+    """The evaluation that is owed after an update, and what follows an epoch; True when it is the best so far."""
+    improved = trainer.progress.owed and evaluate(trainer, stop)
+    if trainer.progress.step_in_epoch == 0:
+        write_pth_tar(trainer, best=improved)
+    tell_of_epoch(trainer)
+    return improved
+
+
+def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
+    progress, options = trainer.progress, trainer.update.options
     if progress.step == 1:
-        parts.journal.event("first-step", step=1)
-    if not verdict.samples:
+        trainer.journal.event("first-step", step=1)
+    if not status.samples:
         return
-    parts.epoch_mean.add(verdict)
-    epoch_loss, epoch_top1 = parts.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
-    parts.journal.metrics(
+    trainer.epoch_mean.add(status)
+    growing = trainer.divergence.heed(status.loss)
+    if growing:
+        trainer.journal.event("warning", growing, progress.step)
+    epoch_loss, epoch_top1 = trainer.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
+    trainer.journal.metrics(
         StepMetrics(
             time=time.time(),
             epoch=progress.epoch,
             step=progress.step,
             step_in_epoch=progress.step_in_epoch,
             steps_per_epoch=steps_per_epoch,
-            total_steps=parts.total_steps,
-            loss=verdict.loss,
-            top1=verdict.top1,
+            total_steps=trainer.total_steps,
+            loss=status.loss,
+            top1=status.top1,
             learning_rate=learning_rate(options, progress.step - 1, steps_per_epoch),
-            images_per_s=verdict.samples / verdict.seconds,
-            samples=verdict.samples,
-            data_share=verdict.data_share,
+            images_per_s=status.samples / status.seconds,
+            samples=status.samples,
+            data_share=status.data_share,
             saved_step=progress.saved_step,
             epoch_loss=epoch_loss,
             epoch_top1=epoch_top1,
-            asked=parts.line_due(),
+            asked=trainer.line_due(),
         )
     )
-    own = f"loss={verdict.own_loss:.4f} acc={100 * verdict.own_top1:.1f}" if verdict.own_samples else "loss=- acc=-"
+    own = f"loss={status.own_loss:.4f} acc={100 * status.own_top1:.1f}" if status.own_samples else "loss=- acc=-"
     of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
-    place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{parts.total_steps}"
-    parts.journal.line(
-        f"rank={parts.world.rank} {place} {own} samples={verdict.own_samples} all_loss={verdict.loss:.4f}{of_epoch}"
+    place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.total_steps}"
+    trainer.journal.line(
+        f"rank={trainer.world.rank} {place} {own} samples={status.own_samples} all_loss={status.loss:.4f}{of_epoch}"
     )

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpoint.find import choose
 from manyhands.checkpoint.foreign import read_foreign
-from manyhands.checkpoint.load import load, resolve
+from manyhands.checkpoint.load import load
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
@@ -16,7 +17,7 @@ from manyhands.core.world import World
 from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, settle
 from manyhands.parallel.grid import Grid
-from manyhands.train.samples import Objects
+from manyhands.train.data_setup import Objects
 from manyhands.train.state import check_fits
 
 
@@ -64,7 +65,9 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
     Raises:
         UserError: there is no such file, or it is of another network.
     """
-    path = resolve(reference, "best")
+    path, passed_over = choose(reference, "best")
+    for note in passed_over:
+        journal.event("warning", note)
     saved = dict(read_any(path).model)
     live = model.state_dict()
     head = _other_head(saved, live, classes)

@@ -1,16 +1,28 @@
 """The optimizer and the learning rate, which is a pure function of the step."""
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import TrainOptions
+from manyhands.data.order import Order
+from manyhands.train.own_optimizer import MakeOptimizer, make_own, own_maker
 
 
-def make_optimizer(model: nn.Module, options: TrainOptions, *, sharded: bool) -> torch.optim.Optimizer:
-    """SGD or AdamW; biases and norms are kept out of weight decay unless asked for."""
+def make_optimizer(
+    model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
+) -> torch.optim.Optimizer:
+    """SGD or AdamW, whose weight decay leaves biases and norms alone unless asked; or the user's own.
+
+    Args:
+        model: the network, under its mode.
+        options: the train section.
+        sharded: True where the mode shares out parameters.
+        own: the user's function, from Python; it wins over the name in the options.
+    """
+    if make := own_maker(options, own):
+        return make_own(make, model)
     groups = _groups(model, options)
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
@@ -40,6 +52,26 @@ def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return {"momentum_buffer": torch.zeros_like(parameter)} if optimizer.defaults["momentum"] else {}
+
+
+def slots_of(options: TrainOptions) -> int:
+    """Numbers that the optimizer keeps for each one of a parameter; see `start_state`."""
+    if options.optimizer != "sgd":
+        return 2  # of one of the user's own it isn't known, and most keep as many as adamw
+    return 1 if options.momentum else 0
+
+
+def total_steps(options: TrainOptions, steps_per_epoch: int) -> int:
+    """The update at which a job ends, counted from its first epoch, also where training starts at a later one."""
+    steps = options.epochs * steps_per_epoch
+    return min(steps, options.max_steps) if options.max_steps else steps
+
+
+def steps_to_make(options: TrainOptions, samples: int) -> int:
+    """Updates that a job makes of a training split of so many samples, at least one."""
+    order = Order(samples, min(options.batch, samples), options.seed, options.drop_last)
+    begun = options.start_epoch * order.steps_per_epoch
+    return max(1, total_steps(options, order.steps_per_epoch) - begun)
 
 
 def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
@@ -79,10 +111,3 @@ def _one_cycle(progress: float) -> float:
         return 0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * progress / rise))
     falling = min(1.0, (progress - rise) / (1 - rise))
     return 0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * falling))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of every group."""
-    groups: Iterable[dict[str, object]] = optimizer.param_groups
-    for group in groups:
-        group["lr"] = rate

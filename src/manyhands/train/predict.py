@@ -10,7 +10,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.plain import gather_plain
-from manyhands.train.samples import name_outputs
+from manyhands.train.data_setup import name_outputs
 from manyhands.train.trained import Trained
 
 Guesses = list[tuple[str, float]]

@@ -13,30 +13,34 @@ from manyhands.core.errors import UserError
 from manyhands.core.outside import read_object
 from manyhands.core.records import write_json
 from manyhands.train.optimize import learning_rate
-from manyhands.train.parts import Parts
 from manyhands.train.state import Progress, capture
+from manyhands.train.trainer import Trainer
 
 CHECKPOINT, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
 # In the run folder: size and time of what this run wrote, to tell it from what others did.
 WRITTEN = "pth_tar.json"
 
 
-def write_pth_tar(parts: Parts, *, best: bool) -> None:
+def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
     """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; nothing unless the job asks for it.
 
     A collective where the network is sharded. A full disk costs the files, not the run.
     """
-    if not parts.job.checkpoint.pth_tar:
+    if not trainer.job.checkpoint.pth_tar:
         return
-    phase, parts.phase = parts.phase, "save"
-    parts.agreeing.agree_on_buffers(parts.progress.step)
-    if parts.network.sharded or parts.world.speaks:
-        with parts.agreeing.agreed():
-            snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
-        if parts.world.speaks:
-            _write(parts, as_main(snapshot, parts.job.train, parts.progress, parts.feed.order.steps_per_epoch), best)
-    parts.agreement.reset(parts.progress.step)
-    parts.phase = phase
+    phase, trainer.phase = trainer.phase, "save"
+    trainer.synchronizer.average_buffers(trainer.progress.step)
+    if trainer.network.sharded or trainer.world.is_main:
+        with trainer.synchronizer.averaged():
+            snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+        if trainer.world.is_main:
+            _write(
+                trainer,
+                as_main(snapshot, trainer.job.train, trainer.progress, trainer.feed.order.steps_per_epoch),
+                best,
+            )
+    trainer.status_round.reset(trainer.progress.step)
+    trainer.phase = phase
 
 
 def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
@@ -111,21 +115,21 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(one != other)
 
 
-def _write(parts: Parts, snapshot: Snapshot, best: bool) -> None:
-    folder, job = Path(parts.job.checkpoint.pth_tar).expanduser(), parts.job
+def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
+    folder, job = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job
     try:
         folder.mkdir(parents=True, exist_ok=True)
         arch = job.model.name.removeprefix("torchvision:")
-        _make_room(folder / CHECKPOINT, parts)
-        prefix = "module." if parts.world.device.startswith("cuda") else ""
+        _make_room(folder / CHECKPOINT, trainer)
+        prefix = "module." if trainer.world.device.startswith("cuda") else ""
         written = [write_foreign(folder / CHECKPOINT, snapshot, arch, prefix)]
         if best:
-            _make_room(folder / BEST, parts)
+            _make_room(folder / BEST, trainer)
             written.append(_copy(written[0], folder / BEST))
-        _remember(parts, written)
+        _remember(trainer, written)
     except OSError as error:
         said = f"{error.filename or folder}: {error.strerror or error}"
-        parts.journal.event("warning", f"main.py's files can't be written: {said}", parts.progress.step)
+        trainer.journal.event("warning", f"main.py's files can't be written: {said}", trainer.progress.step)
 
 
 def _copy(source: Path, target: Path) -> Path:
@@ -139,26 +143,26 @@ def _copy(source: Path, target: Path) -> Path:
     return target
 
 
-def _make_room(path: Path, parts: Parts) -> None:
+def _make_room(path: Path, trainer: Trainer) -> None:
     """Keeps a file that this run neither wrote nor went on from under another name, and says so."""
-    if not path.exists() or path.resolve() == Path(parts.job.checkpoint.resume).expanduser().resolve():
+    if not path.exists() or path.resolve() == Path(trainer.job.checkpoint.resume).expanduser().resolve():
         return
-    if _recall(parts).get(str(path.resolve())) == _identity(path):
+    if _recall(trainer).get(str(path.resolve())) == _identity(path):
         return
     stem, number = path.name.removesuffix(".pth.tar"), 1
     while (aside := path.with_name(f"{stem}-{number}.pth.tar")).exists():
         number += 1
     path.rename(aside)
-    parts.journal.event("note", f"{path.name} was there before this run; it is kept as {aside.name}")
+    trainer.journal.event("note", f"{path.name} was there before this run; it is kept as {aside.name}")
 
 
-def _remember(parts: Parts, written: list[Path]) -> None:
+def _remember(trainer: Trainer, written: list[Path]) -> None:
     known = {str(path.resolve()): _identity(path) for path in written}
-    write_json(parts.folder.path / WRITTEN, {**_recall(parts), **known})
+    write_json(trainer.folder.path / WRITTEN, {**_recall(trainer), **known})
 
 
-def _recall(parts: Parts) -> dict[str, Any]:
-    return read_object(parts.folder.path / WRITTEN) or {}
+def _recall(trainer: Trainer) -> dict[str, Any]:
+    return read_object(trainer.folder.path / WRITTEN) or {}
 
 
 def _identity(path: Path) -> list[int]:

@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint import layout
+from manyhands.checkpoint.find import newest, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
-from manyhands.checkpoint.load import load, newest, resolve
+from manyhands.checkpoint.load import load
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import Source, open_checkpoint
 from manyhands.checkpoint.tensors import flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.stops import saved_step
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
 from manyhands.parallel.plain import broadcast_plain, broadcast_tensors
 
 
 @dataclass(frozen=True)
-class Found:
+class Resumable:
     """A state to go on from.
 
     Attributes:
@@ -39,7 +41,7 @@ class Found:
     source: Source | None = None
 
 
-def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Found | None:
+def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
     """The state that the job says to go on from, or None for a fresh start; equal on all processes.
 
     Rank 0 decides. A process that doesn't see the same files (another machine) is given rank 0's state.
@@ -55,7 +57,7 @@ def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = F
     """
     found = None
     # Another machine may not have what rank 0 has; then it is given it below.
-    with contextlib.nullcontext() if world.speaks else contextlib.suppress(UserError):
+    with contextlib.nullcontext() if world.is_main else contextlib.suppress(UserError):
         found = _find(job, folder, in_pieces=in_pieces)
     identity = torch.tensor([_identity(found)], device=world.device)
     if compare_replicas({"checkpoint": identity}, world) is None:
@@ -63,23 +65,23 @@ def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = F
     return _share(_whole(found), world)
 
 
-def _whole(found: Found | None) -> Found | None:
+def _whole(found: Resumable | None) -> Resumable | None:
     """What was found with its tensors in memory, to be sent to processes that don't see the files."""
     return replace(found, snapshot=found.source.snapshot(), source=None) if found and found.source else found
 
 
-def _open(path: Path, passed_over: tuple[str, ...], *, in_pieces: bool) -> Found:
+def _open(path: Path, passed_over: tuple[str, ...], *, in_pieces: bool) -> Resumable:
     if not in_pieces:
-        return Found(load(path), path, passed_over)
+        return Resumable(load(path), path, passed_over)
     source = open_checkpoint(path, verified=True)  # `newest` and `resolve` have compared it just now
-    return Found(Snapshot({}, None, dict(source.state)), path, passed_over, source)
+    return Resumable(Snapshot({}, None, dict(source.state)), path, passed_over, source)
 
 
-def _share(found: Found | None, world: World) -> Found | None:
+def _share(found: Resumable | None, world: World) -> Resumable | None:
     """Rank 0's state on every process."""
     tensors: dict[str, Tensor] = {}
     tree = None
-    if found and world.speaks:
+    if found and world.is_main:
         optimizer = found.snapshot.optimizer
         if optimizer:
             # Another tool's parameters are numbered, and JSON knows words as keys alone.
@@ -92,10 +94,10 @@ def _share(found: Found | None, world: World) -> Found | None:
     content = unflatten(tree["snapshot"], broadcast_tensors(tensors, world))
     if content["optimizer"]:
         content["optimizer"]["state"] = dict(content["optimizer"]["state"])
-    return found if world.speaks else Found(Snapshot(**content), Path(tree["path"]))
+    return found if world.is_main else Resumable(Snapshot(**content), Path(tree["path"]))
 
 
-def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Found | None:
+def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
     resume = job.checkpoint.resume
     if resume == "never":
         return None
@@ -104,6 +106,10 @@ def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Found | None:
         if path is None and passed_over:
             mend = (*passed_over[:3], "another --out starts afresh")
             raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), mend)
+        saved = None if path else saved_step(folder)
+        if saved is not None:
+            mend = ("put them back, from a copy or the machine that rank 0 ran on", "another --out starts afresh")
+            raise UserError(f"this run saved step {saved}, and has no checkpoint now", str(folder.checkpoints), mend)
         return _open(path, tuple(passed_over), in_pieces=in_pieces) if path else None
     reference = Path(resume).expanduser()
     if not reference.exists():
@@ -114,10 +120,10 @@ def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Found | None:
     if path.is_dir():
         passed_over = () if path == reference else tuple(newest(path.parent)[1])
         return _open(path, passed_over, in_pieces=in_pieces)
-    return Found(read_foreign(path), path)
+    return Resumable(read_foreign(path), path)
 
 
-def _identity(found: Found | None) -> int:
+def _identity(found: Resumable | None) -> int:
     """A number that is equal for equal states: of the manifest, which holds every file's hash, or of the file."""
     if found is None:
         return 0

@@ -11,43 +11,51 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.job import Job
+from manyhands.core.devices import wait_for
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Batch, Loader
 from manyhands.data.order import Share
+from manyhands.parallel.gradients import Gradients, MicroBatchResult
+from manyhands.parallel.network import ParallelNetwork, whole_batch
 from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.rows import settle_rows, watching
-from manyhands.train.criterion import Criterion
 from manyhands.train.draws import drawing
-from manyhands.train.feed import Pass, Update
-from manyhands.train.step import AUTOCAST, Updater
+from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.train.loss import LossFn
+from manyhands.train.step import Updater
 
 # Samples of a share that are timed, and how often; the first time is slower.
 MOST_TIMED, TIMED = 64, 3
 
 
 @dataclass(frozen=True)
-class Trial:
+class Rehearsal:
     """What is tried.
 
     Attributes:
         model: the network, before its parallel mode.
         groups: of its BatchNorm layers.
         loader: of training samples.
-        criterion: the loss.
+        loss_fn: the loss.
         job: that it is for.
     """
 
     model: nn.Module
     groups: NormGroups
     loader: Loader
-    criterion: Criterion
+    loss_fn: LossFn
     job: Job
+
+    def gradients(self, world: World) -> Gradients:
+        """Of the network on one process, as an update makes them."""
+        network = ParallelNetwork(self.model, self.model)
+        return Gradients(network, World(device=world.device), self.loss_fn, precision=self.job.train.precision)
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class RehearsalResult:
     """What was learnt of a network.
 
     Attributes:
@@ -61,7 +69,7 @@ class Rehearsed:
     outputs: int = 0
 
 
-def rehearse(trial: Trial, classes: int, count: int) -> Rehearsed:
+def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:
     """Runs the network once on `count` samples on this process alone and leaves it as it was.
 
     What it draws follows from the job's seed, so all processes find the same.
@@ -69,29 +77,30 @@ def rehearse(trial: Trial, classes: int, count: int) -> Rehearsed:
     Raises:
         UserError: the network's output doesn't fit the data.
     """
-    model, batch = trial.model, _samples(trial.loader, count)
-    trial.groups.begin_pass((), (), count, count)
-    kind = AUTOCAST.get(trial.job.train.precision)
-    seed, device = derive(trial.job.train.seed, "rehearse"), batch.labels.device.type
-    with _unchanged(model, trial.groups), drawing(seed, device) as drawn:
-        with torch.autocast(device, dtype=kind, enabled=kind is not None):
-            with watching(trial.groups.layers) as seen:
-                output = model(batch.images)
-            loss, logits = trial.criterion(output, batch.labels)
-        if logits.ndim != 2 or logits.shape[0] != count or logits.shape[1] < classes:
+    model, batch = rehearsal.model, _samples(rehearsal.loader, count)
+    seed, device = derive(rehearsal.job.train.seed, "rehearse"), batch.labels.device.type
+
+    def check(found: MicroBatchResult) -> None:
+        shape = found.logits.shape
+        if len(shape) != 2 or shape[0] != count or shape[1] < classes:
             raise UserError(
-                f"the network's output is {list(logits.shape)} for {count} pictures of {classes} classes",
+                f"the network's output is {list(shape)} for {count} pictures of {classes} classes",
                 "model.name",
-                (f"it should be [{count}, {classes}]", f"--set model.num_classes={logits.shape[-1]} if that is meant"),
+                (f"it should be [{count}, {classes}]", f"--set model.num_classes={shape[-1]} if that is meant"),
             )
-        loss.backward()
+
+    with _unchanged(model, rehearsal.groups), drawing(seed, device) as drawn:
+        with watching(rehearsal.groups.layers) as seen:
+            given = rehearsal.gradients(world).forward_backward(
+                whole_batch(batch.images, batch.labels), count, heed=check
+            )
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        found = Rehearsed(unused, drawn(), logits.shape[1])
+        found = RehearsalResult(unused, drawn(), given.logits.shape[1])
         settle_rows(model, seen, batch.images)
         return found
 
 
-def time_step(trial: Trial, share: int, world: World) -> tuple[float, float]:
+def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, float]:
     """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
 
     The network is left as it was. A large share is timed on a part of it.
@@ -100,24 +109,21 @@ def time_step(trial: Trial, share: int, world: World) -> tuple[float, float]:
         Seconds of the whole update, and of its backward pass.
     """
     # Of a pass of micro_batch it is known that it fits into memory.
-    count, model = min(share, MOST_TIMED, trial.job.train.micro_batch or share), trial.model
-    batch = _samples(trial.loader, count)
+    count, model = min(share, MOST_TIMED, rehearsal.job.train.micro_batch or share), rehearsal.model
+    batch, gradients = _samples(rehearsal.loader, count), rehearsal.gradients(world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Copies are moved: even a step of no length would spoil parameters where a gradient overflows.
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
-    trial.groups.begin_pass((), (), count, count)
-    kind = AUTOCAST.get(trial.job.train.precision)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
-    with _unchanged(model, trial.groups), torch.random.fork_rng(devices=[]):
+    with _unchanged(model, rehearsal.groups), torch.random.fork_rng(devices=[]):
         for number in range(TIMED):
             for parameter in trained:
                 parameter.grad = None
             marks = [_now(world)]
-            with torch.autocast(batch.labels.device.type, dtype=kind, enabled=kind is not None):
-                loss, _ = trial.criterion(model(batch.images), batch.labels)
-            marks.append(_now(world))
-            loss.backward()
+            gradients.forward_backward(
+                whole_batch(batch.images, batch.labels), count, heed=lambda _, marks=marks: marks.append(_now(world))
+            )
             marks.append(_now(world))
             for copy, parameter in zip(copies, trained, strict=True):
                 copy.grad = parameter.grad
@@ -132,8 +138,7 @@ def time_step(trial: Trial, share: int, world: World) -> tuple[float, float]:
 
 
 def _now(world: World) -> float:
-    if not world.device.startswith("cpu"):
-        torch.accelerator.synchronize()
+    wait_for(world.device)
     return time.perf_counter()
 
 
@@ -143,12 +148,12 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
     """
-    if update.world.size < 3 or update.network.sharded or update.network.cutting:
+    if update.world.size < 3 or not update.network.runs_alone:
         return
     batch = _samples(loader, count)
     share = Share(0, count, (), ())
-    with _unchanged(update.network.inner, update.norm), torch.random.fork_rng(devices=[]):
-        update.gradients(Update([Pass(share, batch)], count), 0)
+    with _unchanged(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
+        update.add_gradients(UpdateShare([LoadedMicroBatch(share, batch)], count), 0)
     update.measured.take()
 
 

@@ -4,7 +4,7 @@ Under plain `python` the session is one process; under torchrun or with `--init`
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +14,32 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.seeds import derive
+from manyhands.core.shown import say
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.open import from_objects, resolve_pixels
 from manyhands.data.options import DataOptions
-from manyhands.data.order import Cut, Order
+from manyhands.data.order import BatchSharing, Order, told_of_batch
 from manyhands.data.splits import check_labels
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.apply import apply_mode, make_equal, resolve_mode
 from manyhands.parallel.collectives import Subgroup, new_group, whole
-from manyhands.parallel.network import How, ParallelNetwork
-from manyhands.parallel.norm import NormGroups, group_batch_norms
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.options import USUAL_MODE
+from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.feed import Feed
+from manyhands.train.loss import something
 
 
 @dataclass
-class Prepared:
+class PreparedNetwork:
     """A network, its optimizer, and each epoch's samples, ready for this process's part of the work."""
 
     network: ParallelNetwork
-    norm: NormGroups
+    gradients: Gradients
     optimizer: torch.optim.Optimizer
     feed: Feed
 
@@ -51,7 +56,7 @@ class Session(Subgroup):
         everybody = whole(world)
         super().__init__(everybody.ranks, everybody.rank, None)
         self.world, self.job = world, job
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedNetwork | None = None
         self._share, self._count, self._last = 1, 1, True
         self._epoch = 0
 
@@ -61,9 +66,9 @@ class Session(Subgroup):
         return torch.device(self.world.device)
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
         """True on rank 0, which should do the printing."""
-        return self.world.speaks
+        return self.world.is_main
 
     def new_group(self, ranks: list[int]) -> Subgroup:
         """A subgroup; every process makes the same ones in the same order."""
@@ -71,7 +76,7 @@ class Session(Subgroup):
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, *, batch: int
-    ) -> tuple[nn.Module, torch.optim.Optimizer, "Samples"]:
+    ) -> tuple[nn.Module, torch.optim.Optimizer, Iterable[tuple[Tensor, Tensor]]]:
         """Makes a network, its optimizer and its data ready for all processes.
 
         Args:
@@ -88,14 +93,19 @@ class Session(Subgroup):
         model.to(self.device)
         make_equal(dict(model.state_dict()), self.world)
         group = self.job.train.norm_group
-        norm, _ = group_batch_norms(model)
-        network = apply_mode(resolve_mode("data", self.world), model, self.world, How())
+        group_batch_norms(model)
+        network = apply_mode(resolve_mode(USUAL_MODE, self.world), model, self.world, ModeRequest())
         loader = self._loader(train_set, model, train=True)
         length = len(train_set)
+        smaller = told_of_batch(batch, length)
+        if smaller and self.is_main:
+            say(smaller)
         size = group if isinstance(group, int) else length if group == "global" else 0
-        feed = Feed(Order(length, min(batch, length), self.job.train.seed), Cut(self.size, 0, size), loader, self.rank)
-        self._prepared = Prepared(network, norm, optimizer, feed)
-        return network.call, optimizer, Samples(self)
+        feed = Feed(
+            Order(length, min(batch, length), self.job.train.seed), BatchSharing(self.size, 0, size), loader, self.rank
+        )
+        self._prepared = PreparedNetwork(network, Gradients(network, self.world), optimizer, feed)
+        return network.call, optimizer, SessionSamples(self)
 
     def _loader(self, data: Any, model: nn.Module, *, train: bool, classes: int = 0) -> Loader:
         """Samples of the numbers that the network computes with; their labels are below `classes` where that is given.
@@ -122,16 +132,30 @@ class Session(Subgroup):
         """This process's part of each update of the current epoch."""
         ready = self._ready()
         for update in ready.feed.updates(self._epoch, 0):
-            part = update.passes[0]
+            part = update.micro_batches[0]
             self._share, self._count = part.share.count, update.count
-            ready.norm.begin_pass(part.share.spans, part.share.shared_groups, part.share.count, update.count)
+            ready.network.begin(part.micro_batch(update.count, 0))
             yield part.batch.images, part.batch.labels
-            ready.norm.finish_update(self.size)
+            ready.network.finish_update(self.size)
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of the mean loss over this process's samples, weighted by its share of the global batch."""
-        network = self._ready().network
-        network.reach_all(loss * (network.gradient_scale * self._share / self._count)).backward()
+    def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
+        """Backward of the mean loss over this process's samples, weighted by its share of the global batch.
+
+        Args:
+            loss: the mean [].
+            weight: what this process's samples count for in it, where it is a weighted mean; their number if None.
+                Given on all processes: it is added up.
+        """
+        gradients = self._ready().gradients
+        if loss.numel() != 1:
+            what = f"the loss is a tensor of {list(loss.shape)}"
+            raise UserError(what, "session.backward", ("its mean over samples: loss.mean()",))
+        share: Tensor | float = self._share / self._count
+        if weight is not None:
+            kind = torch.promote_types(loss.dtype, torch.float32)
+            mine = torch.as_tensor(weight, dtype=kind, device=self.device).detach() * bool(self._share)
+            share = mine / something(Synchronizer().added_up(mine.clone(), self.world))
+        gradients.backward_of(loss, share)
 
     def evaluate(self, model: nn.Module, test_set: Any, classes: int | None = None) -> Evaluation:
         """Evaluates on all processes; each sample counts once."""
@@ -153,13 +177,13 @@ class Session(Subgroup):
         network.train(training)
         return count
 
-    def _ready(self) -> Prepared:
+    def _ready(self) -> PreparedNetwork:
         if self._prepared is None:
             raise UserError("call session.prepare(model, optimizer, train_set, batch=…) first", "session")
         return self._prepared
 
 
-class Samples:
+class SessionSamples:
     """Iterates over this process's part of each update of the session's current epoch."""
 
     def __init__(self, session: Session) -> None:

@@ -20,7 +20,7 @@ from manyhands.checkpoint.stored import in_memory
 from manyhands.checkpoint.tensors import flatten
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.cut_state import restore_optimizer, restore_pieces
+from manyhands.train.sharded_state import restore_optimizer, restore_pieces
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -37,6 +37,7 @@ class Progress:
         best_step: when that was, -1 before the first; foreign checkpoints don't say.
         evaluated_step: when the last evaluation was, -1 before the first.
         saved_step: the newest committed checkpoint, 0 before the first.
+        owed: True where an evaluation of this step was due and a stop came first.
     """
 
     step: int = 0
@@ -46,6 +47,7 @@ class Progress:
     best_step: int = -1
     evaluated_step: int = -1
     saved_step: int = 0
+    owed: bool = False
 
     def advance(self, steps_per_epoch: int) -> None:
         """Counts one update."""
@@ -110,12 +112,11 @@ def restore(
     """
     known = {field.name for field in fields(Progress)}
     progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})
-    cutting = network.cutting
-    if cutting:
-        live = {name: layout.shape for name, layout in cutting.layouts.items()}
+    if network.layouts:
+        live = {name: layout.shape for name, layout in network.layouts.items()}
         opened = source or _in_memory(snapshot)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        return progress, restore_pieces(opened, network, cutting, optimizer, cutting.grid.world.rank)
+        return progress, restore_pieces(opened, network, optimizer)
     check_fits(snapshot.model, network.inner, where)
     if network.sharded:
         set_model_state_dict(

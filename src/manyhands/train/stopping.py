@@ -2,12 +2,20 @@
 
 import contextlib
 import os
+import select
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
-from typing import Any
 
+from manyhands.core.errors import EXIT_INTERRUPTED
 from manyhands.core.records import FAILURE_FILE
+from manyhands.core.stops import STOPS, handled
+
+# The main thread takes a signal up as soon as it is back from what it waits for in C++; a second one is given so long.
+_UP_S = 1.5
+_POLL_S = 0.25
 
 
 class StopSignal:
@@ -28,16 +36,53 @@ class StopSignal:
 
 @contextlib.contextmanager
 def listening() -> Iterator[StopSignal]:
-    """Turns SIGINT, SIGTERM and SIGUSR1 into a wish to stop; off the main thread nothing is changed."""
+    """Turns what asks for a stop into a wish; off the main thread nothing is changed."""
     stop = StopSignal()
-    previous: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
-        with contextlib.suppress(ValueError):
-            previous[number] = signal.signal(number, stop.hear)
-    try:
-        yield stop
-    finally:
+    with handled(stop.hear) as previous:
         for number, handler in previous.items():
-            # An agent's worker is on its way out now; a wish to stop that others heard first may reach it late.
-            late = handler is signal.SIG_DFL and FAILURE_FILE in os.environ
-            signal.signal(number, signal.SIG_IGN if late else handler)
+            # An agent's worker is on its way out then; a wish to stop that others heard first may reach it late.
+            if handler is signal.SIG_DFL and FAILURE_FILE in os.environ:
+                previous[number] = signal.SIG_IGN
+        yield stop
+
+
+@contextlib.contextmanager
+def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
+    """Ends this process at the user's wish also where its main thread waits for ever and hears no signal.
+
+    Where an agent of ours watches, it does that.
+
+    Args:
+        hung: why no save will come, or an empty string where one may.
+        last_words: told that reason, or an empty string at a second wish, before this process ends.
+    """
+    if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    before, over = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False), threading.Event()
+    thread = threading.Thread(target=_watch, args=(ours, hung, last_words, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        thread.join()
+        os.close(ours)
+        os.close(theirs)
+
+
+def _watch(signals: int, hung: Callable[[], str], last_words: Callable[[str], None], over: threading.Event) -> None:
+    wishes, again_at = 0, float("inf")
+    while not over.is_set():
+        if select.select([signals], [], [], _POLL_S)[0]:
+            heard = [number for number in os.read(signals, 64) if number in {*STOPS}]
+            wishes += len(heard)
+            if wishes > 1 and signal.SIGINT in heard:
+                again_at = min(again_at, time.monotonic())
+        reason = hung() if wishes else ""
+        if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
+            last_words(reason)
+            os._exit(EXIT_INTERRUPTED)

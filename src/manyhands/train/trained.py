@@ -14,21 +14,23 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.plugins import code_digests
 from manyhands.core.trained import Pictures, TrainedNetwork, find_record
 from manyhands.core.world import World
 from manyhands.data.decode import decode, to_mode
+from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare
-from manyhands.data.samples import as_picture
 from manyhands.data.transforms import Normalise, Pixels
 from manyhands.models.build import settle
+from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
+from manyhands.train.data_setup import DataSetup, Objects
 from manyhands.train.network import make_model, read_any
-from manyhands.train.samples import Objects, Samples
 from manyhands.train.state import check_fits
 
 
 def describe_trained(
-    job: Job, samples: Samples, classes: tuple[str, ...], mode: str, objects: Objects, size: int
+    job: Job, samples: DataSetup, classes: tuple[str, ...], mode: str, objects: Objects, size: int
 ) -> TrainedNetwork:
     """What the weights of this run will not say.
 
@@ -42,7 +44,7 @@ def describe_trained(
     """
     pixels = samples.pixels
     model = job.model if objects.model is not None else settle(job.model, pixels.size)
-    mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if mode == "hybrid" else None
+    mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
     return TrainedNetwork(
         name=model.name,
         made_in_python=objects.model is not None,
@@ -59,6 +61,7 @@ def describe_trained(
             std=pixels.std,
         ),
         classes=classes,
+        code=code_digests((model.name, job.data.name, job.data.held_out, job.train.loss, job.train.optimizer)),
     )
 
 

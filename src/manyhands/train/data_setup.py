@@ -1,13 +1,11 @@
 """The samples of a run: from its job to data that all processes agree on, pixels, classes and loaders."""
 
-import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
@@ -16,27 +14,19 @@ from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.open import from_objects, open_data, open_whole, resolve_pixels
+from manyhands.data.order import told_of_batch
 from manyhands.data.splits import Splits, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
 from manyhands.models.build import describe
-from manyhands.parallel.apply import compare_replicas
+from manyhands.train.objects import Objects
+from manyhands.train.same_data import refuse_other_data
 
 DTYPES = {"fp64": torch.float64}
 
 
-@dataclass
-class Objects:
-    """What a user of the Python interface brings instead of names."""
-
-    model: nn.Module | None = None
-    train_set: Any = None
-    test_set: Any = None
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None
-
-
 @dataclass(frozen=True)
-class Samples:
+class DataSetup:
     """A run's data, ready to be read.
 
     Attributes:
@@ -45,6 +35,7 @@ class Samples:
         classes: their names.
         train: serves the training split.
         test: serves the split that is evaluated.
+        held_out: serves what is evaluated once at the end; None where there is nothing of that kind.
     """
 
     splits: Splits
@@ -52,56 +43,49 @@ class Samples:
     classes: tuple[str, ...]
     train: Loader
     test: Loader
+    held_out: Loader | None = None
 
     def close(self) -> None:
         """Ends the loaders' processes."""
         self.train.close()
         self.test.close()
+        if self.held_out:
+            self.held_out.close()
 
 
-def open_samples(job: Job, world: World, objects: Objects, journal: Journal, outputs: int = 0) -> Samples:
+def open_samples(job: Job, world: World, objects: Objects, journal: Journal, outputs: int = 0) -> DataSetup:
     """Opens the data, says what can't be read of it, and checks its labels; `outputs` as `class_names` has it."""
     splits = open_splits(job, world, objects)
     tell_of_skipped(splits, journal)
+    smaller = told_of_batch(job.train.batch, len(splits.train))
+    if smaller:
+        journal.event("note", smaller)
     pixels = pixels_for(job, splits, objects)
     classes = class_names(job, splits, 0 if splits.classes else outputs)
     check_labels(splits, len(classes))
+    unseen = told_of_unseen(splits)
+    if unseen:
+        journal.event("warning", unseen)
     train = make_loader(job, splits.train, pixels, world, train=True, classes=len(classes))
     test = make_loader(job, splits.test, pixels, world, train=False, classes=len(classes))
-    return Samples(splits, pixels, classes, train, test)
+    held_out = None
+    if splits.held_out is not None:
+        held_out = make_loader(job, splits.held_out, pixels, world, train=False, classes=len(classes))
+    return DataSetup(splits, pixels, classes, train, test, held_out)
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
     """The data; all processes must see the same. `whole`: of a plain folder both splits are all of it."""
     if objects.train_set is not None:
-        splits = from_objects(objects.train_set, objects.test_set, job.data)
+        splits = from_objects(objects.train_set, objects.test_set, job.data, objects.held_out_set)
     else:
         splits = open_whole(job.data) if whole else open_data(job.data)
-    for split, word in ((splits.train, "training"), (splits.test, "test")):
+    for word, split in splits.named():
         if not len(split):
             mend = ("give more samples", "or another share for evaluation, such as --set data.validation=0.3")
             raise UserError(f"the {word} split holds no samples", "data.name", mend)
-    drift = compare_replicas({name: t.to(world.device) for name, t in _fingerprints(splits).items()}, world)
-    if drift:
-        name, ranks = drift
-        raise UserError(
-            f"rank {', '.join(map(str, ranks))} sees other {name} than rank 0",
-            "data.name",
-            ("copy the same data to every machine, then compare the number of files",),
-        )
+    refuse_other_data(splits, world)
     return splits
-
-
-def _fingerprints(splits: Splits) -> dict[str, Tensor]:
-    """Numbers that differ when two processes see different data."""
-    words = hashlib.sha256("\0".join(splits.classes).encode()).digest()[:8]
-    prints = {"classes": torch.frombuffer(bytearray(words), dtype=torch.int64)}
-    for word, source in (("training data", splits.train), ("test data", splits.test)):
-        labels = source.labels
-        text = labels.numpy().tobytes() if labels is not None else b""
-        digest = hashlib.sha256(text + str(len(source)).encode()).digest()[:8]
-        prints[word] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    return prints
 
 
 def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
@@ -116,7 +100,7 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
     """A name for each output of the network; `outputs` is what a checkpoint from elsewhere has."""
     names = splits.classes
     if not names:
-        found = [source.labels for source in (splits.train, splits.test) if source.labels is not None]
+        found = [source.labels for _, source in splits.named() if source.labels is not None]
         names = tuple(str(n) for n in range(1 + max((int(labels.max()) for labels in found), default=-1)))
     wanted = job.model.num_classes or outputs
     if not names and not wanted:
@@ -135,7 +119,7 @@ def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
 
 def check_labels(splits: Splits, classes: int) -> None:
     """Raises UserError for a label outside the network's outputs, before anything is computed."""
-    for word, source in (("training", splits.train), ("test", splits.test)):
+    for word, source in splits.named():
         if source.labels is None:
             continue
         bad = ((source.labels < 0) | (source.labels >= classes)).nonzero()
@@ -147,6 +131,19 @@ def check_labels(splits: Splits, classes: int) -> None:
                 f"{word} data, {len(bad)} such sample(s)",
                 (f"--set model.num_classes={int(source.labels.max()) + 1}", "or mend the labels"),
             )
+
+
+def told_of_unseen(splits: Splits) -> str:
+    """A sentence on classes that the labels leave out, which can't be learnt; else empty."""
+    labels, names = splits.train.labels, splits.classes
+    if labels is None or not names or not len(labels):
+        return ""
+    counts = labels.bincount(minlength=len(names))[: len(names)]
+    missing = (counts == 0).nonzero().flatten().tolist()
+    if not missing:
+        return ""
+    shown = ", ".join(names[number] for number in missing[:5]) + (" …" if len(missing) > 5 else "")
+    return f"{len(missing):,} of {len(names):,} classes have no training sample: {shown}"
 
 
 def tell_of_skipped(splits: Splits, journal: Journal) -> None:

@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import bounds
 from manyhands.core.world import World
-from manyhands.data.order import Share, shares_of_pass
+from manyhands.data.order import sharing
 from manyhands.parallel.apply import make_equal
-from manyhands.parallel.grid import gather_whole
-from manyhands.parallel.network import Cutting, How, PassShape
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split import split
-from manyhands.train.criterion import make_criterion
+from manyhands.train.loss import make_loss_fn
+from manyhands.train.prove import BETTER_LOSS, settle_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class CutModel(nn.Module):
+class SplitModel(nn.Module):
     """A network of which each process holds and computes its part.
 
     Every process gives the same whole batches, and takes its own samples of them.
@@ -30,25 +30,30 @@ class CutModel(nn.Module):
     Attributes:
         inner: the user's network, whose parameters are this process's pieces.
         plan: how it is cut; `plan.layouts` says where each tensor lies.
+        network: the same under its plan, for those who look closer.
         world: the processes.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sample: Tensor, world: World, loss: Loss | None) -> None:
         super().__init__()
         make_equal(dict(model.state_dict()), world)
-        network = split(model.train(), world, How(plan=plan, picture=sample, cross_entropy=loss is None))
-        cutting = network.cutting
-        assert cutting is not None
-        self._cutting: Cutting = cutting
-        self.world, self.plan = world, cutting.plan
+        self._loss_fn = make_loss_fn(TrainOptions(label_smoothing=0.0), loss)
+        request = ModeRequest(plan=plan, picture=sample, cross_entropy=loss is None, loss=self._loss_fn.own)
         # Its parameters are the user's network's own; the graph that runs them doesn't name them all.
-        self.inner, self._network = model, (network.call,)
-        self._judge = cutting.judge(make_criterion(TrainOptions(label_smoothing=0.0), loss), 0.0)
+        self.network = network = split(model.train(), world, request)
+        self.world, self.plan, self.inner = world, network.plan, model
+        if network.loss_axes and network.outputs:
+            kind = sample.dtype if sample.is_floating_point() else torch.float32
+            self._loss_fn = settle_loss(self._loss_fn, network.outputs, network.outputs, world, kind)
+            if self._loss_fn.dependent:
+                mend = (BETTER_LOSS, 'or the whole batch on every process: {"loss": "r", …}')
+                raise UserError(self._loss_fn.dependent, "loss", mend)
+        self._gradients = Gradients(network, world, self._loss_fn)
         self._seed = 0
 
-    def train(self, mode: bool = True) -> "CutModel":
+    def train(self, mode: bool = True) -> "SplitModel":
         """Training or evaluation, for all modules."""
-        self._network[0].train(mode)
+        self.network.call.train(mode)
         return super().train(mode)
 
     def forward(self, inputs: Tensor) -> Any:
@@ -59,8 +64,7 @@ class CutModel(nn.Module):
         """
         if self.training:
             raise UserError("a cut network trains by model.backward(x, y)", "model(x)", ("model.eval() for outputs",))
-        self._cutting.grid.batch = len(inputs)
-        return self._network[0](self._own(inputs))
+        return self.network.call(self._own(inputs))
 
     def backward(self, inputs: Tensor, labels: Tensor) -> float:
         """Computes the gradients of the mean loss over a batch, the same as one process would; returns that loss.
@@ -75,40 +79,38 @@ class CutModel(nn.Module):
             raise UserError(
                 f"backward was called {what}", "model.backward(x, y)", ("model.train()", "a label for each")
             )
-        if count < self._cutting.most_parts:
-            what = f"{count} sample(s) can't be shared out among {self._cutting.most_parts} processes"
+        if count < self.network.most_parts:
+            what = f"{count} sample(s) can't be shared out among {self.network.most_parts} processes"
             raise UserError(what, "model.backward(x, y)", ("larger batches", "leave the last, small one out"))
         self._seed += 1
         # What earlier calls have summed already must not be summed once more.
         earlier = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
-        self._cutting.begin_pass(PassShape(count, count, self._sharing(count), self._seed))
-        loss, _, _ = self._judge(self._network[0](self._own(inputs)), self._own(labels))
-        (loss / count).backward()
-        self._cutting.finish_backward()
-        self._cutting.finish_update()
+        whole = self._loss_fn.divisor(labels.to(self.world.device))
+        found = self._gradients.forward_backward(self._micro_batch(inputs, labels), whole)
+        self._gradients.finish()
+        self.network.finish_update()
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        total = loss.detach().clone() if self._cutting.counts else torch.zeros_like(loss)
+        total = found.loss.clone() if found.count else torch.zeros_like(found.loss)
         if not self.world.alone:
             dist.all_reduce(total)
-        return float(total) / count
+        return float(total / whole)
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """All tensors whole, on the CPU, under the network's own names; a collective."""
-        return {
-            name: gather_whole(tensor.detach(), self._cutting.layouts[name], self._cutting.grid).cpu()
-            for name, tensor in self.inner.state_dict().items()
-        }
+        return self.network.whole_state_dict()
 
     def release(self) -> None:
         """Gives the process groups back."""
-        self._cutting.release()
+        self.network.release()
 
     def _own(self, rows: Tensor) -> Tensor:
-        edges = bounds(len(rows), self._cutting.replicas)
-        return rows[edges[self._cutting.replica] : edges[self._cutting.replica + 1]].to(self.world.device)
+        return self.network.own_rows(rows).to(self.world.device)
 
-    def _sharing(self, count: int) -> Callable[[int, int], Share]:
-        return lambda parts, index: shares_of_pass(count, count, (0, count), parts)[index]
+    def _micro_batch(self, inputs: Tensor, labels: Tensor) -> MicroBatch:
+        count, network = len(labels), self.network
+        share = sharing(count, count, (0, count))
+        mine = share(network.replicas(self.world.size), network.replica(self.world.rank))
+        return MicroBatch(self._own(inputs), self._own(labels), mine, MicroBatchShape(count, count, share, self._seed))

@@ -1,34 +1,32 @@
 """Evaluation of a finished network."""
 
-import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
 from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.plugins import module_names
 from manyhands.core.trained import TrainedNetwork, find_record, parse_record
 from manyhands.core.world import World
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Pixels
-from manyhands.parallel.apply import apply_mode, follows_plan, resolve_mode
+from manyhands.parallel.apply import apply_mode, follows_plan, one_process, resolve_mode, takes_mesh
+from manyhands.parallel.gradients import autocast
 from manyhands.parallel.grid import Grid
-from manyhands.parallel.network import How, ParallelNetwork
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.options import MODES
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
-from manyhands.train.evaluate import Evaluation, Evaluator
-from manyhands.train.network import make_model, without_first_weights
-from manyhands.train.recover import Found, find_state, outputs_of
-from manyhands.train.samples import (
+from manyhands.train.data_setup import (
     Objects,
     check_labels,
     class_names,
@@ -38,8 +36,10 @@ from manyhands.train.samples import (
     open_splits,
     pixels_for,
 )
+from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.network import make_model, without_first_weights
+from manyhands.train.recover import Resumable, find_state, outputs_of
 from manyhands.train.state import check_fits, restore
-from manyhands.train.step import AUTOCAST
 from manyhands.train.trained import job_of_record, need_network, pixels_of, silent
 
 
@@ -85,7 +85,7 @@ def evaluate_checkpoint(
         whole: the data is a plain folder of class folders, all of which is evaluated.
 
     Returns:
-        count, loss, top1, top5, per_class and confusion (sparse), as plain data.
+        count, loss, top1, top5, classes (how many), per_class and confusion (sparse), as plain data.
     """
     objects = objects or Objects()
     plan = _fitting_plan(job, world)
@@ -94,13 +94,13 @@ def evaluate_checkpoint(
     job, pixels, classes = subject.job, subject.pixels, subject.classes
     loader = make_loader(job, subject.source, pixels, world, train=False, classes=len(classes))
     network = None
-    if job.parallel.mode == "hybrid":
+    if takes_mesh(_mode(job, world)):
         network = _hybrid_network(subject, world, objects)
         if found:
             restore(found.snapshot, network, None, where=str(path))
         model = network.call.eval()
     elif plan:
-        network = _cut_network(subject, world, objects, How(plan=plan, picture=first_picture(loader)))
+        network = _split_network(subject, world, objects, ModeRequest(plan=plan, picture=first_picture(loader)))
         if found:
             restore(found.snapshot, network, None, where=str(path), source=found.source)
         model = network.call.eval()
@@ -115,22 +115,20 @@ def evaluate_checkpoint(
         job.train.evaluate_batch,
         world,
         log_probabilities=job.train.loss == "nll",
-        cutting=network.cutting if network else None,
+        network=network,
     )
-    kind = AUTOCAST.get(job.train.precision)
-    autocast = torch.autocast(world.device.partition(":")[0], dtype=kind) if kind else contextlib.nullcontext()
     try:
-        return as_plain(evaluator(model, autocast), classes)
+        return as_plain(evaluator(model, autocast(job.train.precision, world.device)), classes)
     finally:
         loader.close()
-        if network and network.cutting:
-            network.cutting.release()
+        if network:
+            network.release()
 
 
 def _subject(
     job: Job,
     path: Path | None,
-    found: Found | None,
+    found: Resumable | None,
     world: World,
     objects: Objects,
     given: Collection[str],
@@ -160,23 +158,29 @@ def _subject(
 PICTURES = ("image_size", "channels", "mean", "std")
 
 
-def _shared_record(path: Path, found: Found, world: World) -> TrainedNetwork | None:
+def _shared_record(path: Path, found: Resumable, world: World) -> TrainedNetwork | None:
     """Rank 0's word on what the network is: other machines needn't have the file."""
-    record = find_record(path, found.snapshot.state) if world.speaks else None
+    record = find_record(path, found.snapshot.state) if world.is_main else None
     content = broadcast_plain(record.model_dump(mode="json") if record else None, world)
     return parse_record(content, str(path)) if content else None
 
 
+def _mode(job: Job, world: World) -> str:
+    """The job's mode; what one process trained, any number evaluates: each holds the whole network."""
+    mode = job.parallel.mode
+    return mode if mode in module_names(MODES) and one_process(mode) else resolve_mode(mode, world)
+
+
 def _fitting_plan(job: Job, world: World) -> Plan | None:
     """The plan to evaluate under: the job's, where there are as many processes as it is for."""
-    if world.alone or not follows_plan(resolve_mode(job.parallel.mode, world)):
+    if world.alone or not follows_plan(_mode(job, world)):
         return None
     mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else None
     mesh = mesh or (read_plan(Path(job.parallel.plan)).mesh if job.parallel.plan else None)
     return shared_plan(job.parallel, world) if mesh is None or mesh.size == world.size else None
 
 
-def _shared(job: Job, path: Path, world: World, *, in_pieces: bool) -> Found | None:
+def _shared(job: Job, path: Path, world: World, *, in_pieces: bool) -> Resumable | None:
     """Rank 0's file on every process: other machines needn't have it."""
     named = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": str(path)})})
     return find_state(named, RunFolder(Path()), world, in_pieces=in_pieces)
@@ -191,14 +195,14 @@ def _hybrid_network(subject: Subject, world: World, objects: Objects) -> Paralle
         Grid(mesh, world) if fits else Grid(Mesh(tuple((name, 1) for name in mesh.names)), World(device=world.device))
     )
     model = make_model(job, subject.pixels, subject.num_classes, world, objects, silent(), grid)
-    network = apply_mode("hybrid", model, world, How(grid=grid))
-    return network if fits else replace(network, cutting=None)
+    network = apply_mode(job.parallel.mode, model, world, ModeRequest(grid=grid))
+    return network if fits else ParallelNetwork(model, model)
 
 
-def _cut_network(subject: Subject, world: World, objects: Objects, how: How) -> ParallelNetwork:
+def _split_network(subject: Subject, world: World, objects: Objects, request: ModeRequest) -> ParallelNetwork:
     """The network under a plan, its weights not yet read."""
     model = make_model(subject.job, subject.pixels, subject.num_classes, world, objects, silent())
-    return apply_mode("semi", model, world, how)
+    return apply_mode(subject.job.parallel.mode, model, world, request)
 
 
 def _network(subject: Subject, world: World, objects: Objects, snapshot: Snapshot, where: str) -> nn.Module:
@@ -221,6 +225,7 @@ def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
         "loss": found.loss,
         "top1": found.top1,
         "top5": found.top5,
+        "classes": len(classes),
         "per_class": [
             {"name": name, "count": total, "top1": hits / total}
             for name, total, hits in zip(classes, totals, right, strict=True)

@@ -8,37 +8,39 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from manyhands.checkpoint.pieces import OPTIMIZER
-from manyhands.checkpoint.pieces import Cut as TensorCut
-from manyhands.checkpoint.save_cut import save_pieces, save_whole
+from manyhands.checkpoint.pieces import OPTIMIZER, NetworkLayout
+from manyhands.checkpoint.save import save_pieces, save_whole
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.tensors import unflatten
-from manyhands.checkpoint.together import Peers
+from manyhands.checkpoint.together import SavingGroup
 from manyhands.core.world import World
-from manyhands.parallel.network import Cutting, ParallelNetwork
+from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.optimize import start_state
+from manyhands.train.own_optimizer import is_own, restore_own
 
 
-def peers_of(world: World) -> Peers:
+def peers_of(world: World) -> SavingGroup:
     """The processes of a run, as saving and loading together want them."""
-    return Peers(world.rank, world.size, functools.partial(gather_plain, world=world), world.device)
+    return SavingGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device)
 
 
-def tensor_cut(cutting: Cutting) -> TensorCut:
+def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
     """How a network's tensors are cut."""
-    return TensorCut(cutting.mesh, cutting.layouts)
+    return NetworkLayout(network.mesh, network.layouts)
 
 
-def save_cut(folder: Path, step: int, snapshot: Snapshot, cutting: Cutting, world: World, *, pieces: bool) -> Path:
+def save_sharded(
+    folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, world: World, *, pieces: bool
+) -> Path:
     """Commits a checkpoint of what all processes hold; a collective.
 
     Args:
         folder: the checkpoints folder.
         step: updates made so far.
         snapshot: this process's pieces.
-        cutting: how the network is cut.
+        network: that is cut.
         world: who takes part.
         pieces: each process writes its own; else rank 0 writes all.
 
@@ -46,32 +48,28 @@ def save_cut(folder: Path, step: int, snapshot: Snapshot, cutting: Cutting, worl
         RunError: it could not be saved (`SaveError` if the disk is at fault); on all processes alike.
     """
     save = save_pieces if pieces else save_whole
-    return save(folder, step, snapshot, tensor_cut(cutting), peers_of(world))
+    return save(folder, step, snapshot, network_layout_of(network), peers_of(world))
 
 
-def restore_pieces(
-    source: Source, network: ParallelNetwork, cutting: Cutting, optimizer: torch.optim.Optimizer | None, rank: int
-) -> str:
+def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
     """Reads this process's pieces of a checkpoint into the network and its optimizer, one tensor after another.
 
     Args:
         source: the checkpoint, of the same network.
         network: whose parameters this process holds pieces of.
-        cutting: how it is cut.
         optimizer: gains the saved state; None to leave that out.
-        rank: this process.
 
     Returns:
         What `restore_optimizer` says.
     """
     with torch.no_grad():
         for name, tensor in network.inner.state_dict().items():
-            tensor.copy_(source.model.piece(name, cutting.layouts[name], cutting.mesh, rank))
+            tensor.copy_(source.model.piece(name, network.layouts[name], network.mesh, network.rank))
     if optimizer is None or source.optimizer is None:
         return ""
-    layouts = source.layouts(tensor_cut(cutting))[OPTIMIZER]
+    layouts = source.layouts(network_layout_of(network))[OPTIMIZER]
     stored = source.optimizer
-    tensors = {name: stored.piece(name, layouts[name], cutting.mesh, rank) for name in stored.names()}
+    tensors = {name: stored.piece(name, layouts[name], network.mesh, network.rank) for name in stored.names()}
     return restore_optimizer(unflatten(source.branches, tensors), network, optimizer)
 
 
@@ -88,6 +86,8 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
     Returns:
         A sentence that says what starts anew although something was saved; empty if nothing does.
     """
+    if is_own(optimizer):
+        return restore_own(saved, network.inner, optimizer)
     others: set[str] = set()
     for name, parameter in network.inner.named_parameters():
         if not parameter.requires_grad:

@@ -4,29 +4,33 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
+from manyhands.core.records import EvaluationMetrics
 from manyhands.core.trained import TrainedNetwork
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.costs import Cost
-from manyhands.train.agree import Agreement, EpochMean
-from manyhands.train.agreeing import Agreeing
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train.diverging import Divergence
+from manyhands.train.epoch_end import AtEpochEnd
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
+from manyhands.train.heart import Heart
 from manyhands.train.pacing import Watcher
+from manyhands.train.standing import Standing
 from manyhands.train.state import Progress
+from manyhands.train.status import EpochMean, StatusRound
 from manyhands.train.step import Updater
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass
-class Parts:
+class Trainer:
     """Everything that meets in a run.
 
     Attributes:
@@ -40,18 +44,26 @@ class Parts:
         feed: what this process computes for each update.
         network: the model under its mode.
         update: makes an update.
-        evaluate: evaluates on all processes.
-        agreement: what all processes agree on every so often.
+        evaluate: evaluates on all processes; may be given what says that this one was asked to stop.
+        status_round: what all processes agree on every so often.
         progress: how far the run has come.
         total_steps: updates of the whole job.
         digest: of what decides the order of samples.
         sync: how processes agree, decided.
         watcher: where processes wait for exchanges that the mode doesn't make.
+        standing: where machines wait for each other in every update.
         release: gives back what was taken (worker processes, changed classes).
+        augment: how training pictures are varied, decided.
         draws: True where the network was seen to draw random numbers in training.
         phase: what is going on, for a failure's record.
+        heart: says how far this process is.
         epoch_mean: of the epoch that goes on.
         saves: checkpoints tried in this run.
+        divergence: watches the loss.
+        test: the same of what was held out; None where nothing was.
+        on_first_update: called once, when this session has trained its first update.
+        at_epoch_end: the user's own function, for rank 0.
+        evaluated: the last evaluation of this session.
     """
 
     job: Job
@@ -64,23 +76,45 @@ class Parts:
     feed: Feed
     network: ParallelNetwork
     update: Updater
-    evaluate: Callable[[], Evaluation]
-    agreement: Agreement
+    evaluate: Callable[..., Evaluation]
+    status_round: StatusRound
     progress: Progress
     total_steps: int
     digest: str
     sync: Cost
     release: Callable[[], None]
-    watcher: Watcher[Any] | None = None
+    watcher: Watcher | None = None
+    standing: Standing | None = None
+    augment: str = "none"
     draws: bool = False
     phase: str = "train"
+    heart: Heart = field(default_factory=Heart)
     saves: int = field(default=0)
+    divergence: Divergence = field(init=False)
     epoch_mean: EpochMean = field(default_factory=EpochMean)
+    test: Callable[..., Evaluation] | None = None
+    on_first_update: Callable[[], None] | None = None
+    at_epoch_end: AtEpochEnd | None = None
+    evaluated: EvaluationMetrics | None = None
+
+    def __post_init__(self) -> None:
+        """Begins to watch the loss, and lets those who watch processes know them."""
+        self.divergence = Divergence(len(self.classes))
+        if self.standing:
+            self.standing.waited_for_data_s = lambda: self.status_round.waiting_s
+            self.standing.run = str(self.folder.path)
 
     @property
-    def agreeing(self) -> Agreeing:
+    def synchronizer(self) -> Synchronizer:
         """How processes agree beside what the mode does."""
-        return self.update.agreeing
+        return self.update.synchronizer
+
+    def count_update(self) -> None:
+        """Counts the update that was just made."""
+        self.progress.advance(self.feed.order.steps_per_epoch)
+        if self.on_first_update:
+            self.on_first_update()
+            self.on_first_update = None
 
     def done(self) -> bool:
         """True when no update is left."""
@@ -102,17 +136,30 @@ class Parts:
         return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
 
     def heed(self, told: list[float], waited_s: float) -> None:
-        """Says who is slow and when training stood still, and keeps local steps in time with the link."""
+        """Says who is slow, when training stood still, what agreeing takes; keeps local steps in time with the link."""
         if self.watcher:
             self.watcher.name_a_stall(waited_s, self.progress.step, self.journal)
             self.sync = self.watcher.heed(told, self.progress.step, self.journal)
-            self.agreement.multiple = self.sync.every
+            self.status_round.multiple = self.sync.every
+        elif self.standing:
+            self.standing.heed(told, self.progress.step, self.world.size, self.journal)
+
+    @property
+    def telling(self) -> "Callable[[float, int], list[float]] | None":
+        """What all tell each other besides; see `heed`."""
+        watching = self.watcher or self.standing
+        return watching.mine if watching else None
+
+    def note_stall(self, said: str, seconds: float) -> None:
+        """Records that training stood still, where nothing else looks after that."""
+        if said and not self.watcher:
+            self.journal.event("stall", said, self.progress.step, seconds=seconds)
 
     def prove_replicas(self) -> None:
         """Raises RunError when a process's network has drifted from rank 0's."""
         if self.network.replicated and not self.world.alone:
-            named = self.agreeing.replicas(self.network.inner)
-            check_replicas(named, self.world, self.progress.step, self.network.cutting)
+            named = self.synchronizer.replicas(self.network.inner)
+            check_replicas(named, self.world, self.progress.step, self.network)
 
 
 def seconds_between_saves(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Every so often all processes agree: what was measured, whether to save, whether to stop.
+"""The status round: every so often all processes learn what was measured, whether to save, whether to stop.
 
 One small collective every half second or so (run.log_every_s) carries it all, so that a wish to stop on one process
 (a signal) stops all of them at the same step, and the records speak for everybody.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.world import World
-from manyhands.train.step import Measured
+from manyhands.train.step import StepSums
 
 MOST_STEPS = 1000
 # No slow link is waited for longer: who asks a run to stop, or looks at its screen, waits as long.
@@ -21,19 +21,19 @@ LONGEST_S = 10.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Status:
     """What all processes together found.
 
     Attributes:
         stop: somebody was asked to stop.
         save: it is time for a checkpoint.
-        loss: mean over the samples since the last verdict.
+        loss: mean over the samples since the last round.
         top1: share of them guessed right.
         samples: how many they were, over all processes.
-        seconds: since the last verdict, by rank 0's clock.
+        seconds: since the last round, by rank 0's clock.
         data_share: part of that time that rank 0 waited for data.
         extra: sums over all processes of what `extra` gave.
-        waited_s: how long this process stood still for the verdict.
+        waited_s: how long this process stood still for the round.
         own_samples: of the samples, those of this process.
         own_loss: mean over them; not a number where there are none.
         own_top1: share of them guessed right.
@@ -66,11 +66,11 @@ class EpochMean:
     _correct: float = 0.0
     _samples: int = 0
 
-    def add(self, verdict: Verdict) -> None:
-        """Counts the samples of one verdict."""
-        self._loss += verdict.loss * verdict.samples
-        self._correct += verdict.top1 * verdict.samples
-        self._samples += verdict.samples
+    def add(self, status: Status) -> None:
+        """Counts the samples of one status."""
+        self._loss += status.loss * status.samples
+        self._correct += status.top1 * status.samples
+        self._samples += status.samples
 
     def take(self) -> tuple[float | None, float | None]:
         """Mean loss and accuracy at the epoch's end, None where they aren't known; begins the next epoch."""
@@ -80,12 +80,12 @@ class EpochMean:
         return found
 
 
-class Agreement:
-    """Decides when to agree (equally on every process) and does so.
+class StatusRound:
+    """The collective of every half second or so: decides when (equally on every process) and carries it out.
 
     Args:
         world: who takes part.
-        every_s: about how often to agree.
+        every_s: about how often.
         save_every_s: seconds between checkpoints by rank 0's clock; infinite for none by time.
         multiple: of steps, at which a slow link is free.
     """
@@ -106,19 +106,19 @@ class Agreement:
         self._last += seconds
 
     def reset(self, step: int) -> None:
-        """Starts the clock anew, where nothing has been measured since the last verdict."""
+        """Starts the clock anew, where nothing has been measured since the last round."""
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
-    def agree(
-        self, measured: Measured, step: int, *, stop: bool, extra: Callable[[float, int], list[float]] | None = None
-    ) -> Verdict:
+    def add_up(
+        self, measured: StepSums, step: int, *, stop: bool, extra: Callable[[float, int], list[float]] | None = None
+    ) -> Status:
         """Adds up what all processes measured; a collective.
 
         Args:
             measured: by this process.
             step: updates made.
             stop: somebody asked this process to stop.
-            extra: gives more numbers to add up, from the seconds and steps since the last agreement.
+            extra: gives more numbers to add up, from the seconds and steps since the last round.
         """
         now = time.perf_counter()
         more = extra(now - self._last, step - self._last_step) if extra else []
@@ -137,7 +137,7 @@ class Agreement:
         wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
         free, latest = -(-wanted // self.multiple) * self.multiple, step + round(LONGEST_S / max(mean_s, 1e-6))
         self._next_step = min(free, max(wanted, latest))
-        verdict = Verdict(
+        status = Status(
             stop=stops > 0,
             save=saves > 0,
             loss=loss / max(1, count),
@@ -152,7 +152,7 @@ class Agreement:
             own_top1=own_correct / max(1, own_samples),
         )
         self.reset(step)
-        return verdict
+        return status
 
     def saved(self) -> None:
         """A checkpoint was committed."""

@@ -1,0 +1,259 @@
+"""Settles how the processes of a run agree: as the user says, as the checkpoint says, or as measurements say."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.journal import Journal
+from manyhands.core.link_speeds import LinkSpeed, named_link
+from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
+from manyhands.core.plugins import module_names
+from manyhands.core.world import World
+from manyhands.parallel.apply import MODES, offers_of
+from manyhands.parallel.network import ModeRequest
+from manyhands.parallel.options import USUAL_MODE
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
+from manyhands.sync.costs import CodecName, Cost, LinkCase
+from manyhands.sync.measure import measure_link, pass_seconds
+from manyhands.sync.method import agrees_in_every_update, methods, refused
+from manyhands.sync.synchronizer import Places, Synchronizer
+from manyhands.train.standing import Standing
+from manyhands.train.synchronizer import machines_of, make_synchronizer, new_group, places_of
+
+# What a job offers to sync methods unless it says otherwise.
+_OF_JOBS = (OWN_STATISTICS, FINITE_GRADIENTS)
+
+
+@dataclass(frozen=True)
+class ChosenSync:
+    """How processes agree.
+
+    Attributes:
+        cost: the method, its pace, and what was predicted of it.
+        synchronizer: what carries it out.
+        how: what the parallel mode must know of it.
+        standing: says so where this takes long; None where machines don't wait for each other in every update.
+    """
+
+    cost: Cost
+    synchronizer: Synchronizer
+    how: ModeRequest
+    standing: Standing | None = None
+
+
+@dataclass(frozen=True)
+class SyncRequest:
+    """What a decision is made from.
+
+    Attributes:
+        job: says what the user wants.
+        mode: the parallel mode in force.
+        steps: updates of the whole run.
+        kept: what a checkpoint says was decided, or None.
+        time_step: seconds of an update without agreement, and of the part in which gradients come; a collective.
+    """
+
+    job: Job
+    mode: str
+    steps: int
+    kept: dict[str, Any] | None
+    time_step: Callable[[], tuple[float, float]]
+
+
+def settle(
+    sync_request: SyncRequest, model: nn.Module, unused: list[str], world: World, journal: Journal, request: ModeRequest
+) -> ChosenSync:
+    """Decides, alike on all processes, and says so; a collective.
+
+    Args:
+        sync_request: what decides.
+        model: equal on all processes.
+        unused: its trainable parameters that never get a gradient.
+        world: who takes part.
+        journal: is told of the decision.
+        request: what the mode must know besides.
+    """
+    job, options = sync_request.job, sync_request.job.sync
+    if world.alone or not leaves_a_choice(sync_request.mode) or options.method == EXACT:
+        return ChosenSync(BY_MODE, Synchronizer(), request, _watch_standing(sync_request, model, world))
+    if options.is_auto and not options.link and len(machines_of(world)) == 1:
+        return ChosenSync(BY_MODE, Synchronizer(), request)  # processes of one machine talk through its memory
+    asked = _asked(job, sync_request.mode)
+    places = places_of(world, job)
+    kept = kept_cost(sync_request.kept, job, world.size, sync_request.mode)
+    cost = kept or asked or _measured(sync_request, model, world, places, journal)
+    made = make_synchronizer(cost, job, model, unused, world, places, sync_request.steps)
+    return ChosenSync(cost, made, replace(request, reduces=made.reduces, group=made.group, hook=made.hook))
+
+
+def check_combination(method: str, mode: str) -> None:
+    """Raises UserError where there is no such sync method, or the parallel mode can't take it."""
+    check_method(method)
+    need = refused(method, _offers_of_mode(mode)) if method in methods() else None
+    if need:
+        taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
+        what = f"the parallel mode {mode} can't be combined with {method}, which {need.reason}"
+        raise UserError(what, "sync.method", (*(f"--parallel {name}" for name in taking[:1]), f"--sync {EXACT}"))
+
+
+def _offers_of_mode(mode: str) -> set[Need]:
+    """What a mode offers, of a job that rules nothing out."""
+    return {*offers_of(mode), *_OF_JOBS}
+
+
+def _offers(job: Job, mode: str) -> set[Need]:
+    """What sync methods find under a job in this mode."""
+    lacking = {
+        OWN_STATISTICS: job.train.norm_group == "global",
+        FINITE_GRADIENTS: job.train.precision == "fp16",
+    }
+    return {*offers_of(mode), *(need for need in _OF_JOBS if not lacking[need])}
+
+
+def leaves_a_choice(mode: str) -> bool:
+    """True for modes under which there is more than one way of agreeing."""
+    offers = _offers_of_mode(mode)
+    return any(not refused(name, offers) for name in methods() if name != EXACT)
+
+
+def _asked(job: Job, mode: str) -> Cost | None:
+    """What the user has said whole, so that nothing needs to be measured.
+
+    Raises:
+        UserError: that doesn't go with the rest of the job.
+    """
+    method = job.sync.method
+    if method not in methods():
+        for name in methods():
+            if not agrees_in_every_update(name):
+                # Options that contradict each other are refused before anything is timed.
+                methods()[name].asked(job.sync)
+        return None
+    need = refused(method, _offers(job, mode))
+    if need:
+        raise UserError(f"{method} {need.reason}", need.option, (*need.mend, f"or --sync {EXACT}"))
+    return Cost(method, 0.0, 0.0) if agrees_in_every_update(method) else methods()[method].asked(job.sync)
+
+
+def ruled_out(job: Job, mode: str) -> dict[str, str]:
+    """Methods that don't go with the rest of a job, and what of it rules them out."""
+    offers = _offers(job, mode)
+    needs = {name: refused(name, offers) for name in methods()}
+    return {name: need.short or need.reason for name, need in needs.items() if need}
+
+
+def kept_cost(kept: Any, job: Job, processes: int, mode: str = "") -> Cost | None:
+    """What was decided before a run was stopped, unless the job or the number of processes says otherwise now.
+
+    Args:
+        kept: what the checkpoint says of it; anything, if somebody else made it.
+        job: as it is now.
+        processes: likewise.
+        mode: the parallel mode in force; empty for the usual one.
+    """
+    if not isinstance(kept, dict) or kept.get("processes") != processes:
+        return None
+    try:
+        cost = Cost(
+            str(kept["method"]),
+            float(kept["step_s"]),
+            float(kept["sent_bytes"]),
+            float(kept["exchange_s"]),
+            _codec(kept["codec"]),
+            int(kept["every"]),
+            int(kept["delay"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None  # an older checkpoint says nothing of it
+    return cost if _is_wanted(cost, job, mode or USUAL_MODE) else None
+
+
+def _is_wanted(cost: Cost, job: Job, mode: str) -> bool:
+    options = job.sync
+    if cost.method not in methods() or refused(cost.method, _offers(job, mode)):
+        return False
+    # allreduce that was never compared with anything says nothing of the machines that are there now.
+    if not (options.is_auto or options.method == cost.method) or (cost.method == EXACT and not cost.step_s):
+        return False
+    if not (cost.every >= 1 and 0 <= cost.delay <= cost.every):
+        return False
+    return agrees_in_every_update(cost.method) or methods()[cost.method].fits(cost, options)
+
+
+def _codec(word: Any) -> CodecName:
+    for known in get_args(CodecName):
+        if word == known:
+            return known
+    raise ValueError(word)
+
+
+def _measured(sync_request: SyncRequest, model: nn.Module, world: World, places: Places, journal: Journal) -> Cost:
+    options = sync_request.job.sync
+    step_s, backward_s = sync_request.time_step()
+    machines = len(places.leaders)
+    link = named_link(options.link, "sync.link") if options.link else _link(sync_request.job, world, places)
+    case = _case(model, (step_s, backward_s), link, machines, sync_request.steps, world)
+    choice = choose(
+        case, options, "" if options.is_auto else options.method, ruled_out(sync_request.job, sync_request.mode)
+    )
+    # One machine's processes have no link, and JSON no infinity.
+    speed = link.bytes_per_s if math.isfinite(link.bytes_per_s) else None
+    figures = {"bytes_per_s": speed, "latency_s": link.latency_s, "step_s": step_s}
+    taken = choice.chosen
+    pace = {"method": taken.method, "codec": taken.codec, "every": taken.every, "delay": taken.delay}
+    journal.event("sync", choice.reason, 0, **figures, **pace)
+    # Numbers that are equal are not enough: one process decides.
+    answer = broadcast_plain(asdict(choice.chosen), world)
+    return Cost(**{**answer, "codec": _codec(answer["codec"])})
+
+
+def _case(
+    model: nn.Module, taken_s: tuple[float, float], link: LinkSpeed, machines: int, steps: int, world: World
+) -> LinkCase:
+    """What decides the costs of a network's agreeing; seconds of a step and of the backward part of it in `taken_s`."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return LinkCase(
+        tuple(tuple(parameter.shape) for parameter in parameters),
+        max((parameter.element_size() for parameter in parameters), default=4),
+        sum(buffer.numel() for buffer in model.buffers()),
+        machines,
+        *taken_s,
+        link,
+        steps,
+        pass_seconds(sum(parameter.numel() for parameter in parameters), world.device),
+    )
+
+
+def _watch_standing(sync_request: SyncRequest, model: nn.Module, world: World) -> Standing | None:
+    """What says that machines stand still for each other in every update; None on one machine. A collective."""
+    job = sync_request.job
+    if world.alone or not leaves_a_choice(sync_request.mode) or (len(machines_of(world)) == 1 and not job.sync.link):
+        return None
+
+    def case(computing_s: float) -> LinkCase:
+        places = places_of(world, job)
+        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
+        return _case(model, (computing_s, 0.0), link, len(places.leaders), sync_request.steps, world)
+
+    return Standing(
+        case, job.sync, ruled_out(job, sync_request.mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
+    )
+
+
+def _link(job: Job, world: World, places: Places) -> LinkSpeed:
+    """The link between machines, as one process of each measures it; equal on all processes."""
+    group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
+    found = torch.zeros(2, dtype=torch.float32 if world.device == "mps" else torch.float64, device=world.device)
+    if world.rank in places.leaders:
+        link = measure_link(group, world.device)
+        found[0], found[1] = link.bytes_per_s, link.latency_s
+    dist.broadcast(found, src=0)
+    return LinkSpeed(*found.tolist())

@@ -1,0 +1,34 @@
+"""Notices a training loss that grows instead of falling, which no error tells of before it is not a number."""
+
+import math
+from dataclasses import dataclass
+
+# So many times what the loss began at, so many records in a row: a high rate's first steps may throw it up for once.
+TIMES, RECORDS = 3.0, 3
+ADVICE = "a smaller train.lr, some train.warmup_epochs, or train.clip = 1.0 often helps"
+
+
+@dataclass
+class Divergence:
+    """Compares the loss of each record with what it began at, or with what guessing costs, if that is more.
+
+    Attributes:
+        classes: that are told apart.
+    """
+
+    classes: int
+    _began: float = math.nan
+    _high: int = 0
+    _told: bool = False
+
+    def heed(self, loss: float) -> str:
+        """A sentence, once, when the loss stays far above what it began at; else empty."""
+        if math.isnan(self._began):
+            self._began = loss
+        # A run that goes on begins low, and a small loss may well grow threefold.
+        limit = TIMES * max(self._began, math.log(max(2, self.classes)))
+        self._high = self._high + 1 if loss > limit else 0
+        if self._high < RECORDS or self._told:
+            return ""
+        self._told = True
+        return f"the loss is {loss:.4g} and began at {self._began:.4g}: training diverges (do: {ADVICE})"

@@ -1,0 +1,37 @@
+"""What evaluates during a run and at its end."""
+
+from collections.abc import Callable
+
+from manyhands.config.job import Job
+from manyhands.core.world import World
+from manyhands.data.loader import Loader
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.data_setup import DataSetup
+from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.step import Updater
+
+
+def make_evaluator(
+    loader: Loader, length: int, classes: int, job: Job, network: ParallelNetwork, world: World
+) -> Evaluator:
+    """Evaluates a network on `length` samples that the loader serves, as the job says."""
+    return Evaluator(
+        loader,
+        length,
+        classes,
+        job.train.evaluate_batch,
+        world,
+        log_probabilities=job.train.loss == "nll",
+        network=network,
+    )
+
+
+def make_tester(
+    samples: DataSetup, classes: int, job: Job, network: ParallelNetwork, update: Updater
+) -> Callable[..., Evaluation] | None:
+    """Evaluates what was held out, under the network's mode; None where nothing was."""
+    if samples.held_out is None or samples.splits.held_out is None:
+        return None
+    count = len(samples.splits.held_out)
+    evaluator = make_evaluator(samples.held_out, count, classes, job, network, update.world)
+    return lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked)

@@ -1,0 +1,144 @@
+"""Has a process say all the time how far it is, from a thread of its own; and knows when an update took too long."""
+
+import contextlib
+import os
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from manyhands.core.pulse import PULSE_FILE, PULSE_S, STALL, STALL_S, Pulse
+
+# A cut that has healed is told of where it took so long, and so many times as long as an update does usually.
+_CUT_S, _CUT = 3.0, 3.0
+_KEPT, _ENOUGH = 20, 3
+# Where tcpi_bytes_acked and tcpi_bytes_received lie in Linux's struct tcp_info.
+_ACKED_AT, _INFO_BYTES = 120, 136
+# Who got on a moment ago needs no figures that cost something.
+_STILL_S = 2.0
+# In a second: more than small talk, and more than waiting.
+_MOVES_BYTES, _BUSY_S = 8192, 0.3
+
+
+class Heart:
+    """How far this process is.
+
+    Attributes:
+        expected_s: what the first update may take, where that is known.
+    """
+
+    def __init__(self) -> None:
+        self.expected_s = 0.0
+        self._updates_s: deque[float] = deque(maxlen=_KEPT)
+        self._at, self._step, self._waiting = time.monotonic(), 0, False
+
+    def beat(self, *, waiting: bool = False) -> None:
+        """Notes that this process got on; `waiting` while it waits for data."""
+        self._at, self._waiting = time.monotonic(), waiting
+
+    def updated(self, step: int) -> str:
+        """Notes an update, which began with the last `beat`; what is to be said of it if it took too long."""
+        took_s, usual_s = time.monotonic() - self._at, self._usual_s()
+        self._step = step
+        said = self.too_long(took_s)
+        # A cut is no measure of what is usual, unless it stays.
+        self._updates_s.append(took_s if not said else min(took_s, _CUT * max(usual_s, _CUT_S)))
+        self.beat()
+        return said
+
+    def too_long(self, took_s: float) -> str:
+        """What is to be said of so many seconds of standing still; nothing where that is usual."""
+        usual_s = self._usual_s()
+        if len(self._updates_s) < _ENOUGH or took_s <= max(_CUT_S, _CUT * usual_s):
+            return ""
+        return stood_still(took_s, usual_s)
+
+    def hung(self) -> str:
+        """Why nothing more is to be expected of this process; empty where it may yet get on. Takes a second."""
+        stood_s, usual_s = time.monotonic() - self._at, self._usual_s() or self.expected_s
+        if stood_s <= STALL_S + STALL * usual_s:
+            return ""
+        before, spent = moved_bytes(), time.process_time()
+        time.sleep(PULSE_S)
+        if moved_bytes() - before > _MOVES_BYTES or time.process_time() - spent > _BUSY_S:
+            return ""
+        return f"this process has waited for {stood_s:.0f} s, and nothing moves"
+
+    @contextlib.contextmanager
+    def beating(self, phase: Callable[[], str]) -> Generator[None]:
+        """Writes pulses for the agent that started this process, if one did, as long as the block lasts."""
+        path = os.environ.get(PULSE_FILE)
+        if not path:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._write, args=(Path(path), phase, over), daemon=True)
+        self.beat()
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(PULSE_S)
+
+    def _usual_s(self) -> float:
+        return statistics.median(self._updates_s) if self._updates_s else 0.0
+
+    def _write(self, path: Path, phase: Callable[[], str], over: threading.Event) -> None:
+        count, temporary = 0, path.with_suffix(".new")
+        while not over.wait(PULSE_S):
+            count += 1
+            still_s = time.monotonic() - self._at
+            known = still_s > _STILL_S
+            pulse = Pulse(
+                count=count,
+                step=self._step,
+                phase="data" if self._waiting else phase(),
+                still_s=still_s,
+                usual_s=self._usual_s() or self.expected_s,
+                calls=collectives_begun() if known else -1,
+                moved_bytes=moved_bytes() if known else 0,
+            )
+            with contextlib.suppress(OSError):  # a full disk; the agent sees for itself whether this process runs
+                temporary.write_text(pulse.model_dump_json(), encoding="utf-8")
+                temporary.replace(path)
+
+
+def stood_still(took_s: float, usual_s: float) -> str:
+    """What is said of a pause that is much longer than usual."""
+    return f"training stood still for {took_s:.3g} s, for the link or another process (usual: {usual_s:.2g} s)"
+
+
+def collectives_begun() -> int:
+    """How many collectives of all processes this one has come to; -1 where it is alone."""
+    if not dist.is_initialized():
+        return -1
+    size = dist.get_world_size()
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups if group.size() == size)
+
+
+def moved_bytes() -> int:
+    """Bytes that the connections of this process have sent (and others confirmed) and received; 0 if unknown."""
+    total = 0
+    with contextlib.suppress(OSError, AttributeError):
+        for link in Path("/proc/self/fd").iterdir():
+            total += _moved_by(link)
+    return total
+
+
+def _moved_by(link: Path) -> int:
+    with contextlib.suppress(OSError):
+        if str(link.readlink()).startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(link.name))) as connection:
+                found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(found) >= _INFO_BYTES:
+                return sum(struct.unpack_from("=QQ", found, _ACKED_AT))
+    return 0

@@ -1,0 +1,157 @@
+"""The loss, as a sum over samples, so that any number of processes can add up their parts.
+
+What torch calls a mean isn't always one over samples: with class weights, or classes that are left out, it is divided
+by the weights of the labels. So a loss is a sum over samples and, apart from it, what the whole batch's is divided by.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+
+from manyhands.config.job import OBJECT, TrainOptions
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import is_object_reference, load_object, unknown_choice
+from manyhands.models.outputs import main_and_auxiliary
+from manyhands.parallel.loss import summed_over_samples
+
+Function = Callable[[Tensor, Tensor], Tensor]
+BUILT_IN = ("cross-entropy", "nll")
+
+
+@dataclass(frozen=True)
+class LossFn:
+    """Of a network's output and labels int64 [n]: the sum [] of losses and the logits [n, C].
+
+    Attributes:
+        summed: the same of a tensor of outputs [n, C].
+        weigh: what labels int64 [n] count for, added up []; None where each sample counts for one.
+        is_sum: the loss of a batch is the sum itself, divided by nothing.
+        own: the user's function, where it isn't known how it adds up; `prove.py` tries it.
+        dependent: says why the loss depends on how a batch is shared; empty where it doesn't, or hasn't been tried.
+    """
+
+    summed: Function
+    weigh: Callable[[Tensor], Tensor] | None = None
+    is_sum: bool = False
+    own: Function | None = None
+    dependent: str = ""
+
+    def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum [] of losses, auxiliary heads' among them, and the logits [n, C]."""
+        logits, auxiliary = main_and_auxiliary(output)
+        loss = self.summed(logits, labels)
+        for other, weight in auxiliary:
+            loss = loss + weight * self.summed(other, labels)
+        return loss, logits
+
+    def divisor(self, labels: Tensor) -> Tensor | float:
+        """What the sum is divided by in the loss of a batch that has these labels, and no others."""
+        if self.is_sum:
+            return 1.0
+        return float(len(labels)) if self.weigh is None else something(self.weigh(labels))
+
+
+def something(weights: Tensor) -> Tensor:
+    """A sum [] of weights to divide by: 1 where nothing counts, since there is nothing to divide either."""
+    return torch.where(weights == 0, torch.ones_like(weights), weights)
+
+
+def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
+    """The loss that a job or its user names.
+
+    A loss of the user's own may return one value per sample [n] or their mean []. torch's cross-entropy and negative
+    log-likelihood are taken apart.
+
+    Args:
+        options: the train section.
+        own: the user's loss from Python; it wins over the name in the options.
+    """
+    if own is not None:
+        return _of_function(own)
+    if options.loss == OBJECT:
+        mend = ("go on in Python: fit(…, loss=…)", "or name it: --set train.loss=file.py:function")
+        raise UserError("this run's loss was an object in Python, which isn't here", "train.loss", mend)
+    if options.loss == "cross-entropy":
+        return _taken_apart(F.cross_entropy, {"label_smoothing": options.label_smoothing})
+    if options.label_smoothing:
+        raise UserError("label smoothing goes with cross-entropy only", "train.label_smoothing", ("set it to 0",))
+    if options.loss == "nll":
+        return _taken_apart(F.nll_loss, {})
+    if is_object_reference(options.loss):
+        return _of_function(load_object(options.loss, "train.loss"))
+    raise unknown_choice("loss", options.loss, [*BUILT_IN, "file.py:function"], "train.loss")
+
+
+def _of_function(function: Any) -> LossFn:
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        name = function.__name__
+        raise UserError(f"the loss {name} is a class", "train.loss", (f"make one of it: {name}()",))
+    known = _settings_of(function)
+    if known:
+        return _taken_apart(*known)
+    return LossFn(functools.partial(summed, function), own=function)
+
+
+def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
+    """The function of torch's behind a loss, and its settings; None for a loss that isn't known."""
+    if type(function) is nn.CrossEntropyLoss:
+        return F.cross_entropy, _fields(function, "weight", "ignore_index", "reduction", "label_smoothing")
+    if type(function) is nn.NLLLoss:
+        return F.nll_loss, _fields(function, "weight", "ignore_index", "reduction")
+    settings: dict[str, Any] = {}
+    if isinstance(function, functools.partial) and not function.args:
+        function, settings = function.func, dict(function.keywords)
+    # By identity: a callable of the user's own may have no hash.
+    known = function is F.cross_entropy or function is F.nll_loss
+    known = known and not settings.keys() & {"size_average", "reduce"}
+    return (function, settings) if known else None
+
+
+def _fields(module: nn.Module, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> LossFn:
+    """The sum of a loss of torch's, whose mean is divided by the labels' weights."""
+    weight: Tensor | None = settings.get("weight")
+    ignored: int = settings.get("ignore_index", -100)
+    reduction: str = settings.get("reduction", "mean")
+    others = {name: value for name, value in settings.items() if name not in {"weight", "reduction"}}
+
+    def add_up(output: Tensor, labels: Tensor) -> Tensor:
+        beside = None if weight is None else _beside(output, weight)
+        return function(output, labels, weight=beside, reduction="sum", **others)
+
+    def weigh(labels: Tensor) -> Tensor:
+        # In double, so that a batch's parts add up to the same however it is shared; Apple's devices have none.
+        counted, kind = labels != ignored, torch.float32 if labels.device.type == "mps" else torch.float64
+        if weight is None:
+            return counted.sum().to(kind)
+        return (weight.to(labels.device, kind)[labels.where(counted, 0)] * counted).sum()
+
+    mean = reduction == "mean" and (weight is not None or ignored >= 0)
+    return LossFn(add_up, weigh if mean else None, is_sum=reduction == "sum")
+
+
+def _beside(tensor: Tensor, weight: Tensor) -> Tensor:
+    """The weights on a tensor's device, in a precision that torch takes with it."""
+    return weight.to(tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+
+def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
+    """The sum [] of a loss of the user's own, which gives one value per sample or their mean.
+
+    Raises:
+        UserError: it gives something else.
+    """
+    loss: Any = function(output, labels)
+    if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
+        return summed_over_samples(loss, len(labels))
+    given = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    mend = ("give one value per sample, or their mean",)
+    raise UserError(f"the loss gives {given} for {len(labels)} samples", "train.loss", mend)

@@ -1,0 +1,127 @@
+"""An optimizer of the user's own: made by their function, with the state that torch's `state_dict` tells."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from manyhands.config.job import OBJECT, TrainOptions
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import is_object_reference, load_object
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+# Of each group: its learning rate as a part of the largest one, which the schedule moves.
+_OF_PEAK = "of_peak_lr"
+_WHERE = "train.optimizer"
+
+
+def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimizer | None:
+    """The user's function, from Python or from their file; None where the job names an optimizer of ours.
+
+    Raises:
+        UserError: the file has no such function, or it was an object of a program that has ended.
+    """
+    if given is not None:
+        return given
+    if options.optimizer == OBJECT:
+        mend = ("go on in Python: fit(…, optimizer=…)", "or name it: --set train.optimizer=file.py:function")
+        raise UserError("this run's optimizer was an object in Python, which isn't here", _WHERE, mend)
+    if not is_object_reference(options.optimizer):
+        return None
+    make: Any = load_object(options.optimizer, _WHERE)
+    if not callable(make):
+        mend = ("name a function of the parameters that gives a torch.optim.Optimizer",)
+        raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, mend)
+    return cast(MakeOptimizer, make)
+
+
+def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """The user's optimizer of a network's trainable parameters, each group's learning rate noted.
+
+    Raises:
+        UserError: the function gives something else, or an optimizer that can't be used.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Any = make(list(parameters))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        mend = ("give a torch.optim.Optimizer of the parameters: lambda parameters: torch.optim.RMSprop(parameters)",)
+        raise UserError(f"the optimizer's function gives a {type(optimizer).__name__}", _WHERE, mend)
+    kind = type(optimizer).__name__
+    needed = inspect.signature(optimizer.step).parameters.get("closure")
+    if needed is not None and needed.default is inspect.Parameter.empty:
+        what = f"{kind} computes the loss again within a step, which isn't done here"
+        raise UserError(what, _WHERE, ("an optimizer whose step() needs no closure",))
+    known = {id(parameter) for parameter in parameters}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(f"{kind} was given what isn't a trainable parameter of the network", _WHERE)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
+    if left_out:
+        mend = ("give it all parameters", "or freeze what isn't to learn: parameter.requires_grad = False")
+        raise UserError(f"{kind} leaves {left_out[0]} out, which is a trainable parameter", _WHERE, mend)
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    if not all(isinstance(rate, int | float) for rate in rates) or max(rates, default=0.0) <= 0:
+        raise UserError(f"{kind} has no learning rate that a schedule could move: {rates}", _WHERE, ("give it an lr",))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group[_OF_PEAK] = rate / max(rates)
+    return optimizer
+
+
+def is_own(optimizer: torch.optim.Optimizer) -> bool:
+    """True for what `make_own` has made."""
+    return _OF_PEAK in optimizer.param_groups[0]
+
+
+def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> TrainOptions:
+    """The options with the peak learning rate that the user's optimizer says; of one of ours as they are."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return options.model_copy(update={"lr": max(rates)}) if is_own(optimizer) else options
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the rate of every group, in the proportions that the user's own optimizer began with."""
+    groups: Iterable[dict[str, Any]] = optimizer.param_groups
+    for group in groups:
+        group["lr"] = rate * group.get(_OF_PEAK, 1.0)
+
+
+def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Gives the user's optimizer its saved state by parameter name.
+
+    Args:
+        saved: as `restore_optimizer` takes it.
+        model: the network whose parameters they are.
+        optimizer: as it was just made.
+
+    Returns:
+        A sentence that says what starts anew; empty if nothing does.
+    """
+    groups, entries = saved.get("param_groups", []), saved["state"]
+    kind = type(optimizer).__name__
+    if entries and (not groups or set(groups[0]) ^ set(optimizer.param_groups[0])):
+        return f"the state of {kind} starts anew: the checkpoint holds another optimizer's"
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: {key: _like(value, parameter) for key, value in entries[names[id(parameter)]].items()}
+        for number, parameter in enumerate(order)
+        if names[id(parameter)] in entries
+    }
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    for number, saved_entries in state.items():
+        live = optimizer.state[order[number]]
+        # torch turns all but the count of steps into the parameter's type, which isn't what was saved (NAdam).
+        live.update({key: live[key].to(one.dtype) for key, one in saved_entries.items() if isinstance(one, Tensor)})
+    return ""
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """A saved tensor in the layout of its parameter, where it has the parameter's shape."""
+    if isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        # Every process has the whole, so nothing is sent.
+        own = value.to(parameter.device)
+        return distribute_tensor(own, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,145 @@
+"""Proves that all processes see the same data: classes, labels, names of files, and what is in them.
+
+Reading everything would take as long as an epoch, so of contents as much is compared as is read in a moment, spread
+over the split: all of a small one.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.data.on_demand import read_pair, restored_generators, seed_generators
+from manyhands.data.random import spread
+from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
+from manyhands.parallel.apply import compare_replicas
+
+# Bytes of each split that are compared; and of a user's own data set the samples whose labels are, and whose x is.
+MOST_BYTES, LABELS, INPUTS = 32 << 20, 16, 4
+
+
+def refuse_other_data(splits: Splits, world: World) -> None:
+    """Raises UserError where a process sees other data than rank 0; a collective."""
+    if world.alone:
+        return
+    parts = dict(_parts(splits, elsewhere=world.local_size < world.size))
+    # First whether all have the same to compare: other splits, or other kinds of them, have other names.
+    kinds = {"classes": parts["classes"], "splits and kinds of data": [name.encode() for name in parts]}
+    drift = _compare(kinds, world) or _compare(parts, world)
+    if drift:
+        name, ranks = drift
+        raise UserError(
+            f"rank {', '.join(map(str, ranks))} sees other {name} than rank 0",
+            "data.name",
+            (
+                "copy the same data to every machine; rsync -c compares what is in the files",
+                "a data set of your own: the same samples in every process; seed what it draws",
+            ),
+        )
+
+
+def _compare(parts: Mapping[str, Iterable[bytes]], world: World) -> tuple[str, list[int]] | None:
+    """The first that differs, and the ranks where it does; a collective of processes with the same names."""
+    prints = {
+        name: torch.frombuffer(bytearray(_digest(content)), dtype=torch.int64).to(world.device)
+        for name, content in parts.items()
+    }
+    return compare_replicas(prints, world)
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()[:8]
+
+
+def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
+    """What is compared, by its name in an error; `elsewhere`: some processes read other disks."""
+    yield "classes", [name.encode(errors="surrogateescape") for name in splits.classes]
+    for word, source in splits.named():
+        labels = [] if source.labels is None else [source.labels.numpy().tobytes()]
+        yield f"{word} data", [str(len(source)).encode(), *labels]
+        if isinstance(source, ImageFiles):
+            yield f"names of {word} pictures", _names(source)
+        kind = "samples" if isinstance(source, UserSamples) else "pictures"
+        yield f"{word} {kind}", _contents(source, elsewhere=elsewhere)
+
+
+def _names(source: ImageFiles) -> Iterator[bytes]:
+    """Of each file below the folder that holds all, which may lie elsewhere on another machine."""
+    root = os.path.commonpath([os.path.dirname(path) for path in source.paths])  # noqa: PTH120 - a million of these
+    for path in source.paths:
+        yield path[len(root) :].encode(errors="surrogateescape")
+
+
+def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
+    if isinstance(source, ImageFiles):
+        return _of_files(source.paths) if elsewhere else []
+    if isinstance(source, ImagesInMemory):
+        return _rows(source.images)
+    if type(source.dataset) is TensorDataset:
+        return [part for tensor in source.dataset.tensors for part in _rows(tensor)]
+    return _of_samples(source)
+
+
+def _of_files(paths: tuple[str, ...]) -> Iterator[bytes]:
+    """All sizes, and the contents of some files."""
+    sizes = [_size(path) for path in paths]
+    yield numpy.array(sizes, dtype=numpy.int64).tobytes()
+    count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, sum(sizes))))
+    for index in spread(count, len(paths)).tolist():
+        # What can't be read is told of when it is wanted.
+        if 0 < sizes[index] <= MOST_BYTES:
+            with open(paths[index], "rb") as file:  # noqa: PTH123
+                yield file.read()
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - a million of these
+    except OSError:
+        return -1
+
+
+def _rows(tensor: Tensor) -> Iterator[bytes]:
+    """A tensor's type and shape, and the bytes of some of its rows."""
+    yield f"{tensor.dtype} {list(tensor.shape)}".encode()
+    row_bytes = max(1, tensor[0].numel() * tensor.element_size())
+    count = max(1, min(len(tensor), MOST_BYTES // row_bytes))
+    rows = tensor if count == len(tensor) else tensor[spread(count, len(tensor))]
+    yield _bytes_of(rows)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _of_samples(source: UserSamples) -> Iterator[bytes]:
+    """The labels of some samples, and the x of those that are equal when they are read twice."""
+    with restored_generators():
+        for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):
+            seed_generators(index)
+            content, label = read_pair(source.dataset, index)
+            yield str(label).encode()
+            if place % (LABELS // INPUTS) == 0:
+                first = _bytes_of_any(content)
+                seed_generators(index)
+                again = _bytes_of_any(read_pair(source.dataset, index)[0])
+                # A generator of its own may well differ from process to process.
+                yield first if first == again else b""
+
+
+def _bytes_of_any(content: Any) -> bytes:
+    if isinstance(content, Tensor):
+        return _bytes_of(content)
+    return content.tobytes() if isinstance(content, numpy.ndarray | Image.Image) else b""

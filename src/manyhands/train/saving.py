@@ -1,0 +1,150 @@
+"""Evaluating and saving, as the loop asks for them."""
+
+import shlex
+import time
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from manyhands.checkpoint.kept import prune
+from manyhands.checkpoint.refuse import NotFiniteError, SaveError
+from manyhands.checkpoint.save import save as commit
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.core.errors import RunError
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.trained import STATE_KEY
+from manyhands.train.diagnose import explain_lost
+from manyhands.train.evaluate import Evaluation
+from manyhands.train.rank_state import prune_rank_states, save_rank_state
+from manyhands.train.sharded_state import save_sharded
+from manyhands.train.state import capture
+from manyhands.train.stopping import StopSignal
+from manyhands.train.trainer import Trainer
+
+SAVED, NOT_SAVED, NOT_FINITE = 1, 0, 2
+
+
+def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
+    """Evaluates on all processes and records it; True when it is the best so far.
+
+    Raises:
+        Interrupted: all processes have agreed to stop; the evaluation is owed then.
+    """
+    progress, started = trainer.progress, time.perf_counter()
+    trainer.phase = "evaluate"
+    progress.owed = True
+    trainer.synchronizer.average_buffers(progress.step)
+    with trainer.synchronizer.averaged():
+        found = trainer.evaluate(lambda: trainer.heart.beat() or stop)
+    progress.evaluated_step, progress.owed = progress.step, False
+    best = found.top1 > progress.best_top1
+    if best:
+        progress.best_top1, progress.best_step = found.top1, progress.step
+    trainer.evaluated = EvaluationMetrics(
+        time=time.time(),
+        epoch=progress.epoch,
+        step=progress.step,
+        count=found.count,
+        loss=found.loss,
+        top1=found.top1,
+        top5=found.top5,
+        best=best,
+        classes=len(trainer.classes),
+        seconds=found.seconds,
+    )
+    trainer.journal.metrics(trainer.evaluated)
+    detail = describe(found, trainer)
+    for name in ("last", "best") if best else ("last",):
+        trainer.journal.detail(name, detail)
+    trainer.status_round.leave_out(time.perf_counter() - started)
+    trainer.phase = "train"
+    return best
+
+
+def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
+    """An evaluation as it is kept in the run folder."""
+    return EvaluationDetail(
+        time=time.time(),
+        epoch=trainer.progress.epoch,
+        step=trainer.progress.step,
+        count=found.count,
+        top1=found.top1,
+        top5=found.top5,
+        loss=found.loss,
+        classes=list(trainer.classes),
+        confusion=[(row, column, count) for row, column, count in found.cells.tolist()],
+    )
+
+
+def save(trainer: Trainer) -> None:
+    """Commits a checkpoint; a full disk or the like costs the checkpoint, not the run, and is said loudly."""
+    progress, started = trainer.progress, time.perf_counter()
+    trainer.phase = "save"
+    extra = {"job": trainer.digest, "classes": list(trainer.classes), "model": trainer.job.model.name}
+    extra[STATE_KEY] = trainer.trained.model_dump(mode="json")
+    extra["sync"] = {**asdict(trainer.sync), "processes": trainer.world.size}
+    if trainer.update.gradients.scaler:
+        extra["scaler"] = trainer.update.gradients.scaler.state_dict()
+    outcome = SAVED
+    trainer.synchronizer.average_buffers(progress.step)
+    save_rank_state(trainer)
+    saves = trainer.network.saves(trainer.world.rank)
+    if saves or not trainer.network.runs_alone:
+        with trainer.synchronizer.averaged():
+            snapshot = capture(trainer.network, trainer.update.optimizer, progress, extra)
+        outcome = _commit(trainer, snapshot) if saves else SAVED
+    if not trainer.world.alone:
+        flag = torch.tensor([outcome], device=trainer.world.device)
+        dist.broadcast(flag, src=0)
+        outcome = int(flag)
+    if outcome == NOT_FINITE:
+        raise explain_lost(trainer.network, trainer.world, trainer.update.measured.first_bad)
+    if outcome == SAVED:
+        progress.saved_step = progress.step
+        prune_rank_states(trainer)
+    trainer.saves += 1
+    trainer.status_round.saved()
+    trainer.status_round.leave_out(time.perf_counter() - started)
+    trainer.phase = "train"
+
+
+def save_last(trainer: Trainer) -> None:
+    """Saves where a run ends: what isn't saved now is lost, so here a failure is the run's.
+
+    Raises:
+        RunError: there is no checkpoint of the run's last step; on all processes alike.
+    """
+    save(trainer)
+    if trainer.progress.saved_step != trainer.progress.step:
+        go_on = f"manyhands resume {shlex.quote(str(trainer.folder.path))}"
+        raise RunError(
+            f"the run came to step {trainer.progress.step}, which could not be saved; the warning before says why",
+            str(trainer.folder.checkpoints),
+            (f"make room, then go on from the last checkpoint: {go_on}",),
+        )
+
+
+def _commit(trainer: Trainer, snapshot: Snapshot) -> int:
+    """Writes the checkpoint; says how that went, so that all processes can act alike."""
+    progress, folder, network = trainer.progress, trainer.folder.checkpoints, trainer.network
+    # What is saved says of itself that it is.
+    snapshot.state["saved_step"] = progress.step
+    started = time.perf_counter()
+    try:
+        if network.layouts:
+            pieces = trainer.job.checkpoint.pieces
+            path = save_sharded(folder, progress.step, snapshot, network, trainer.world, pieces=pieces)
+        else:
+            path = commit(folder, progress.step, snapshot)
+    except SaveError as error:
+        trainer.journal.event("warning", f"no checkpoint at step {progress.step}: {error.what}", progress.step)
+        return NOT_SAVED
+    except NotFiniteError:
+        return NOT_FINITE
+    if not trainer.world.is_main:
+        return SAVED
+    best = folder / f"step-{progress.best_step:08d}"
+    prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
+    trainer.journal.event("saved", path.name, progress.step, seconds=time.perf_counter() - started)
+    return SAVED
