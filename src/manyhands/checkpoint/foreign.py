@@ -10,9 +10,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from manyhands.checkpoint.inside_pickle import names_objects
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.tensors import read_tensors
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, shortened
 
 T = TypeVar("T")
 
@@ -20,6 +21,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
 _MAIN_STEP_SIZE = 30
 _MAIN_GAMMA = 0.1
+_MOST = 1e9
 
 
 def read_foreign(path: Path) -> Snapshot:
@@ -49,8 +51,7 @@ def read_foreign(path: Path) -> Snapshot:
         return Snapshot(model, None, {"foreign": "safetensors"})
     if weights is not content.get("state_dict"):
         return Snapshot(model, None, {"foreign": "state-dict"})
-    optimizer = content.get("optimizer")
-    return Snapshot(model, optimizer if isinstance(optimizer, dict) else None, _main_state(content))
+    return Snapshot(model, _main_optimizer(content, path), _main_state(content, path))
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _read(path: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
             content = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
-        raise _unloadable(path, error) from error
+        raise _unloadable(path) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, SafetensorError) as error:
         raise damaged(path) from error
     if not isinstance(content, dict):
@@ -136,15 +137,17 @@ def damaged(path: Path) -> UserError:
     return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download it again",))
 
 
-def _unloadable(path: Path, error: pickle.UnpicklingError) -> UserError:
-    """Tells a pickle with code in it from a file that is no pickle at all."""
-    if "Unsupported global" not in str(error) and "Unsupported class" not in str(error):
+def _unloadable(path: Path) -> UserError:
+    """Tells a pickle with objects or code in it from a file that is no pickle, whatever words torch has for it."""
+    found = names_objects(path)
+    if not found:
         return damaged(path)
+    shown = ", ".join(map(shortened, found[:3])) + (" …" if len(found) > 3 else "")
     mend = (
         "only tensors and plain data are read, since anything else could run code",
         "where you trust it: load it in Python, and write its state_dict() with safetensors.torch.save_file",
     )
-    return UserError(f"{path.name} holds Python objects, which are not loaded", str(path), mend)
+    return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), mend)
 
 
 def without_prefixes(weights: dict[str, T]) -> dict[str, T]:
@@ -163,16 +166,55 @@ def without_prefixes(weights: dict[str, T]) -> dict[str, T]:
     return weights
 
 
-def _main_state(content: dict[str, Any]) -> dict[str, Any]:
-    """main.py's plain values as JSON data; its best_acc1 is a percentage, as a tensor or a number."""
-    state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(content.get("epoch", 0))}
+def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """main.py's plain values as JSON data; its best_acc1 is a percentage, as a tensor or a number.
+
+    Raises:
+        UserError: one of them is of another kind.
+    """
+    state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
     if "best_acc1" in content:
-        state["best"] = {"top1": float(content["best_acc1"]) / 100}
+        state["best"] = {"top1": _number(content, "best_acc1", path) / 100}
     if isinstance(content.get("scheduler"), dict):
         state["scheduler"] = content["scheduler"]
     return state
+
+
+def _number(content: dict[str, Any], key: str, path: Path) -> float:
+    """A number of main.py's file, from 0 to what no run comes to; 0 where it isn't there."""
+    value = content.get(key, 0)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if not isinstance(value, int | float) or not 0 <= value <= _MOST:
+        shown = shortened(repr(value)) if not isinstance(value, Tensor) else f"a tensor of {value.numel()} numbers"
+        mend = ("write the file anew with imagenet main.py, or name its state_dict alone",)
+        raise UserError(f"{key} in {path.name} is {shown}, not a number as main.py writes it", str(path), mend)
+    return value
+
+
+def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    """main.py's optimizer, its parameters numbered; None where there is none.
+
+    Raises:
+        UserError: it has another form.
+    """
+    found = content.get("optimizer")
+    if not isinstance(found, dict):
+        return None
+    groups: Any = found.get("param_groups")
+    state: Any = found.get("state")
+    right = isinstance(groups, list) and isinstance(state, dict)
+    right = right and all(isinstance(each, dict) and isinstance(each.get("params"), list) for each in groups)
+    if right:
+        numbers = [number for group in groups for number in group["params"]]
+        right = all(type(number) is int for number in numbers) and set(state) <= set(numbers)
+        right = right and all(isinstance(entries, dict) for entries in state.values())
+    if not right:
+        mend = ("write the file anew with imagenet main.py, or name its state_dict alone",)
+        raise UserError(f"the optimizer's state in {path.name} has another form than torch's", str(path), mend)
+    return found
 
 
 def _numbered(optimizer: dict[str, Any], order: list[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from manyhands.checkpoint import layout
-from manyhands.checkpoint.pieces import MODEL, OPTIMIZER, Cut, Described, Region, Tensors, size_of
+from manyhands.checkpoint.pieces import MODEL, OPTIMIZER, NetworkLayout, Region, TensorEntry, Tensors, size_of
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.tensors import flatten_optimizer, parameter_names
 from manyhands.checkpoint.write import Contents
@@ -14,20 +14,20 @@ from manyhands.core.errors import RunError
 from manyhands.core.layouts import TensorLayout, whole
 
 
-def held_contents(step: int, snapshot: Snapshot, cut: Cut, rank: int) -> Contents:
+def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
     """A rank's pieces as contents; `fetch` gives the rank's own region of a tensor, whichever is asked for.
 
     Args:
         step: updates made so far.
         snapshot: the rank's pieces, in the shapes of `TensorLayout.local_shape`.
-        cut: how the network is cut.
+        network_layout: how the network is cut.
         rank: a place in the mesh.
 
     Raises:
         RunError: a piece doesn't have the shape that its layout says, or one of two names of a piece has no layout.
         TypeError: the state or the optimizer's state is not plain data.
     """
-    _refuse_half_named(snapshot.model, cut)
+    _refuse_half_named(snapshot.model, network_layout)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
     texts = {layout.STATE: layout.text(snapshot.state)}
@@ -36,37 +36,45 @@ def held_contents(step: int, snapshot: Snapshot, cut: Cut, rank: int) -> Content
         texts[layout.OPTIMIZER_PLAN] = layout.text(branches)
         owners |= parameter_names(branches)
     tensors = {
-        kind: {name: _describe(name, tensor, owners.get(name, ""), cut, rank) for name, tensor in named.items()}
+        kind: {
+            name: _describe(name, tensor, owners.get(name, ""), network_layout, rank) for name, tensor in named.items()
+        }
         for kind, named in held.items()
     }
 
     def fetch(kind: str, name: str, region: Region) -> Tensor:
         return held[kind][name].detach().reshape(size_of(region))
 
-    return Contents(step, cut.mesh, tensors, texts, fetch)
+    return Contents(step, network_layout.mesh, tensors, texts, fetch)
 
 
-def _refuse_half_named(model: Mapping[str, Tensor], cut: Cut) -> None:
+def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayout) -> None:
     """A piece that has two names is a piece under both, so a layout must be there for both."""
-    pieces = {model[name].data_ptr(): name for name, lies in cut.layouts.items() if lies.cuts and name in model}
+    pieces = {
+        model[name].data_ptr(): name for name, lies in network_layout.layouts.items() if lies.cuts and name in model
+    }
     for name, tensor in model.items():
         other = pieces.get(tensor.data_ptr())
-        if other is not None and name not in cut.layouts and tensor.numel():
+        if other is not None and name not in network_layout.layouts and tensor.numel():
             raise RunError(f"{name} shares its values with {other}, which is cut, but has no layout itself", name)
 
 
-def _describe(name: str, tensor: Tensor, owner: str, cut: Cut, rank: int) -> Described:
+def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> TensorEntry:
     """A tensor lies as the parameter does that it belongs to, where it has that one's shape; else it is whole."""
     shape = tuple(tensor.shape)
-    lies: TensorLayout = cut.layouts.get(owner) or whole(shape)
-    expected = lies.local_shape(cut.mesh, rank)
+    lies: TensorLayout = network_layout.layouts.get(owner) or whole(shape)
+    expected = lies.local_shape(network_layout.mesh, rank)
     if shape == expected:
-        return Described(tensor.dtype, lies)
+        return TensorEntry(tensor.dtype, lies)
     # A count of steps is the same everywhere. Anything else of a cut parameter could be cut in any way.
     if name != owner and (tensor.ndim == 0 or not lies.cuts):
-        return Described(tensor.dtype, whole(shape))
+        return TensorEntry(tensor.dtype, whole(shape))
     what = f"rank {rank} holds {list(shape)} of {name}, its layout says {list(expected)}"
-    raise RunError(what, name, ("this optimizer's state can't be cut as its parameters are; use sgd or adamw",))
+    raise RunError(
+        what,
+        name,
+        ("this optimizer's state can't be cut as its parameters are; use sgd or adamw, or cut nothing",),
+    )
 
 
 def as_plain(tensors: Mapping[str, Tensors]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, layout_from_plain, whole
 from manyhands.core.mesh import Mesh, make_mesh
 
+# One process alone.
+ALONE = Mesh((("dp", 1),))
 MODEL, OPTIMIZER = "model", "optimizer"
 KINDS = (MODEL, OPTIMIZER)
 
@@ -21,7 +23,7 @@ _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorEntry:
     """One tensor: its type, and how it is cut."""
 
     dtype: torch.dtype
@@ -33,11 +35,11 @@ class Described:
         return math.prod(self.layout.shape) * self.dtype.itemsize
 
 
-Tensors = dict[str, Described]
+Tensors = dict[str, TensorEntry]
 
 
 @dataclass(frozen=True)
-class Cut:
+class NetworkLayout:
     """How a network is cut.
 
     Attributes:
@@ -137,7 +139,7 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
         mesh = make_mesh(content["mesh"], f"{where}: mesh")
         tensors = {
             kind: {
-                name: Described(
+                name: TensorEntry(
                     _TYPES[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
                 )
                 for name, entry in content[kind].items()

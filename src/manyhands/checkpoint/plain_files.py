@@ -29,6 +29,7 @@ class _State(_Plain):
     evaluated_step: _Count = -1
     saved_step: _Count = 0
     best_top1: float = -1.0
+    owed: bool = False
     best: _Best | None = None
     classes: list[str] = Field(default_factory=list)
     sync: dict[str, Any] | None = None

@@ -8,44 +8,29 @@ from typing import Any
 import torch
 
 from manyhands.checkpoint import commit, layout
-from manyhands.checkpoint.pieces import MODEL, Cut, Described, Region
-from manyhands.checkpoint.save import refuse_too_little_space, save_error
-from manyhands.checkpoint.source import ALONE, Source
+from manyhands.checkpoint.pieces import ALONE, MODEL, NetworkLayout, Region, TensorEntry
+from manyhands.checkpoint.refuse import refuse_too_little_space, save_error
+from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_pieces, write_whole, write_whole_file
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import layout_from_plain
-from manyhands.core.mesh import make_mesh
-from manyhands.core.outside import parse_json, read_bytes
+from manyhands.core.plan_record import read_plan_record
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
 _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 
 
-def read_plan(file: Path) -> Cut:
+def read_cut(file: Path) -> NetworkLayout:
     """Reads the mesh and the layouts of a plan.json.
 
     Raises:
         UserError: there is no such file, or it doesn't say how a network is cut.
     """
-    where = str(file)
-    try:
-        content = parse_json(read_bytes(file), once_each=True)
-    except OSError as error:
-        raise UserError(f"the plan can't be read: {error.strerror}", where, ("name a plan.json",)) from error
-    except ValueError as error:
-        raise UserError(f"the plan is no JSON: {error}", where, ("name a plan.json",)) from error
+    record = read_plan_record(file)
     for key in ("mesh", "layouts"):
-        if not isinstance(content, dict) or not isinstance(content.get(key), dict):
+        if getattr(record, key) is None or key not in record.model_fields_set:
             mend = ('it needs "mesh": {"dp": 2, "tp": 2} and "layouts": {name: layout}, as a run writes them',)
-            raise UserError(f'the plan has no "{key}"', where, mend)
-    sizes = content["mesh"]
-    if wrong := [name for name, size in sizes.items() if type(size) is not int]:
-        raise UserError(
-            f"the mesh's axis {wrong[0]} has size {sizes[wrong[0]]!r}", f"{where}: mesh", ("a whole number",)
-        )
-    mesh = make_mesh(sizes, f"{where}: mesh")
-    named = content["layouts"].items()
-    return Cut(mesh, {name: layout_from_plain(entry, mesh, f"{where}: layouts.{name}") for name, entry in named})
+            raise UserError(f'the plan has no "{key}"', str(file), mend)
+    return NetworkLayout(*record.mesh_and_layouts(str(file)))
 
 
 def refuse_existing(target: Path) -> None:
@@ -57,18 +42,18 @@ def refuse_existing(target: Path) -> None:
         raise UserError(f"there is no folder {parent}", str(target), (f"make it first: mkdir -p {parent}",))
 
 
-def reshard(source: Source, target: Path, cut: Cut) -> None:
+def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None:
     """Writes a new checkpoint folder in which the network is cut in another way.
 
     Raises:
         UserError: the target is there already, or the cut is of another network.
         SaveError: no room, or the disk fails; nothing is left behind.
     """
-    contents = _contents(source, cut)
+    contents = _contents(source, network_layout)
 
     def write(staged: Path) -> None:
         written: Files = {}
-        for rank in range(cut.mesh.size):
+        for rank in range(network_layout.mesh.size):
             written |= write_pieces(staged, contents, rank)
         finish_pieces(staged, contents, written)
 
@@ -84,7 +69,7 @@ def merge(source: Source, target: Path) -> None:
         UserError: the target is there already, or its suffix is of no file that can be written.
         SaveError: no room, or the disk fails; nothing is left behind.
     """
-    contents = _contents(source, Cut(ALONE, {}))
+    contents = _contents(source, NetworkLayout(ALONE, {}))
     if target.name.endswith(_UNKNOWN):
         mend = ("end the name in .safetensors or .pth, or in neither for a checkpoint folder",)
         raise UserError(f"{target.name} names a kind of file that is not written", str(target), mend)
@@ -105,11 +90,11 @@ def is_single_file(target: Path) -> bool:
     return target.name.endswith(SAFETENSORS + PICKLED)
 
 
-def _contents(source: Source, cut: Cut) -> Contents:
+def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
     """A source as it is to be written under a cut."""
-    layouts, kinds = source.layouts(cut), source.kinds()
+    layouts, kinds = source.layouts(network_layout), source.kinds()
     tensors = {
-        kind: {name: Described(stored.dtype(name), layouts[kind][name]) for name in stored.names()}
+        kind: {name: TensorEntry(stored.dtype(name), layouts[kind][name]) for name in stored.names()}
         for kind, stored in kinds.items()
     }
     texts = {layout.STATE: layout.text(source.state)}
@@ -119,7 +104,7 @@ def _contents(source: Source, cut: Cut) -> Contents:
     def fetch(kind: str, name: str, region: Region) -> torch.Tensor:
         return kinds[kind].read(name, layouts[kind][name].view, region)
 
-    return Contents(source.step, cut.mesh, tensors, texts, fetch)
+    return Contents(source.step, network_layout.mesh, tensors, texts, fetch)
 
 
 def _commit_folder(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
@@ -170,7 +155,7 @@ def describe(source: Source) -> dict[str, Any]:
     }
 
 
-def _tensor(described: Described, source: Source) -> dict[str, Any]:
+def _tensor(described: TensorEntry, source: Source) -> dict[str, Any]:
     lies = described.layout
     names = source.mesh.names if source.mesh else ()
     return {

@@ -1,207 +1,238 @@
-"""Saves a run's state, all or nothing: written beside, synced to disk, committed by a rename."""
+"""Saves a run's state, all or nothing: written beside, synced to disk, committed by a rename.
 
-import errno
-import shutil
-from importlib.metadata import PackageNotFoundError, version
+A network that one process holds whole is one in pieces on a mesh of one. Otherwise every process calls these.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from manyhands.checkpoint import commit, layout
-from manyhands.checkpoint.load import verify
+from manyhands.checkpoint.held import as_plain, held_contents
+from manyhands.checkpoint.kept import remember, verifies
+from manyhands.checkpoint.pieces import ALONE, NetworkLayout, Region, first_held, size_of
+from manyhands.checkpoint.refuse import refuse_non_finite, refuse_too_little_space, save_error
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.tensors import flatten_optimizer, write_tensors
+from manyhands.checkpoint.stored import slices
+from manyhands.checkpoint.stream import in_file_order
+from manyhands.checkpoint.together import SavingGroup, receive, send, together
+from manyhands.checkpoint.write import Contents, finish_pieces, whole_specs, write_pieces, write_whole
 from manyhands.core.errors import RunError, UserError
 
-_MARGIN_BYTES = 64 * 1024
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+T = TypeVar("T")
 
-Stamp = tuple[tuple[str, int, int, int], ...]
-# What this process wrote or hashed: names, inodes, sizes and times of the files as they were then.
-_known_good: dict[Path, Stamp] = {}
-
-
-class NotFiniteError(RunError):
-    """A weight is NaN or infinite."""
-
-
-class SaveError(RunError):
-    """The disk is full or failing. Earlier checkpoints are untouched, so training may go on."""
+_BLOCK_BYTES = 4 << 20
 
 
 def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Commits folder/step-NNNNNNNN with a manifest; does nothing where that step is there and verifies.
+    """Commits folder/step-NNNNNNNN of a network that this process holds whole; see `save_whole`."""
+    return save_whole(folder, step, snapshot, NetworkLayout(ALONE, {}), SavingGroup())
+
+
+def save_pieces(folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Path:
+    """Commits folder/step-NNNNNNNN in pieces, each written by the process that holds it; a collective.
 
     Args:
-        folder: the checkpoints folder, made where it is missing.
+        folder: the checkpoints folder, on a disk that all processes share.
         step: updates made so far.
-        snapshot: must not change until this returns.
+        snapshot: this process's pieces, in the shapes of `TensorLayout.local_shape`; must not change until this
+            returns. Its state, and what its optimizer has beside tensors, are taken from rank 0.
+        network_layout: how the network is cut; equal on all processes.
+        peers: the processes, as many as the mesh has.
 
     Returns:
-        The committed folder.
+        The committed folder; one of that step that is there and verifies is left.
 
     Raises:
-        RunError: a weight is NaN or infinite; nothing is written.
-        SaveError: no room, or the disk fails; nothing is left behind, training may go on.
-        TypeError: the state or the optimizer's state is not plain data.
+        UserError: the processes don't share the folder's disk.
+        RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
+        SaveError: no room, or the disk of a process fails; nothing is left behind, training may go on.
     """
-    refuse_non_finite(snapshot)
+    contents = _agreed_contents(step, snapshot, network_layout, peers)
     target = folder / layout.step_name(step)
-    if verifies(target):
+    if _is_there(target, contents, peers):
         return target
-    contents = _contents(snapshot)
-    try:
-        commit.make_folder(folder)
-        _refuse_too_little_space(folder, contents)
-        with commit.staging(folder, step) as staged:
-            _write(staged, step, contents)
-            commit.commit(staged, target)
-        remember(target)  # `_write` has read every file back
-    except (OSError, SafetensorError) as error:
-        raise save_error(folder, error) from error
+    with ExitStack() as stack:
+        staged = _shared_folder(stack, target, step, peers)
+        own = together(peers, _saving(folder, lambda: write_pieces(staged, contents, peers.rank)))
+
+        def finish() -> None:
+            if peers.rank == 0:
+                (staged / layout.TOKEN).unlink()
+                finish_pieces(staged, contents, {name: entry for files in own for name, entry in files.items()})
+                commit.commit(staged, target)
+                remember(target)
+
+        together(peers, _saving(folder, finish))
     return target
 
 
-def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes what is no longer needed; never anything that `save` didn't make.
+def save_whole(folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Path:
+    """Commits folder/step-NNNNNNNN whole, with a manifest; rank 0 writes, the others send their pieces; a collective.
+
+    Tensors are sent and written one by one, so no process holds more than its own share and one tensor.
 
     Args:
-        folder: the checkpoints folder.
-        keep: as many of the newest that verify are kept.
-        best: is kept whatever its age.
+        folder: the checkpoints folder; only rank 0 needs to see it.
+        step: updates made so far.
+        snapshot: as for `save_pieces`.
+        network_layout: how the network is cut; equal on all processes.
+        peers: the processes, as many as the mesh has.
 
     Returns:
-        The deleted checkpoints and leftovers of interrupted saves. Nothing is deleted until `keep` verify.
+        The committed folder; one of that step that is there and verifies is left.
+
+    Raises:
+        RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
+        SaveError: no room, or the disk fails; nothing is left behind, training may go on.
+        TypeError: the state or the optimizer's state is not plain data.
     """
-    removed: list[Path] = []
-    kept = 0
-    for path in layout.step_folders(folder):
-        if kept >= keep and not (best is not None and path.name == best.name):
-            if commit.remove(path):
-                removed.append(path)
-                _known_good.pop(path, None)
-        elif verifies(path):
-            kept += 1
-    if folder.is_dir():
-        removed += [path for path in folder.iterdir() if layout.is_temporary(path) and commit.sweep(path)]
-    return removed
+    contents = _agreed_contents(step, snapshot, network_layout, peers)
+    target = folder / layout.step_name(step)
+    if _is_there(target, contents, peers):
+        return target
+    assembled = _assembled(contents, peers)
+
+    def write() -> None:
+        gathering = Contents(step, network_layout.mesh, contents.tensors, contents.texts, lambda *_: next(assembled))
+        with commit.staging(folder, step) as staged:
+            write_whole(staged, gathering)
+            commit.commit(staged, target)
+        remember(target)
+
+    def take_part() -> None:
+        try:
+            if peers.rank == 0:
+                write()
+        finally:
+            # The others send all the same, also where rank 0's disk is full.
+            for _ in assembled:
+                pass
+
+    together(peers, _saving(folder, take_part))
+    return target
 
 
-def remove_step(folder: Path, step: int) -> None:
-    """Deletes the checkpoint of a step, where there is one that `save` made."""
-    path = folder / layout.step_name(step)
-    if path.is_dir() and commit.remove(path):
-        _known_good.pop(path, None)
+def _agreed_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Contents:
+    """What this process holds, once it is sure that all hold pieces of the same network."""
+    made: list[Contents] = []
+
+    def describe() -> str:
+        if peers.size != network_layout.mesh.size:
+            raise RunError(f"{peers.size} processes can't save what is cut over {network_layout.mesh}")
+        refuse_non_finite(snapshot)
+        made.append(held_contents(step, snapshot, network_layout, peers.rank))
+        plain = [step, network_layout.mesh.as_dict(), as_plain(made[0].tensors)]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+    digests = together(peers, describe)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise RunError(f"ranks 0 and {other} hold pieces of different networks or steps", f"rank {other}")
+    return made[0]
 
 
-def refuse_non_finite(snapshot: Snapshot) -> None:
-    """Raises a RunError that names the first tensor of the network with a NaN or an infinity that was finite once."""
-    for name, tensor in snapshot.model.items():
-        if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        values = tensor.float() if tensor.element_size() == 1 else tensor
-        if not bool(torch.isfinite(values).all()):
-            count = int((~torch.isfinite(values)).sum())
-            what = f"{name} has {count} of {tensor.numel()} values that are NaN or infinite; it was not saved"
-            raise NotFiniteError(what, name, ("lower train.lr, clip gradients, or resume from an earlier checkpoint",))
+def _is_there(target: Path, contents: Contents, peers: SavingGroup) -> bool:
+    """True where the checkpoint is there already; else its folder is made and has room."""
 
-
-def _contents(snapshot: Snapshot) -> dict[str, dict[str, Tensor] | bytes]:
-    """Each file's name and what it holds: tensors by name, or text."""
-    contents: dict[str, dict[str, Tensor] | bytes] = {
-        layout.MODEL: snapshot.model,
-        layout.STATE: layout.text(snapshot.state),
-    }
-    if snapshot.optimizer is not None:
-        branches, tensors = flatten_optimizer(snapshot.optimizer)
-        contents |= {layout.OPTIMIZER_PLAN: layout.text(branches), layout.OPTIMIZER: tensors}
-    return contents
-
-
-def _write(staged: Path, step: int, contents: dict[str, dict[str, Tensor] | bytes]) -> None:
-    files = {}
-    for name, content in contents.items():
-        if isinstance(content, bytes):
-            (staged / name).write_bytes(content)
-        else:
-            write_tensors(staged / name, content)
-        files[name] = seal(staged / name)
-    write_manifest(staged, step, files, layout.FORMAT)
-
-
-def seal(file: Path) -> dict[str, Any]:
-    """A file's entry in the manifest, once its bytes are on the disk; it is read back for it."""
-    commit.sync_file(file)
-    return {"size": file.stat().st_size, "sha256": layout.digest(file)}
-
-
-def write_manifest(staged: Path, step: int, files: dict[str, Any], number: int) -> None:
-    """Writes a staged folder's last file.
-
-    Args:
-        staged: the folder.
-        step: updates made so far.
-        files: what `seal` returned of each other file.
-        number: of the format.
-    """
-    manifest = {"format": number, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
-    (staged / layout.MANIFEST).write_bytes(layout.manifest_text({**manifest, "files": files}))
-    commit.sync_file(staged / layout.MANIFEST)
-
-
-def verifies(path: Path) -> bool:
-    """True for a sound checkpoint; hashed once in a process, then only if a file's inode, size or time changed."""
-    try:
-        stamp = _stamp(path)
-        if _known_good.get(path) != stamp:
-            verify(path)
-            _known_good[path] = stamp
-    except (UserError, OSError):
-        _known_good.pop(path, None)
+    def look() -> bool:
+        if peers.rank != 0:
+            return False
+        if verifies(target):
+            return True
+        commit.make_folder(target.parent)
+        sizes = [described.size_bytes for named in contents.tensors.values() for described in named.values()]
+        refuse_too_little_space(target.parent, sum(sizes))
         return False
-    return True
+
+    return together(peers, _saving(target.parent, look))[0]
 
 
-def remember(path: Path) -> None:
-    """Notes that this process has just written and read back a whole checkpoint, so that it needs no hashing soon."""
-    _known_good[path] = _stamp(path)
+def _shared_folder(stack: ExitStack, target: Path, step: int, peers: SavingGroup) -> Path:
+    """A staged folder that every process sees: rank 0 makes it with a token inside, the others look for that."""
+
+    def stage() -> list[str]:
+        if peers.rank != 0:
+            return []
+        staged = stack.enter_context(commit.staging(target.parent, step))
+        token = os.urandom(16).hex()
+        (staged / layout.TOKEN).write_text(token)
+        return [staged.name, token]
+
+    name, token = together(peers, _saving(target.parent, stage))[0]
+    staged = target.parent / name
+
+    def see() -> None:
+        file = staged / layout.TOKEN
+        if not file.is_file() or file.read_text() != token:
+            what = f"rank {peers.rank} doesn't see the folder that rank 0 writes checkpoints into"
+            mend = ("a checkpoint in pieces needs a disk that all machines share", "save whole, or move --out to one")
+            raise UserError(what, str(target.parent), mend)
+
+    together(peers, _saving(target.parent, see))
+    return staged
 
 
-def _stamp(path: Path) -> Stamp:
-    entries = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in entries)
+def _saving(folder: Path, work: Callable[[], T]) -> Callable[[], T]:
+    """The same work; what the disk says becomes a SaveError."""
+
+    def run() -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise save_error(folder, error) from error
+
+    return run
 
 
-def _refuse_too_little_space(folder: Path, contents: dict[str, dict[str, Tensor] | bytes]) -> None:
-    sizes = [
-        len(content) if isinstance(content, bytes) else sum(t.numel() * t.element_size() for t in content.values())
-        for content in contents.values()
-    ]
-    refuse_too_little_space(folder, sum(sizes))
+def _assembled(contents: Contents, peers: SavingGroup) -> Iterator[Tensor]:
+    """On rank 0 each whole tensor in its view, in the order in which files are written; on others nothing, but sends.
+
+    No reference to a tensor is kept while the next one is put together.
+    """
+    for kind, tensors in contents.tensors.items():
+        held = {rank: first_held(tensors, contents.mesh, rank) for rank in range(peers.size)}
+        for spec in in_file_order(whole_specs(tensors)):
+            regions = {rank: held[rank][spec.name] for rank in held if spec.name in held[rank]}
+            if peers.rank == 0:
+                yield _received(contents, kind, spec.name, regions, peers)
+            elif peers.rank in regions:
+                region = regions[peers.rank]
+                piece = contents.fetch(kind, spec.name, region)
+                for block in _blocks(region, spec.dtype.itemsize):
+                    send(piece[slices(block, region)], 0, peers)
 
 
-def refuse_too_little_space(folder: Path, size_bytes: int) -> None:
-    """Raises an OSError where a folder's disk has no room for so many bytes of tensors."""
-    needed = size_bytes + _MARGIN_BYTES
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
+def _received(contents: Contents, kind: str, name: str, regions: dict[int, Region], peers: SavingGroup) -> Tensor:
+    described = contents.tensors[kind][name]
+    if not described.layout.cuts and 0 in regions:
+        return contents.fetch(kind, name, regions[0])
+    assembled = torch.empty(described.layout.view, dtype=described.dtype)
+    for rank, region in regions.items():
+        if rank == 0:
+            assembled[slices(region)] = contents.fetch(kind, name, region)
+            continue
+        for block in _blocks(region, described.dtype.itemsize):
+            assembled[slices(block)] = receive(size_of(block), described.dtype, rank, peers)
+    return assembled
 
 
-def save_error(folder: Path, error: OSError | SafetensorError) -> SaveError:
-    """The error for users. Says what the disk said; the safetensors library reports its errors as text only."""
-    text = (error.strerror if isinstance(error, OSError) else "") or str(error)
-    full = getattr(error, "errno", None) in _FULL or "os error 28" in text.lower() or "no space left" in text.lower()
-    if full:
-        mend = ("free some space, or point --out at another disk", "earlier checkpoints are kept; training can go on")
-        return SaveError(f"the disk is full, the checkpoint was not saved ({text})", str(folder), mend)
-    return SaveError(f"the checkpoint was not saved: {text}", str(folder), ("earlier checkpoints are kept",))
-
-
-def _own_version() -> str:
-    try:
-        return version("manyhands")
-    except PackageNotFoundError:
-        return "unknown"
+def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
+    """A region in parts that are sent one by one, so that little is in memory beside the tensor they go into."""
+    sizes = size_of(region)
+    if not sizes:
+        yield region
+        return
+    longest = sizes.index(max(sizes))
+    start, stop = region[longest]
+    step = max(1, _BLOCK_BYTES * (stop - start) // max(1, math.prod(sizes) * item_bytes))
+    for first in range(start, stop, step):
+        yield (*region[:longest], (first, min(first + step, stop)), *region[longest + 1 :])

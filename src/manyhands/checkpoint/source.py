@@ -9,10 +9,11 @@ from safetensors import SafetensorError, safe_open
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.foreign import damaged, read_foreign, without_prefixes
 from manyhands.checkpoint.pieces import (
+    ALONE,
     MODEL,
     OPTIMIZER,
-    Cut,
-    Described,
+    NetworkLayout,
+    TensorEntry,
     Tensors,
     all_held,
     read_description,
@@ -26,8 +27,6 @@ from manyhands.checkpoint.verify import read_manifest, torn, verify
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, whole
 from manyhands.core.mesh import Mesh
-
-ALONE = Mesh((("dp", 1),))
 
 
 @dataclass(frozen=True)
@@ -63,38 +62,41 @@ class Source:
         """The tensors by kind: "model" and, where there is one, "optimizer"."""
         return {MODEL: self.model} | ({} if self.optimizer is None else {OPTIMIZER: self.optimizer})
 
-    def layouts(self, cut: Cut) -> dict[str, dict[str, TensorLayout]]:
+    def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
         """How each tensor lies under a cut, by kind and name; an optimizer's tensor as its parameter does.
 
         Raises:
             UserError: the cut is of another network.
         """
-        if strange := [name for name in cut.layouts if name not in self.model.described]:
+        if strange := [name for name in network_layout.layouts if name not in self.model.described]:
             what = f"the plan cuts {strange[0]}, which {self.path.name} doesn't have"
             raise UserError(what, f"layouts.{strange[0]}", ("use the plan that was made for this network",))
-        found = {MODEL: {name: cut.of(name, self.model.shape(name)) for name in self.model.names()}}
+        found = {MODEL: {name: network_layout.of(name, self.model.shape(name)) for name in self.model.names()}}
         if self.optimizer is not None:
             owners = parameter_names(self.branches)
             found[OPTIMIZER] = {}
             for name in self.optimizer.names():
-                lies = cut.layouts.get(owners.get(name, ""))
+                lies = network_layout.layouts.get(owners.get(name, ""))
                 shape = self.optimizer.shape(name)
                 found[OPTIMIZER][name] = lies if lies is not None and lies.shape == shape else whole(shape)
         return found
 
-    def snapshot(self, cut: Cut | None = None, rank: int = 0) -> Snapshot:
+    def snapshot(self, network_layout: NetworkLayout | None = None, rank: int = 0) -> Snapshot:
         """Everything whole, or the pieces that a rank holds under a cut, in the shapes of its network.
 
         Raises:
-            UserError: the cut is of another network.
+            UserError: the cut is of another network, or the optimizer's state is damaged.
         """
-        cut = cut or Cut(ALONE, {})
-        layouts = self.layouts(cut)
+        network_layout = network_layout or NetworkLayout(ALONE, {})
+        layouts = self.layouts(network_layout)
         read = {
-            kind: {name: stored.piece(name, layouts[kind][name], cut.mesh, rank) for name in stored.names()}
+            kind: {name: stored.piece(name, layouts[kind][name], network_layout.mesh, rank) for name in stored.names()}
             for kind, stored in self.kinds().items()
         }
-        optimizer = unflatten(self.branches, read[OPTIMIZER]) if OPTIMIZER in read else None
+        try:
+            optimizer = unflatten(self.branches, read[OPTIMIZER]) if OPTIMIZER in read else None
+        except ValueError as error:
+            raise torn(self.path, f"holds what can't be read: {error}") from error
         return Snapshot(read[MODEL], optimizer, self.state)
 
 
@@ -159,7 +161,7 @@ def _of_file(file: Path, *, foreign: bool = False) -> FileTensors:
             tensor = opened.get_slice(key)
             if tensor.get_dtype() not in CODES_BACK:
                 raise UserError(f"{key} has the type {tensor.get_dtype()}, which is not known here", str(file))
-            described[name] = Described(CODES_BACK[tensor.get_dtype()], whole(tuple(tensor.get_shape())))
+            described[name] = TensorEntry(CODES_BACK[tensor.get_dtype()], whole(tuple(tensor.get_shape())))
     places = {name: [(file, whole_region(entry.layout.shape))] for name, entry in described.items()}
     return FileTensors(described, places, keys)
 
@@ -176,6 +178,6 @@ def _open_safetensors(path: Path) -> Source:
 
 def _open_foreign(path: Path) -> Source:
     read = read_foreign(path)
-    described = {name: Described(tensor.dtype, whole(tuple(tensor.shape))) for name, tensor in read.model.items()}
+    described = {name: TensorEntry(tensor.dtype, whole(tuple(tensor.shape))) for name, tensor in read.model.items()}
     notes = ("its optimizer's state is left out, since it numbers the parameters",) if read.optimizer else ()
     return Source(path, "pth", MemoryTensors(described, read.model), notes=notes)

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from manyhands.checkpoint.pieces import Described, Region, Tensors, size_of, whole_region
+from manyhands.checkpoint.pieces import Region, TensorEntry, Tensors, size_of, whole_region
 from manyhands.checkpoint.stream import CODES
 from manyhands.checkpoint.verify import torn
 from manyhands.core.layouts import TensorLayout, whole
@@ -96,6 +96,9 @@ class FileTensors(StoredTensors):
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def _take(self, name: str, region: Region) -> Tensor:
+        if [there for _, there in self._places[name]] == [region] and all(start < stop for start, stop in region):
+            piece = self._open(self._places[name][0][0], name, region, region)
+            return piece.clone(memory_format=torch.contiguous_format)
         taken = torch.empty(size_of(region), dtype=self.dtype(name))
         for file, there in self._places[name]:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, there, strict=True))
@@ -136,4 +139,4 @@ def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 
 def in_memory(tensors: Mapping[str, Tensor]) -> MemoryTensors:
     """Whole tensors in memory, by name, as if they were stored."""
-    return MemoryTensors({name: Described(t.dtype, whole(tuple(t.shape))) for name, t in tensors.items()}, tensors)
+    return MemoryTensors({name: TensorEntry(t.dtype, whole(tuple(t.shape))) for name, t in tensors.items()}, tensors)

@@ -17,6 +17,9 @@ CODES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -51,7 +54,7 @@ class Spec:
 
 
 def write_stream(path: Path, specs: Sequence[Spec], fetch: Callable[[str], Tensor]) -> None:
-    """Writes a file's header, then each tensor as it is fetched; as `tensors.write_tensors` would have written it.
+    """Writes a file's header, then each tensor as it is fetched; as the safetensors library would have written it.
 
     Args:
         path: the file.

@@ -1,33 +1,15 @@
 """Tensors and plain data, as files that hold no code."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from manyhands.core.outside import UnreadableError, parse_json
 
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes tensors of any shape, dtype and memory format; those that share memory are written once each.
-
-    Raises:
-        OSError: the disk is full or failing.
-    """
-    seen: set[int] = set()
-    plain = {name: _own(tensor, seen) for name, tensor in tensors.items()}
-    # The file sorts its tensors; their order is kept apart, since main.py's format counts by it.
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(plain, path, metadata={"order": json.dumps(list(tensors))})
-    path.chmod(mode)  # the library's newer versions leave a file that only its owner can read
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -48,17 +30,6 @@ def written_order(file: Any) -> list[str]:
     if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
         raise UnreadableError("the order of the tensors is no list of names")
     return written if sorted(written) == sorted(names) else names
-
-
-def _own(tensor: Tensor, seen: set[int]) -> Tensor:
-    """A dense, contiguous CPU tensor [same shape] whose memory no other one in the file uses."""
-    plain = tensor.detach().cpu().contiguous()
-    storage = plain.untyped_storage()
-    alone = storage.nbytes() == plain.numel() * plain.element_size() and storage.data_ptr() not in seen
-    if not alone:
-        plain = plain.clone(memory_format=torch.contiguous_format)
-    seen.add(plain.untyped_storage().data_ptr())
-    return plain
 
 
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint.save import NotFiniteError, SaveError
+from manyhands.checkpoint.refuse import NotFiniteError, SaveError
 from manyhands.checkpoint.stream import as_bytes
 from manyhands.checkpoint.verify import TornCheckpointError
 from manyhands.core.errors import ManyhandsError, RunError, UserError
@@ -23,7 +23,7 @@ _ERRORS: dict[str, type[ManyhandsError]] = {
 
 
 @dataclass(frozen=True)
-class Peers:
+class SavingGroup:
     """The processes that save or load together.
 
     Attributes:
@@ -39,7 +39,7 @@ class Peers:
     device: str = "cpu"
 
 
-def together(peers: Peers, work: Callable[[], T]) -> list[T]:
+def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:
     """Has every process do its work; a collective.
 
     Args:
@@ -67,13 +67,13 @@ def together(peers: Peers, work: Callable[[], T]) -> list[T]:
     raise _from_plain(answers[failed]["error"], failed) from own
 
 
-def send(tensor: Tensor, to: int, peers: Peers) -> None:
+def send(tensor: Tensor, to: int, peers: SavingGroup) -> None:
     """Sends a tensor's values; the other one calls `receive`."""
     if tensor.numel():
         dist.send(as_bytes(tensor).to(peers.device), dst=to)
 
 
-def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: Peers) -> Tensor:
+def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: SavingGroup) -> Tensor:
     """Receives the values of a tensor of known shape and type, as a CPU tensor."""
     count = math.prod(shape) * dtype.itemsize
     buffer = torch.empty(count, dtype=torch.uint8, device=peers.device)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from manyhands.checkpoint import layout
+from manyhands.checkpoint import commit, layout
 from manyhands.checkpoint.pieces import (
     MODEL,
     OPTIMIZER,
@@ -18,7 +20,6 @@ from manyhands.checkpoint.pieces import (
     specs_of,
     whole_region,
 )
-from manyhands.checkpoint.save import seal, write_manifest
 from manyhands.checkpoint.stream import Spec, write_stream
 from manyhands.core.mesh import Mesh
 
@@ -60,7 +61,7 @@ def write_pieces(staged: Path, contents: Contents, rank: int) -> Files:
             return contents.fetch(kind, name, regions[name])
 
         write_stream(file, specs_of(tensors, regions), fetch)
-        written[file.name] = seal(file)
+        written[file.name] = _seal(file)
     return written
 
 
@@ -73,7 +74,7 @@ def finish_pieces(staged: Path, contents: Contents, written: Files) -> None:
         written: what `write_pieces` returned, of all ranks.
     """
     texts = {layout.PIECES: layout.text(describe_pieces(contents.mesh, contents.tensors)), **contents.texts}
-    write_manifest(staged, contents.step, {**_write_texts(staged, texts), **written}, layout.PIECES_FORMAT)
+    _write_manifest(staged, contents.step, {**_write_texts(staged, texts), **written}, layout.PIECES_FORMAT)
 
 
 def write_whole(staged: Path, contents: Contents) -> None:
@@ -82,8 +83,8 @@ def write_whole(staged: Path, contents: Contents) -> None:
     for kind in contents.tensors:
         file = staged / WHOLE_NAMES[kind]
         write_whole_file(file, contents, kind)
-        written[file.name] = seal(file)
-    write_manifest(staged, contents.step, written, layout.FORMAT)
+        written[file.name] = _seal(file)
+    _write_manifest(staged, contents.step, written, layout.FORMAT)
 
 
 def write_whole_file(file: Path, contents: Contents, kind: str) -> None:
@@ -106,5 +107,32 @@ def _write_texts(staged: Path, texts: Mapping[str, bytes]) -> Files:
     written: Files = {}
     for name, text in texts.items():
         (staged / name).write_bytes(text)
-        written[name] = seal(staged / name)
+        written[name] = _seal(staged / name)
     return written
+
+
+def _seal(file: Path) -> dict[str, Any]:
+    """A file's entry in the manifest, once its bytes are on the disk; it is read back for it."""
+    commit.sync_file(file)
+    return {"size": file.stat().st_size, "sha256": layout.digest(file)}
+
+
+def _write_manifest(staged: Path, step: int, files: dict[str, Any], number: int) -> None:
+    """Writes a staged folder's last file.
+
+    Args:
+        staged: the folder.
+        step: updates made so far.
+        files: what `_seal` returned of each other file.
+        number: of the format.
+    """
+    manifest = {"format": number, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
+    (staged / layout.MANIFEST).write_bytes(layout.manifest_text({**manifest, "files": files}))
+    commit.sync_file(staged / layout.MANIFEST)
+
+
+def _own_version() -> str:
+    try:
+        return version("manyhands")
+    except PackageNotFoundError:
+        return "unknown"
