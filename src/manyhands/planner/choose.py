@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -122,10 +122,11 @@ def _why_kept(gains: dict[str, tuple[float, float]]) -> str:
     return f"data parallel is kept: the best other plan, {best}, measured {gain:.2f}x as fast (± {error:.2f}), {slower}"
 
 
-def pick_predicted(predicted_seconds: dict[str, float]) -> Pick:
+def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
     """The plan to run where nothing is timed: the best prediction, if it is 1.1 times data parallel's or more.
 
-    A finalist that can't run, for one that doesn't fit into memory, is left out by the caller.
+    A finalist that can't run, for one that doesn't fit into memory, is left out by the caller. By so many
+    `doubtful_seconds` what was timed for a prediction varied; with these too a plan must be as fast as data parallel.
 
     Raises:
         UserError: there is no finalist.
@@ -140,7 +141,8 @@ def pick_predicted(predicted_seconds: dict[str, float]) -> Pick:
     if best == DATA_PARALLEL:
         return Pick(best, "data parallel is kept: no other plan is predicted to be faster", {}, gains)
     gain = gains[best][0]
-    if gain < LEAST_PREDICTED_GAIN:
+    doubt = (doubtful_seconds or {}).get(best, 0.0) / max(predicted_seconds[best], 1e-12)
+    if gain < max(LEAST_PREDICTED_GAIN, 1 + doubt):
         reason = f"data parallel is kept: {best} is predicted {gain:.2f}x as fast, less than predictions can tell"
         return Pick(DATA_PARALLEL, reason, {}, gains)
     return Pick(best, f"{best} is chosen: predicted {gain:.2f}x as fast as data parallel, not measured", {}, gains)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.core.links import Links
+from manyhands.core.link_speeds import LinkSpeeds
 from manyhands.core.mesh import Mesh
-from manyhands.data.order import Cut, Share, shares_of_pass
+from manyhands.data.order import BatchSharing, Share, sharing
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Op
 from manyhands.parallel.norm import GroupedNorm
@@ -47,20 +47,24 @@ class Collective:
         """Of the tensor that is whole, as `core.links` counts."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
-    def seconds(self, links: Links) -> float:
+    def seconds(self, links: LinkSpeeds) -> float:
         """Predicted."""
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
+    def work_seconds(self, links: LinkSpeeds) -> float:
+        """Of them those in which cores can't compute."""
+        return links.work_seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
+
 
 @dataclass(frozen=True)
-class Update:
+class PlannedUpdate:
     """One update whose collectives are wanted.
 
     Attributes:
         graph: of the network before it is cut, in training.
         letters: of each op.
         mesh: the processes.
-        batch: samples in the update, which is one pass.
+        batch: samples in the update, which is one micro-batch.
         share: what process number `index` of `parts` has of it.
         rank: whose view is wanted; the last one's pieces are the largest.
     """
@@ -74,22 +78,22 @@ class Update:
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Equal shares of an update of one pass, whose normalisation groups have so many samples (0: there are none)."""
-    return lambda parts, index: shares_of_pass(batch, norm_group, (0, batch), parts)[index]
+    """Equal shares of an update of one micro-batch; no samples in a normalisation group (0): there are none."""
+    return sharing(batch, norm_group, (0, batch))
 
 
 def data_shares(batch: int, norm_group: int) -> ShareOf:
     """The same under the mode `data`, which may share out whole groups."""
-    return lambda parts, index: Cut(parts, 0, norm_group).passes(batch)[0][index]
+    return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
-def collectives(update: Update) -> list[Collective]:
+def collectives(update: PlannedUpdate) -> list[Collective]:
     """All collectives of one update: network, loss, gradients and BatchNorm's statistics."""
     return [*_conversions(update), *_norms(update), *_loss(update), *_gradients(update), *_statistics(update)]
 
 
 def _sent(
-    update: Update, move: tuple[Layout, Layout], extent: Extent, item_bytes: int, place: tuple[str, str]
+    update: PlannedUpdate, move: tuple[Layout, Layout], extent: Extent, item_bytes: int, place: tuple[str, str]
 ) -> list[Collective]:
     when, op = place
     found: list[Collective] = []
@@ -105,7 +109,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     return tuple(axis for axis in axes if mesh.sizes[axis] > 1)
 
 
-def _conversions(update: Update) -> Iterator[Collective]:
+def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
     """Between ops; what several readers want alike is converted once.
 
     A reader that only asks for a size gives no gradient back.
@@ -131,7 +135,7 @@ def norms_of(op: Op) -> list[GroupedNorm]:
     return [module for module in modules if isinstance(module, GroupedNorm)]
 
 
-def _channels(op: Op, layer: GroupedNorm, update: Update) -> int:
+def _channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
     """How many of a layer's channels this process has."""
     if layer is not op.module:
         return layer.num_features
@@ -141,7 +145,7 @@ def _channels(op: Op, layer: GroupedNorm, update: Update) -> int:
     return edges[place + 1] - edges[place]
 
 
-def _norms(update: Update) -> Iterator[Collective]:
+def _norms(update: PlannedUpdate) -> Iterator[Collective]:
     """Groups of samples that several processes hold share their sums, once in each direction."""
     for op in update.graph.ops.values():
         for layer in norms_of(op):
@@ -153,7 +157,7 @@ def _norms(update: Update) -> Iterator[Collective]:
                     yield Collective("all_reduce", axes, values, _LONG_BYTES, when, op.name)
 
 
-def _loss(update: Update) -> Iterator[Collective]:
+def _loss(update: PlannedUpdate) -> Iterator[Collective]:
     """Labels go where the loss wants them; with the classes cut, processes share two small sums."""
     mesh, letters = update.mesh, update.letters[LOSS]
     given = value_of([0 if letter == "n" else "R" for letter in update.letters[INPUT]])
@@ -170,7 +174,7 @@ def _loss(update: Update) -> Iterator[Collective]:
         yield Collective("all_reduce", axes, 3 * rows, item_bytes, FORWARD, LOSS)
 
 
-def _gradients(update: Update) -> Iterator[Collective]:
+def _gradients(update: PlannedUpdate) -> Iterator[Collective]:
     layouts = parameter_layouts(update.graph, update.letters)
     sizes: dict[str, int] = {}
     pieces: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
@@ -185,7 +189,7 @@ def _gradients(update: Update) -> Iterator[Collective]:
         yield Collective("all_reduce", axes, sum(sizes[name] for name in names), item_bytes, GRADIENTS)
 
 
-def _statistics(update: Update) -> Iterator[Collective]:
+def _statistics(update: PlannedUpdate) -> Iterator[Collective]:
     """BatchNorm's running statistics: one message for all layers that share samples over the same axes."""
     values: dict[tuple[int, ...], int] = {}
     seen: set[int] = set()

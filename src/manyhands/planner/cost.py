@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.core.links import Links
+from manyhands.core.link_speeds import LinkSpeeds
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
 from manyhands.parallel.graph import LOSS, Graph, Op
@@ -18,13 +18,13 @@ from manyhands.planner.collectives import (
     FORWARD,
     GRADIENTS,
     Collective,
+    PlannedUpdate,
     ShareOf,
-    Update,
     collectives,
     norms_of,
     real_axes,
 )
-from manyhands.planner.problem import Choice, Edge, Matrix, Problem
+from manyhands.planner.problem import Edge, Matrix, OpChoice, Problem
 from manyhands.planner.work import Work, parameter_part, part
 
 
@@ -44,7 +44,7 @@ class Setting:
     """
 
     work: Work
-    links: Links
+    links: LinkSpeeds
     share: ShareOf
     slots: int = 1
     overlap: float = 0.3
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one update costs a process; see `explain.Candidate`.
+    """What one update costs a process; see `explain.PlanCandidate`.
 
     Attributes:
         compute_seconds: forward, backward and the optimizer.
@@ -68,6 +68,7 @@ class Prediction:
         memory_bytes: the most that a process holds.
         collectives: all of them.
         sent_bytes: by a process.
+        hiding_seconds: of computing, behind which gradients' collectives can hide.
     """
 
     compute_seconds: float
@@ -76,6 +77,7 @@ class Prediction:
     memory_bytes: float
     collectives: tuple[Collective, ...]
     sent_bytes: float
+    hiding_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -101,6 +103,7 @@ class Own:
     update: float
     norm: float
     gradient: float
+    gradient_work: float
     memory_bytes: float
 
 
@@ -108,28 +111,31 @@ def own_costs(op: Op, letters: tuple[str, ...], setting: Setting) -> Own:
     """Of one op, whatever its neighbours do."""
     mesh, work = setting.mesh, setting.work
     seconds = work.seconds(op, letters, mesh)
-    held, sent, gradient = _parameters(op, letters, setting)
+    held, sent, (gradient, working) = _parameters(op, letters, setting)
     saved = 0.0
     if op.trains:
         share = part([loop.output for loop in loops_of(op, letters)], mesh)
         saved = share * op.item_bytes * sum(extent.values(work.batch) for extent in op.extents)
     memory = held * (2 + setting.slots) + sent + saved
     update = work.update_seconds(held * (3 + 2 * setting.slots))
-    return Own(seconds.forward, seconds.backward, update, _norm_seconds(op, letters, setting), gradient, memory)
+    norm = _norm_seconds(op, letters, setting)
+    return Own(seconds.forward, seconds.backward, update, norm, gradient - working, working, memory)
 
 
-def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[float, float, float]:
-    """Bytes of its parameters and of the gradients that are sent, and the seconds of sending them."""
+def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[float, float, tuple[float, float]]:
+    """Bytes of its parameters and of the gradients that are sent; the seconds of sending these, and cores' of them."""
     mesh, loops = setting.mesh, loops_of(op, letters)
-    held = sent = seconds = 0.0
+    held = sent = seconds = working = 0.0
     for name, tensor in setting.work.parameters(op).items():
         if tensor.requires_grad:
             size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
             axes = real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh)
             held += size
             sent += size if axes else 0.0
-            seconds += size / BUCKET_BYTES * setting.links.seconds("all_reduce", axes, BUCKET_BYTES) if axes else 0.0
-    return held, sent, seconds
+            buckets = size / BUCKET_BYTES if axes else 0.0
+            seconds += buckets * setting.links.seconds("all_reduce", axes, BUCKET_BYTES)
+            working += buckets * setting.links.work_seconds("all_reduce", axes, BUCKET_BYTES)
+    return held, sent, (seconds, working)
 
 
 def _norm_seconds(op: Op, letters: tuple[str, ...], setting: Setting) -> float:
@@ -143,20 +149,21 @@ def _norm_seconds(op: Op, letters: tuple[str, ...], setting: Setting) -> float:
 def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     """What one update under these letters costs the process that has the most."""
     mesh, links = setting.mesh, setting.links
-    sent = collectives(Update(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
+    sent = collectives(PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
     known: Known = {}
     owns = [_own(op, letters[op.name], setting, known) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
-    hidden = setting.overlap * sum(own.backward for own in owns)
+    working = sum(one.work_seconds(links) for one in sent if one.when == GRADIENTS)
+    hiding = setting.overlap * sum(own.backward for own in owns)
     moved = [one for one in sent if one.when == FORWARD and one.kind != "all_reduce" and one.op != LOSS]
-    copies = sum(one.values * one.item_bytes for one in moved)
     return Prediction(
         compute_seconds=sum(own.forward + own.backward + own.update for own in owns),
         communication_seconds=sum(one.seconds(links) for one in sent if one.when != GRADIENTS),
-        gradient_seconds=max(0.0, gradients - hidden),
-        memory_bytes=sum(own.memory_bytes for own in owns) + copies,
+        gradient_seconds=working + max(0.0, gradients - working - hiding),
+        memory_bytes=sum(own.memory_bytes for own in owns) + sum(one.values * one.item_bytes for one in moved),
         collectives=tuple(sent),
         sent_bytes=sum(links.sent_bytes(one.kind, one.axes, one.whole_bytes(mesh)) for one in sent),
+        hiding_seconds=hiding,
     )
 
 
@@ -222,7 +229,7 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Kn
 
 def _row(
     ops: list[Op], setting: Setting, fixed: Fixed, known: Known, made: Known
-) -> tuple[list[tuple[str, ...]], list[Choice]]:
+) -> tuple[list[tuple[str, ...]], list[OpChoice]]:
     """The choices of ops that take the same letters, and their costs; computed once for all that are alike (`made`)."""
     pinned = [(place, *own) for place, op in enumerate(ops) for own in fixed.get(op.name, {}).items()]
     key = tuple((setting.work.signature(op), op.name == LOSS) for op in ops), tuple(pinned)
@@ -270,11 +277,11 @@ def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> bo
     return known[key]
 
 
-def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Known) -> Choice:
+def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Known) -> OpChoice:
     owns = [_own(op, letters, setting, known) for op in ops]
     loss = sum(_loss_seconds(letters, setting) for op in ops if op.name == LOSS)
-    return Choice(
-        seconds=loss + sum(own.forward + own.backward + own.update + own.norm for own in owns),
+    return OpChoice(
+        seconds=loss + sum(own.forward + own.backward + own.update + own.norm + own.gradient_work for own in owns),
         gradient_seconds=sum(own.gradient for own in owns),
         hideable_seconds=sum(own.backward for own in owns),
         memory_bytes=sum(own.memory_bytes for own in owns),

@@ -14,7 +14,7 @@ Factor = tuple[Scope, Matrix]
 
 
 @dataclass(frozen=True)
-class Order:
+class EliminationOrder:
     """Nodes in the order in which they are eliminated.
 
     Attributes:
@@ -28,7 +28,7 @@ class Order:
 
 def elimination_order(
     sizes: Sequence[int], pairs: Sequence[tuple[int, int]], most_entries: int = MOST_ENTRIES
-) -> Order | None:
+) -> EliminationOrder | None:
     """An order that keeps tables small, always taking the node with the smallest; None if one would be too large."""
     meets: list[set[int]] = [set() for _ in sizes]
     for a, b in pairs:
@@ -51,7 +51,7 @@ def elimination_order(
             meets[other] |= meets[node] - {other}
             meets[other].discard(node)
         costs.update({other: entries(other) for other in scopes[-1]})
-    return Order(tuple(nodes), tuple(scopes))
+    return EliminationOrder(tuple(nodes), tuple(scopes))
 
 
 class Elimination:
@@ -63,7 +63,7 @@ class Elimination:
         pairs: a table for each pair (a, b), a < b.
     """
 
-    def __init__(self, order: Order, nodes: Sequence[Matrix], pairs: dict[tuple[int, int], Matrix]) -> None:
+    def __init__(self, order: EliminationOrder, nodes: Sequence[Matrix], pairs: dict[tuple[int, int], Matrix]) -> None:
         self._order = order
         self._factors: list[list[Factor]] = [[((node,), nodes[node])] for node in order.nodes]
         self._place = {node: place for place, node in enumerate(order.nodes)}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _GIB, _MB = 1 << 30, 1e6
+_MANY_SECONDS = 100.0
 _COLOURS = {"n": "#4c78a8", "o": "#f58518", "i": "#e45756", "c": "#72b7b2", "h": "#54a24b", "r": "#bab0ac"}
 _MORE_COLOURS = ("#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
 _WORDS = {
@@ -35,7 +36,7 @@ _NAME_IN, _LEGEND_IN = 0.055, 1.7
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """One plan, as the table shows it; all of a step and of one process.
 
     Attributes:
@@ -48,6 +49,7 @@ class Candidate:
         sent_bytes: by a process.
         measured_seconds: None if it wasn't timed.
         fits: whether it keeps to the limit of memory.
+        note: why it can't be chosen, if so.
     """
 
     name: str
@@ -59,11 +61,28 @@ class Candidate:
     sent_bytes: float
     measured_seconds: float | None = None
     fits: bool = True
+    note: str = ""
 
     @property
     def predicted_seconds(self) -> float:
         """Of a whole step."""
         return self.compute_seconds + self.communication_seconds + self.gradient_seconds
+
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON data, for plan.json."""
+        milliseconds = {
+            "step_ms": self.predicted_seconds,
+            "compute_ms": self.compute_seconds,
+            "between_ops_ms": self.communication_seconds,
+            "gradients_ms": self.gradient_seconds,
+            "measured_ms": self.measured_seconds,
+        }
+        return {
+            "name": self.name,
+            "mesh": self.mesh,
+            "fits": self.fits,
+            **{key: round(value * 1e3, 3) for key, value in milliseconds.items() if value is not None},
+        }
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,7 @@ class Layer:
     loops: Sequence[str]
 
 
-def candidates_table(candidates: Sequence[Candidate], chosen: str, reason: str) -> Table:
+def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, reason: str) -> Table:
     """The candidates as a table for the terminal; `reason` stands below it."""
     table = Table(box=box.SIMPLE_HEAD, caption=Text(reason), caption_justify="left", pad_edge=False)
     table.add_column("plan", no_wrap=True)
@@ -88,21 +107,26 @@ def candidates_table(candidates: Sequence[Candidate], chosen: str, reason: str) 
         table.add_column(name, justify="right")
     for candidate in candidates:
         mark = "→ " if candidate.name == chosen else "  "
-        style = "bold" if candidate.name == chosen else "" if candidate.fits else "dim"
+        style = "bold" if candidate.name == chosen else "" if candidate.fits and not candidate.note else "dim"
         # Text, not a string: a plan's name may hold brackets, which rich would read as a style.
         table.add_row(Text(mark + candidate.name), Text(candidate.mesh), *_numbers(candidate), style=style)
     return table
 
 
-def _numbers(candidate: Candidate) -> list[str]:
+def _numbers(candidate: PlanCandidate) -> list[str]:
     parts = (candidate.compute_seconds, candidate.communication_seconds, candidate.gradient_seconds)
     measured = candidate.measured_seconds
     return [
-        *(f"{seconds * 1e3:.1f}" for seconds in (candidate.predicted_seconds, *parts)),
+        *(_milliseconds(seconds) for seconds in (candidate.predicted_seconds, *parts)),
         f"{candidate.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
         f"{candidate.sent_bytes / _MB:.1f}",
-        "" if measured is None else f"{measured * 1e3:.1f}",
+        candidate.note if measured is None else _milliseconds(measured),
     ]
+
+
+def _milliseconds(seconds: float) -> str:
+    """With a digit behind the point where that is worth reading."""
+    return f"{seconds * 1e3:.1f}" if seconds < _MANY_SECONDS else f"{seconds * 1e3:.0f}"
 
 
 def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path, title: str = "") -> None:

@@ -6,18 +6,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.core.links import Links, links_of
+from manyhands.core.link_speeds import LinkSpeeds, links_of
 from manyhands.core.mesh import Mesh, factorisations
 from manyhands.parallel.execute import Letters, parameter_layouts
 from manyhands.parallel.graph import LOSS, Graph
+from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, USUAL_MODE
 from manyhands.parallel.plan import Plan, concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch
-from manyhands.planner.explain import Candidate
+from manyhands.planner.explain import PlanCandidate
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.problem import NoPlanError, SearchStoppedError
 from manyhands.planner.solve import solve_all
+from manyhands.planner.timing import Timing
 from manyhands.planner.work import Work
 
 YOURS, TRICK = "yours", "one weird trick"
@@ -28,11 +30,11 @@ _GIB = 1 << 30
 _LARGE = 0.05
 # The share of a backward pass behind which sending hides, by whether cores compute or send, or do both.
 _OVERLAP_APART, _OVERLAP_TOGETHER = 0.7, 0.3
-LinksOf = Callable[[Mesh], Links]
+LinksOf = Callable[[Mesh], LinkSpeeds]
 
 
 @dataclass(frozen=True)
-class Wish:
+class SearchRequest:
     """What is wanted of a plan.
 
     Attributes:
@@ -56,7 +58,7 @@ class Wish:
     norm_group: int = 0
     slots: int = 1
     accelerator: bool = False
-    fill: str = "search"
+    fill: str = SEARCH
     limit_s: float = 30.0
 
 
@@ -80,15 +82,15 @@ class Option:
     fits: bool = True
     allowed: bool = True
 
-    def candidate(self, measured_seconds: float | None = None) -> Candidate:
+    def candidate(self, measured_seconds: float | None = None) -> PlanCandidate:
         """As the table shows it."""
         one = self.prediction
         parts = one.compute_seconds, one.communication_seconds, one.gradient_seconds, one.memory_bytes, one.sent_bytes
-        return Candidate(self.name, str(self.mesh), *parts, measured_seconds, fits=self.fits)
+        return PlanCandidate(self.name, str(self.mesh), *parts, measured_seconds, fits=self.fits)
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -97,13 +99,17 @@ class Found:
         graph: of the network.
         wish: what was wanted.
         notes: sentences on ops that could not be timed.
+        spread: the share by which the times that predictions are made from varied.
+        fewer: prices data parallel on another number of processes.
     """
 
     options: tuple[Option, ...]
     pick: Pick
     graph: Graph
-    wish: Wish
+    wish: SearchRequest
     notes: tuple[str, ...] = ()
+    spread: float = 0.0
+    fewer: Callable[[int], Option] | None = None
 
     @property
     def chosen(self) -> Option:
@@ -111,7 +117,7 @@ class Found:
         return next(option for option in self.options if option.name == self.pick.name)
 
     @property
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[PlanCandidate]:
         """For the table."""
         return [option.candidate(self.pick.measured_seconds.get(option.name)) for option in self.options]
 
@@ -120,11 +126,15 @@ class Found:
         """The plan to run, as its file says it."""
         return self.plan_of(self.chosen)
 
+    @property
+    def _mode(self) -> str:
+        return MODE_OF_SEARCHES if self.wish.fill == SEARCH else MODE_OF_PLANS
+
     def plan_of(self, option: Option) -> Plan:
         """Any of the plans, as its file says it."""
         default, ops = concise(option.letters, self.graph, option.mesh)
         about: dict[str, Any] = {
-            "mode": "data" if option.name == DATA_PARALLEL else "semi" if self.wish.fill == "data" else "auto",
+            "mode": USUAL_MODE if option.name == DATA_PARALLEL else self._mode,
             "reason": self.pick.reason,
             "predicted": option.prediction.as_plain(),
             "graph": {"sha": digest(self.graph), "input": list(self.graph.input_shape), "samples": self.wish.batch},
@@ -136,11 +146,17 @@ class Found:
         if not option.allowed:
             return Plan(option.mesh, ops, default, (), layouts, about)
         pinned = strategies(Plan(option.mesh, self.wish.pins or {}), self.graph)
-        return Plan(option.mesh, ops, default, tuple(name for name in pinned if name in ops), layouts, about)
+        tied = {self.graph.ops[name].tied for name in pinned}
+        kept = tuple(name for name in ops if self.graph.ops[name].tied in tied)
+        return Plan(option.mesh, ops, default, kept, layouts, about)
 
-    def with_pick(self, pick: Pick) -> "Found":
+    def with_pick(self, pick: Pick) -> "SearchResult":
         """The same after plans have been timed."""
         return replace(self, pick=pick)
+
+    def repicked(self, seconds: float) -> "SearchResult":
+        """The same where data parallel's update takes so many seconds, since processes agree in another way."""
+        return replace(self, pick=_pick(self.options, self.wish, self.spread, seconds))
 
     def finalists(self, count: int = 3) -> list[Option]:
         """Those worth timing: data parallel, the user's own, and the best predicted others, each plan once."""
@@ -159,37 +175,55 @@ def digest(graph: Graph) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def find(graph: Graph, wish: Wish, times: OpTimes | None = None, links: LinksOf = links_of) -> Found:
+def find(
+    graph: Graph,
+    request: SearchRequest,
+    times: OpTimes | None = None,
+    links: LinksOf = links_of,
+    share: Timing | None = None,
+) -> SearchResult:
     """The plan to run, and all that it was chosen from.
 
     Args:
         graph: of the network in training, whole.
-        wish: what is wanted.
+        request: what is wanted.
         times: of ops on this device; estimated if None.
         links: of each mesh.
+        share: one process's update under data parallel where it was timed whole: all plans' ops are scaled by it.
 
     Raises:
         UserError: a pin doesn't fit, or no plan fits into memory.
     """
-    _check(wish)
-    work = Work(graph, wish.batch, wish.world_size, times or OpTimes(budget_s=0.0))
+    _check(request)
+    times = times or OpTimes(budget_s=0.0)
+    work = Work(graph, request.batch, request.world_size, times)
     base = Setting(
         work,
-        links(_data_mesh(wish.world_size)),
-        shares(wish.batch, wish.norm_group),
-        slots=wish.slots,
-        repeat=not wish.accelerator,
-        memory_limit_bytes=wish.memory_limit_bytes,
+        links(_data_mesh(request.world_size)),
+        shares(request.batch, request.norm_group),
+        slots=request.slots,
+        repeat=not request.accelerator,
+        memory_limit_bytes=request.memory_limit_bytes,
     )
-    base = replace(base, overlap=_overlap(base.links, wish))
-    pins = dict(wish.pins or {})
-    whole = replace(base, share=data_shares(wish.batch, wish.norm_group))
-    options = [_priced(DATA_PARALLEL, graph, Plan(_data_mesh(wish.world_size)), whole, links, allowed=not pins)]
-    options += _by_hand(graph, wish, base, links)
-    if wish.fill == "search":
-        options += _searched(graph, wish, base, links)
+    base = replace(base, overlap=_overlap(base.links, request))
+    pins = dict(request.pins or {})
+    whole = replace(base, share=data_shares(request.batch, request.norm_group))
+
+    def data_parallel(processes: int) -> Option:
+        return _priced(DATA_PARALLEL, graph, Plan(_data_mesh(processes)), whole, links, allowed=not pins)
+
+    first = data_parallel(request.world_size)
+    if share is not None and first.prediction.compute_seconds:
+        work.scale = share.seconds / first.prediction.compute_seconds
+        first = data_parallel(request.world_size)
+    options = [first]
+    options += _by_hand(graph, request, base, links)
+    if request.fill == "search":
+        options += _searched(graph, request, base, links)
     options = _distinct(options)
-    return Found(tuple(options), _pick(options, wish), graph, wish, tuple(_untimed(work.untimed)))
+    spread = max(times.spread, share.spread if share else 0.0)
+    notes = tuple(_untimed(work.untimed))
+    return SearchResult(tuple(options), _pick(options, request, spread), graph, request, notes, spread, data_parallel)
 
 
 def _untimed(reasons: Mapping[str, str]) -> list[str]:
@@ -204,43 +238,46 @@ def _untimed(reasons: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _check(wish: Wish) -> None:
-    if wish.world_size < 2:
+def _check(request: SearchRequest) -> None:
+    if request.world_size < 2:
         raise UserError("a plan is for two processes or more", "--world-size", ("--world-size 2",))
-    if wish.batch < wish.world_size:
-        what = f"an update has {wish.batch} samples, and {wish.world_size} processes are to share it"
-        raise UserError(what, "train.batch", (f"--batch {wish.world_size} or more", "fewer processes"))
-    if wish.mesh is not None and wish.mesh.size != wish.world_size:
-        what = f"the mesh {wish.mesh} has {wish.mesh.size} processes, and there are {wish.world_size}"
-        raise UserError(what, "--mesh", (f"a mesh of {wish.world_size} processes",))
+    if request.batch < request.world_size:
+        what = f"an update has {request.batch} samples, and {request.world_size} processes are to share it"
+        raise UserError(what, "train.batch", (f"--batch {request.world_size} or more", "fewer processes"))
+    if request.mesh is not None and request.mesh.size != request.world_size:
+        what = f"the mesh {request.mesh} has {request.mesh.size} processes, and there are {request.world_size}"
+        raise UserError(what, "--mesh", (f"a mesh of {request.world_size} processes",))
 
 
 def _data_mesh(world_size: int) -> Mesh:
     return Mesh((("dp", world_size),))
 
 
-def _overlap(links: Links, wish: Wish) -> float:
-    """Between processes of one machine without accelerators, sending takes time from computing."""
-    return _OVERLAP_APART if wish.accelerator or any(links.across) else _OVERLAP_TOGETHER
+def _overlap(links: LinkSpeeds, request: SearchRequest) -> float:
+    """Between processes of one machine without accelerators, sending takes time from computing, known or not."""
+    known = all(link.work_s_per_byte for link in links.axes)
+    return _OVERLAP_APART if request.accelerator or known or any(links.across) else _OVERLAP_TOGETHER
 
 
-def _meshes(wish: Wish) -> list[Mesh]:
+def _meshes(request: SearchRequest) -> list[Mesh]:
     """The meshes to look at: larger axes are the major ones, and axes of equal size are alike."""
-    if wish.mesh is not None:
-        return [wish.mesh]
-    return [mesh for mesh in factorisations(wish.world_size, MOST_AXES) if list(mesh.sizes) == sorted(mesh.sizes)[::-1]]
+    if request.mesh is not None:
+        return [request.mesh]
+    return [
+        mesh for mesh in factorisations(request.world_size, MOST_AXES) if list(mesh.sizes) == sorted(mesh.sizes)[::-1]
+    ]
 
 
-def _fitting(wish: Wish, graph: Graph) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
+def _fitting(request: SearchRequest, graph: Graph) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
     """Meshes that the pins can be read on, with what they fix.
 
     Raises:
         UserError: there is none; the last mesh's reason.
     """
-    pins = dict(wish.pins or {})
+    pins = dict(request.pins or {})
     found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
     refused: UserError | None = None
-    for mesh in _meshes(wish):
+    for mesh in _meshes(request):
         plan = Plan(mesh, pins)
         try:
             resolve(plan, graph, "pin")
@@ -263,15 +300,15 @@ def _option(name: str, graph: Graph, letters: Letters, setting: Setting, *, allo
     return Option(name, setting.mesh, letters, prediction, limit is None or prediction.memory_bytes <= limit, allowed)
 
 
-def _by_hand(graph: Graph, wish: Wish, base: Setting, links: LinksOf) -> list[Option]:
+def _by_hand(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> list[Option]:
     """The user's pins with all else data parallel, and fully connected layers cut in turn by outputs and inputs."""
-    if wish.pins:
-        meshes = _fitting(wish, graph)
-        options = [_priced(YOURS, graph, Plan(mesh, dict(wish.pins)), base, links) for mesh, _ in meshes]
+    if request.pins:
+        meshes = _fitting(request, graph)
+        options = [_priced(YOURS, graph, Plan(mesh, dict(request.pins)), base, links) for mesh, _ in meshes]
         return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
-    if wish.mesh is not None:
+    if request.mesh is not None:
         return []
-    mesh = _data_mesh(wish.world_size)
+    mesh = _data_mesh(request.world_size)
     letters = one_weird_trick(graph, mesh)
     return [_option(TRICK, graph, letters, replace(base, links=links(mesh)))] if letters else []
 
@@ -302,12 +339,12 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
     return {**letters, **whole} if whole else None
 
 
-def _searched(graph: Graph, wish: Wish, base: Setting, links: LinksOf) -> list[Option]:
+def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> list[Option]:
     """The best plan on each mesh."""
-    settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(wish, graph)]
+    settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(request, graph)]
     known: Known = {}
     sketches = [sketch(graph, setting, fixed, known) for setting, fixed in settings]
-    answers = solve_all([one.problem for one in sketches], wish.limit_s, GAP)
+    answers = solve_all([one.problem for one in sketches], request.limit_s, GAP)
     options: list[Option] = []
     for (setting, _), one, answer in zip(settings, sketches, answers, strict=True):
         if not isinstance(answer, NoPlanError | SearchStoppedError):
@@ -330,14 +367,19 @@ def _distinct(options: Sequence[Option]) -> list[Option]:
     return found
 
 
-def _pick(options: Sequence[Option], wish: Wish) -> Pick:
+def _pick(
+    options: Sequence[Option], request: SearchRequest, spread: float = 0.0, data_seconds: float | None = None
+) -> Pick:
     able = {one.name: one.prediction.seconds for one in options if one.fits and one.allowed}
+    if data_seconds is not None and DATA_PARALLEL in able:
+        able[DATA_PARALLEL] = data_seconds
     if not able:
         least = min(one.prediction.memory_bytes for one in options) / _GIB
-        limit = (wish.memory_limit_bytes or 0) / _GIB
+        limit = (request.memory_limit_bytes or 0) / _GIB
         what = f"no plan that was found fits into {limit:.4g} GiB on each process; the smallest takes {least:.4g} GiB"
         raise NoPlanError(what, "--memory", ("allow more memory", "use more processes", "make the batch smaller"))
-    pick = pick_predicted(able)
+    doubtful = {one.name: spread * one.prediction.compute_seconds for one in options}
+    pick = pick_predicted(able, doubtful)
     if not options[0].allowed:
         reason = f"{pick.name} is chosen: the best that keeps your pins; data parallel is shown to compare with"
         return replace(pick, reason=reason)

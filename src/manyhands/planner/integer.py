@@ -15,7 +15,7 @@ _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Found:
+class IntegerResult:
     """What the integer program came to.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Program:
         self.upper.append(upper)
 
 
-def search_integers(tables: Tables, limit_s: float, gap: float = 0.0) -> Found:
+def search_integers(tables: Tables, limit_s: float, gap: float = 0.0) -> IntegerResult:
     """The assignment of least seconds that fits into the limit of memory.
 
     Args:
@@ -76,14 +76,14 @@ def search_integers(tables: Tables, limit_s: float, gap: float = 0.0) -> Found:
         status, info = solver.getModelStatus(), solver.getInfo()
         stopped = status == highspy.HighsModelStatus.kTimeLimit
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return Found(None, info.mip_dual_bound * scale if stopped else float("inf"), stopped)
+            return IntegerResult(None, info.mip_dual_bound * scale if stopped else float("inf"), stopped)
         values = np.asarray(solver.getSolution().col_value)
         choices = [int(values[columns].argmax()) for columns in nodes]
         if memory_of(tables, choices) <= tables.limit:
-            return Found(choices, info.mip_dual_bound * scale, stopped)
+            return IntegerResult(choices, info.mip_dual_bound * scale, stopped)
         taken = np.array([columns[choice] for columns, choice in zip(nodes, choices, strict=True)], dtype=np.int32)
         solver.addRow(-highspy.kHighsInf, len(taken) - 1, len(taken), taken, np.ones(len(taken)))
-    return Found(None, 0.0, stopped=True)
+    return IntegerResult(None, 0.0, stopped=True)
 
 
 def memory_of(tables: Tables, choices: list[int]) -> float:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.links import Points
+from manyhands.core.devices import wait_for
+from manyhands.core.link_speeds import Points
 from manyhands.core.mesh import Mesh
 
 SIZES_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
@@ -86,8 +87,7 @@ def _median_seconds(run: Callable[[], object], device: str) -> float:
         _meet(device)
         start = time.perf_counter()
         run()
-        if torch.device(device).type != "cpu":
-            torch.accelerator.synchronize(device)
+        wait_for(device)
         if repeat:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken)

@@ -1,25 +1,30 @@
-"""Seconds of ops on this device: measured within a budget, kept on disk, estimated where neither is there."""
+"""Seconds of ops on this device: measured within a budget and kept on disk for a while, or else estimated."""
 
 import hashlib
 import json
 import math
 import os
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 import torch
 
+from manyhands.core.cores import Others, cores
+from manyhands.core.devices import wait_for
 from manyhands.core.outside import parse_json, read_bytes
+from manyhands.planner.timing import BUSY, Timing, quickest
 
-FORMAT = "op-times/1"
+FORMAT = "op-times/2"
 _REPEATS = 5
 _LONG_S = 0.1
+# Drivers, clocks and libraries change; what is older is measured anew.
+_DAY_S, MOST_DAYS = 86400.0, 30
 # What devices reach in practice, until one has been measured: (operations, bytes) per second.
 _ASSUMED_RATES = {"cpu": (3e10, 8e9), "cuda": (2e13, 6e11), "mps": (3e12, 1e11)}
 _MATRIX, _COPIED_VALUES = 384, 1 << 21
@@ -34,7 +39,25 @@ def environment(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "device": f"{torch.device(device).type} {name}",
         "threads": str(torch.get_num_threads()),
+        "cores": f"{cores():.3g}",
     }
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What is kept of an op.
+
+    Attributes:
+        seconds: of the quickest repeat, forward and backward.
+        spread: the share by which the quickest quarter of the repeats differs.
+        busy: the share of this machine's processors that others took meanwhile.
+        at: when it was measured, seconds since 1970.
+    """
+
+    seconds: float
+    spread: float
+    busy: float
+    at: float
 
 
 class OpTimes:
@@ -47,6 +70,7 @@ class OpTimes:
         device: torch's name of the device.
         budget_s: what may be spent on measuring; afterwards seconds are estimated from operations and bytes.
         folder: where files are kept; the user's cache folder if None.
+        rates: (operations, bytes) per second of a device that isn't here; nothing is measured or kept then.
 
     Attributes:
         notes: sentences on the files.
@@ -55,9 +79,15 @@ class OpTimes:
         failed: by key, why an op could not be run by itself; it is estimated then.
     """
 
-    def __init__(self, device: str = "cpu", budget_s: float = 30.0, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        device: str = "cpu",
+        budget_s: float = 30.0,
+        folder: Path | None = None,
+        rates: tuple[float, float] | None = None,
+    ) -> None:
         self._device = torch.device(device)
-        self._left_s = budget_s
+        self._left_s = 0.0 if rates else budget_s
         self._environment = environment(device)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
         self._file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
@@ -65,9 +95,11 @@ class OpTimes:
         self.measured = 0
         self.estimated = 0
         self.failed: dict[str, str] = {}
-        self._fresh: dict[str, float] = {}
-        self._seconds = self._read()
-        self._rates: tuple[float, float] | None = None
+        self._fresh: dict[str, OpTime] = {}
+        self._used: dict[str, OpTime] = {}
+        self._others: Others | None = None
+        self._seconds = {} if rates else self._read()
+        self._rates = rates
 
     @property
     def file(self) -> Path:
@@ -85,16 +117,45 @@ class OpTimes:
             operations: additions and multiplications of both directions, for the estimate.
             moved_bytes: that are read and written in both directions, for the estimate.
         """
-        if key not in self._seconds:
+        if key not in self._seconds or self._is_stale(key):
             taken = self._tried(key, make) if self._left_s > 0 and key not in self.failed else None
-            if taken is None:
+            if taken is not None:
+                self._seconds[key] = self._fresh[key] = taken
+                self.measured += 1
+            elif key not in self._seconds:
                 self.estimated += 1
                 return self.estimate(operations, moved_bytes)
-            self._seconds[key] = self._fresh[key] = taken
-            self.measured += 1
-        return self._seconds[key]
+        self._used[key] = self._seconds[key]
+        return self._seconds[key].seconds
 
-    def _tried(self, key: str, make: Callable[[], Callable[[], object]]) -> float | None:
+    @property
+    def spread(self) -> float:
+        """By which share repeats of the times used so far differ, each weighed by its length."""
+        whole_s = sum(one.seconds for one in self._used.values())
+        return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
+
+    def doubts(self) -> list[str]:
+        """Sentences on what the times used so far may suffer from."""
+        found: list[str] = []
+        busy = max((one.busy for one in self._used.values()), default=0.0)
+        if busy > BUSY:
+            found.append(
+                f"others took {busy:.0%} of this machine's processors while ops were timed, so times may be too long; "
+                "they are taken anew once the machine is idle"
+            )
+        return found
+
+    def _is_stale(self, key: str) -> bool:
+        """What was measured while others were busy is only kept as long as they are."""
+        return key not in self._fresh and self._seconds[key].busy > BUSY and self._left_s > 0 and self._busy() <= BUSY
+
+    def _busy(self) -> float:
+        """The share of the processors that others have taken since they have been watched."""
+        if self._others is None:
+            self._others = Others()
+        return self._others.share()
+
+    def _tried(self, key: str, make: Callable[[], Callable[[], object]]) -> OpTime | None:
         """What `_measure` gives; None where the op fails outside its network, on values that it never sees there."""
         try:
             return self._measure(make)
@@ -112,7 +173,8 @@ class OpTimes:
         """Adds what was measured to the file, whole or not at all."""
         if not self._fresh:
             return
-        content = {"format": FORMAT, "environment": self._environment, "seconds": self._read() | self._fresh}
+        times = {key: asdict(one) for key, one in (self._read() | self._fresh).items()}
+        content = {"format": FORMAT, "environment": self._environment, "times": times}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -120,7 +182,7 @@ class OpTimes:
         Path(name).replace(self._file)
         self._fresh = {}
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> dict[str, OpTime]:
         try:
             content = parse_json(read_bytes(self._file), infinite=True)
             return _checked(content, self._environment)
@@ -130,35 +192,28 @@ class OpTimes:
             self.notes.append(f"the cache of op times {self._file} can't be read ({error}); ops are measured anew")
             return {}
 
-    def _measure(self, make: Callable[[], Callable[[], object]]) -> float:
+    def _measure(self, make: Callable[[], Callable[[], object]]) -> OpTime:
+        busy = self._busy()
         began = time.perf_counter()
         run = make()
         run()
-        self._wait()
-        taken: list[float] = []
-        while len(taken) < _REPEATS and (not taken or sum(taken) < _LONG_S):
-            start = time.perf_counter()
-            run()
-            self._wait()
-            taken.append(time.perf_counter() - start)
+        wait_for(self._device)
+        found: Timing = quickest(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
         self._left_s -= time.perf_counter() - began
-        return statistics.median(taken)
-
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        return OpTime(found.seconds, found.spread, self._busy(), time.time())
 
     def _measured_rates(self) -> tuple[float, float]:
         """Of a matrix product and a copy; assumed ones where there is no budget at all."""
         known = [self._seconds.get(key) for key in ("rate of a product", "rate of a copy")]
         if known[0] and known[1]:
-            product_s, copy_s = known[0], known[1]
+            product_s, copy_s = known[0].seconds, known[1].seconds
         elif self.measured == 0:
             return _ASSUMED_RATES.get(self._device.type, _ASSUMED_RATES["cuda"])
         else:
-            product_s, copy_s = self._measure(self._product), self._measure(self._copy)
-            self._fresh |= {"rate of a product": product_s, "rate of a copy": copy_s}
+            product, copy = self._measure(self._product), self._measure(self._copy)
+            self._fresh |= {"rate of a product": product, "rate of a copy": copy}
             self._seconds |= self._fresh
+            product_s, copy_s = product.seconds, copy.seconds
         return 2 * _MATRIX**3 / max(product_s, 1e-9), 8 * _COPIED_VALUES / max(copy_s, 1e-9)
 
     def _product(self) -> Callable[[], object]:
@@ -170,21 +225,30 @@ class OpTimes:
         return source.clone
 
 
-def _checked(content: Any, environment: dict[str, str]) -> dict[str, float]:
-    """The times in a file.
+def _checked(content: Any, environment: dict[str, str]) -> dict[str, OpTime]:
+    """The times in a file that aren't too old.
 
     Raises:
         ValueError: it isn't such a file.
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("environment") != environment:
         raise ValueError("it has another form")
-    seconds = content.get("seconds")
-    if not isinstance(seconds, dict):
+    times = content.get("times")
+    if not isinstance(times, dict):
         raise ValueError("it has no times")
-    if wrong := [key for key, value in seconds.items() if not _is_time(value)]:
+    found = {str(key): _op_time(value) for key, value in times.items()}
+    if wrong := [key for key, one in found.items() if one is None]:
         raise ValueError(f'"{wrong[0]}" has no time')
-    return {str(key): float(value) for key, value in seconds.items()}
+    oldest = time.time() - MOST_DAYS * _DAY_S
+    return {key: one for key, one in found.items() if one is not None and one.at >= oldest}
 
 
-def _is_time(value: Any) -> bool:
+def _op_time(value: Any) -> OpTime | None:
+    if not isinstance(value, dict):
+        return None
+    numbers: list[Any] = [value.get(name) for name in ("seconds", "spread", "busy", "at")]
+    return OpTime(*map(float, numbers)) if all(map(_is_number, numbers)) else None
+
+
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

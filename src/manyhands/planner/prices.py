@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import highspy
 import numpy as np
 
-from manyhands.planner.elimination import Elimination, Order
+from manyhands.planner.elimination import Elimination, EliminationOrder
 from manyhands.planner.integer import least_memory, memory_of, quiet_solver, search_integers
 from manyhands.planner.problem import Matrix
 from manyhands.planner.tables import Tables, keep
@@ -23,7 +23,7 @@ _ROUNDING = 1e-11
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _PricedAssignment:
     """An assignment that some prices led to."""
 
     choices: list[int]
@@ -46,9 +46,11 @@ class Prices:
         gap: share of its seconds by which the result may be slower than the best.
     """
 
-    def __init__(self, tables: Tables, order: Order, seconds: float = float("inf"), gap: float = 0.0) -> None:
+    def __init__(
+        self, tables: Tables, order: EliminationOrder, seconds: float = float("inf"), gap: float = 0.0
+    ) -> None:
         self._tables, self._order, self._gap = tables, order, max(gap, _ROUNDING)
-        self._answers: list[_Answer] = []
+        self._answers: list[_PricedAssignment] = []
         self._best: tuple[float, float] = (1.0, 0.0)
         self.bound_seconds = -float("inf")
         self.choices: list[int] | None = None
@@ -120,7 +122,7 @@ class Prices:
         seconds = sum(float(own[choice]) for own, choice in zip(tables.seconds, choices, strict=True))
         seconds += sum(float(matrix[choices[a], choices[b]]) for (a, b), matrix in tables.pairs.items())
         excess = sum(float(own[choice]) for own, choice in zip(tables.excess, choices, strict=True))
-        answer = _Answer(choices, seconds, excess, memory_of(tables, choices))
+        answer = _PricedAssignment(choices, seconds, excess, memory_of(tables, choices))
         self._answers.append(answer)
         if answer.memory <= tables.limit and answer.step_seconds < self.seconds:
             self.choices, self.seconds = choices, answer.step_seconds

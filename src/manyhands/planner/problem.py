@@ -12,7 +12,7 @@ Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Choice:
+class OpChoice:
     """What one way of splitting an op costs each process in a step. Infinite seconds forbid the choice.
 
     Attributes:
@@ -60,7 +60,7 @@ class Problem:
         names: of the nodes, as errors say them.
     """
 
-    nodes: Sequence[Sequence[Choice]]
+    nodes: Sequence[Sequence[OpChoice]]
     edges: Sequence[Edge] = ()
     memory_limit_bytes: float | None = None
     overlap: float = 0.0

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.planner.elimination import Elimination, Order, elimination_order
+from manyhands.planner.elimination import Elimination, EliminationOrder, elimination_order
 from manyhands.planner.integer import least_memory, search_integers
 from manyhands.planner.prices import Prices
 from manyhands.planner.problem import NoPlanError, Problem, SearchStoppedError, Solution, evaluate
@@ -58,7 +58,7 @@ class _Enough:
 
 
 def _by_prices(
-    problem: Problem, tables: Tables, order: Order, deadline: float, enough: _Enough
+    problem: Problem, tables: Tables, order: EliminationOrder, deadline: float, enough: _Enough
 ) -> tuple[Solution, Tables | None]:
     """An assignment that fits, with a bound, and the choices that may still be better, if there are any."""
     known: Solution | None = None

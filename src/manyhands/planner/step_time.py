@@ -1,21 +1,23 @@
 """Times one machine's share of an update, without the others. It says what a step takes where links cost nothing."""
 
-import statistics
-import time
 from dataclasses import replace
 
 import torch
 
+from manyhands.core.cores import Others
 from manyhands.core.world import World
-from manyhands.planner.trial import Case, Whole
+from manyhands.planner.timing import BUSY, Timing, quickest
+from manyhands.planner.trial import PlanCase, Runner
 
 _MOST_REPEATS = 7
 # BatchNorm needs two samples for a variance.
 _FEWEST_SAMPLES = 2
 
 
-def share_seconds(case: Case, processes: int, threads: int = 0, micro_batch: int = 0, budget_s: float = 10.0) -> float:
-    """Seconds of forward, backward and update of the largest share, the median of some repeats in this process.
+def share_timing(
+    case: PlanCase, processes: int, threads: int = 0, micro_batch: int = 0, budget_s: float = 10.0
+) -> Timing:
+    """Forward, backward and update of the largest share, timed in this process.
 
     Args:
         case: the whole update.
@@ -29,20 +31,9 @@ def share_seconds(case: Case, processes: int, threads: int = 0, micro_batch: int
     device, before = str(case.picture.device), torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        runner = Whole(replace(case, batch=timed), World(device=device))
-        began = time.perf_counter()
-        _seconds(runner, device)
-        taken: list[float] = []
-        while not taken or (len(taken) < _MOST_REPEATS and time.perf_counter() - began < budget_s):
-            taken.append(_seconds(runner, device))
-        return statistics.median(taken) * share / timed
+        runner, others = Runner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), Others()
+        runner.update()
+        found = quickest(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
+        return found.times(share / timed)
     finally:
         torch.set_num_threads(before)
-
-
-def _seconds(runner: Whole, device: str) -> float:
-    start = time.perf_counter()
-    runner.update()
-    if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - start

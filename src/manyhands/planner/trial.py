@@ -11,26 +11,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from manyhands.core.layouts import TensorLayout, bounds
+from manyhands.core.devices import wait_for
 from manyhands.core.world import World
-from manyhands.data.order import Cut
-from manyhands.parallel.apply import apply_mode
-from manyhands.parallel.execute import cut_tensor
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.network import Criterion, How, PassShape
+from manyhands.data.order import BatchSharing, sharing
+from manyhands.parallel.apply import apply_mode, resolve_mode
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
+from manyhands.parallel.rows import find_rows
 from manyhands.parallel.split import split
 from manyhands.planner.choose import Finalist, time_in_turns
-from manyhands.planner.collectives import shares
 
-# Differences below this share of the network's largest gradient are noise of values that should be zero.
-_NOISE = 1e-6
+# Differences below this share of the network's largest gradient are noise of values that should be zero. A bias before
+# a BatchNorm adds up some hundred values to zero, which leaves a few 1e-15 of the largest; PROVEN * _NOISE lies above.
+_NOISE = 1e-5
 PROVEN = 1e-9
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """What is tried.
 
     Attributes:
@@ -38,10 +39,12 @@ class Case:
         picture: one sample.
         classes: of the labels.
         batch: samples in an update.
-        criterion: the loss's sum, and the logits.
+        loss_fn: the loss's sum, and the logits.
         smoothing: of labels.
-        cross_entropy: the criterion is plain cross-entropy, whose classes can be cut.
+        cross_entropy: the loss function is plain cross-entropy, whose classes can be cut.
         norm_group: samples that BatchNorm takes its statistics over; 0 where there are none.
+        precision: of forward, as a job names it.
+        micro_batch: most samples that a process takes in one forward and backward; 0 for no limit.
         optimizer: made for the parameters.
     """
 
@@ -49,10 +52,12 @@ class Case:
     picture: Tensor
     classes: int
     batch: int
-    criterion: Criterion
+    loss_fn: LossFn
     smoothing: float = 0.0
     cross_entropy: bool = True
     norm_group: int = 0
+    precision: str = "fp32"
+    micro_batch: int = 0
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(
         model.parameters(), lr=1e-6, momentum=0.9
     )
@@ -65,78 +70,64 @@ class Case:
         return pictures.to(self.picture), labels.to(self.picture.device)
 
 
-class Split:
-    """A network under a plan, with what an update needs."""
+class Runner:
+    """A network under a plan, or data parallel (on one process: whole), with what an update needs.
 
-    def __init__(self, case: Case, plan: Plan, world: World) -> None:
+    Args:
+        case: what is tried.
+        plan: how ops are split; None for the mode `data`.
+        world: who takes part.
+    """
+
+    def __init__(self, case: PlanCase, plan: Plan | None, world: World) -> None:
         self.model = case.make().train()
-        self._network = split(self.model, world, How(plan=plan, picture=case.picture, cross_entropy=case.cross_entropy))
-        cutting = self._network.cutting
-        if cutting is None:
-            raise RuntimeError("a network that was split knows how it is cut")
-        self.cutting = cutting
-        self._judge = cutting.judge(case.criterion, case.smoothing)
-        self._shape = PassShape(case.batch, case.batch, shares(case.batch, case.norm_group))
-        edges = bounds(case.batch, cutting.replicas)
-        rows = slice(edges[cutting.replica], edges[cutting.replica + 1])
-        self._samples, self._labels = (whole[rows] for whole in case.samples())
-        self._batch = case.batch
+        if plan:
+            request = ModeRequest(plan=plan, picture=case.picture, cross_entropy=case.cross_entropy)
+            self.network: ParallelNetwork = split(self.model, world, request)
+        else:
+            groups, _ = group_batch_norms(self.model)
+            find_rows(self.model, groups.layers, case.samples()[0][:2])
+            self.network = apply_mode(resolve_mode(USUAL_MODE, world), self.model, world, ModeRequest())
+        self._gradients = Gradients(
+            self.network, world, case.loss_fn, smoothing=case.smoothing, precision=case.precision
+        )
+        self._batch, self._parts = case.batch, _micro_batches(case, self.network, world)
         self._optimizer = case.optimizer(self.model)
 
-    def backward(self) -> Tensor:
-        """Forward, backward and all collectives; this process's part of the loss's sum []."""
+    def gradients(self) -> Tensor:
+        """Forward, backward and all collectives of the gradients; this process's part of the loss's sum []."""
         self._optimizer.zero_grad()
-        self.cutting.begin_pass(self._shape)
-        loss, _, _ = self._judge(self._network.call(self._samples), self._labels)
-        (loss / self._batch).backward()
-        self.cutting.finish_backward()
-        self.cutting.finish_update()
-        return loss.detach() if self.cutting.counts else torch.zeros_like(loss.detach())
+        total = torch.zeros((), device=self._parts[0].labels.device)
+        for number, part in enumerate(self._parts, start=1):
+            found = self._gradients.forward_backward(part, self._batch, last=number == len(self._parts))
+            total = total + found.loss if found.count else total.to(found.loss.dtype)
+        self._gradients.finish()
+        return total
 
     def update(self) -> None:
-        """A whole update."""
-        self.backward()
-        self._optimizer.step()
-
-    def release(self) -> None:
-        """Gives groups and hooks back."""
-        self.cutting.release()
+        """A forward, a backward and a step of the optimizer."""
+        self.gradients()
+        self._gradients.unscale(self._optimizer)
+        self._gradients.step(self._optimizer)
 
 
-class Whole:
-    """The same network data parallel, by the mode `data` itself; or on one process."""
-
-    def __init__(self, case: Case, world: World) -> None:
-        self.model = case.make().train()
-        self._groups, _ = group_batch_norms(self.model)
-        share = Cut(world.size, 0, case.norm_group).passes(case.batch)[0][world.rank]
-        mode = "single" if world.alone else "data"
-        self._network = apply_mode(mode, self.model, world, How())
-        samples, labels = case.samples()
-        self._samples, self._labels = samples[share.start : share.stop], labels[share.start : share.stop]
-        self._share, self._case, self._world = share, case, world
-        self._optimizer = case.optimizer(self.model)
-
-    def backward(self) -> Tensor:
-        """Forward, backward and all collectives; this process's part of the loss's sum []."""
-        self._optimizer.zero_grad()
-        share, batch = self._share, self._case.batch
-        self._groups.begin_pass(share.spans, share.shared_groups, share.count, batch)
-        loss, _ = self._case.criterion(self._network.call(self._samples), self._labels)
-        (loss * (self._network.gradient_scale / batch)).backward()
-        self._groups.finish_update(self._world.size)
-        return loss.detach()
-
-    def update(self) -> None:
-        """A whole update."""
-        self.backward()
-        self._optimizer.step()
-
-    def release(self) -> None:
-        """Nothing to give back."""
+def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> list[MicroBatch]:
+    """This process's, in the order of an update."""
+    batch, group = case.batch, case.norm_group
+    batch_sharing = BatchSharing(network.replicas(world.size), case.micro_batch, group, aligned=not network.together)
+    samples, labels = case.samples()
+    found: list[MicroBatch] = []
+    for shares in batch_sharing.micro_batches(batch):
+        whole, mine = (shares[0].start, shares[-1].stop), shares[network.replica(world.rank)]
+        # A process with nothing to do takes part with a sample that counts for nothing.
+        first = min(mine.start, batch - 1)
+        rows = slice(first, max(mine.stop, first + 1))
+        shape = MicroBatchShape(whole[1] - whole[0], batch, sharing(batch, group, whole))
+        found.append(MicroBatch(samples[rows], labels[rows], mine, shape))
+    return found
 
 
-def measure(case: Case, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
+def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
     """Seconds of an update under each plan in each round, on the slowest process; all processes get the same.
 
     Args:
@@ -145,29 +136,24 @@ def measure(case: Case, plans: Mapping[str, Plan | None], world: World, rounds: 
         world: who takes part.
         rounds: in each of them all plans have a turn.
     """
-    runners = {name: Split(case, plan, world) if plan else Whole(case, world) for name, plan in plans.items()}
+    runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
     finalists: Sequence[Finalist[str]] = [Finalist(name, name, 0.0) for name in plans]
     try:
         return time_in_turns(finalists, lambda name: _slowest(runners[name].update, world), rounds)
     finally:
         for runner in runners.values():
-            runner.release()
+            runner.network.release()
 
 
 def _slowest(update: Callable[[], None], world: World) -> float:
-    _wait(world)
+    wait_for(world.device)
     dist.barrier()
     start = time.perf_counter()
     update()
-    _wait(world)
+    wait_for(world.device)
     taken = torch.tensor(time.perf_counter() - start, device=world.device)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
-
-
-def _wait(world: World) -> None:
-    if world.device != "cpu":
-        torch.accelerator.synchronize()
 
 
 @dataclass(frozen=True)
@@ -194,24 +180,30 @@ class Proof:
         return {"worst": self.worst, "where": self.where, "compared": self.compared, "holds": self.holds}
 
 
-def verify(case: Case, plan: Plan, world: World) -> Proof:
+def verify(case: PlanCase, plan: Plan, world: World) -> Proof:
     """Compares one update under a plan with one process's, in double precision, on random samples.
 
     Every process computes the whole and compares its own pieces; all get the same answer. Dropout is left out, since
     a split network draws other masks.
     """
-    exact = replace(case, make=lambda: _without_chance(case.make().double()), picture=case.picture.double())
-    alone = Whole(exact, World(device=world.device))
-    expected = alone.backward()
-    cut = Split(exact, plan, world)
+    exact = replace(
+        case,
+        make=lambda: _without_chance(case.make().double()),
+        picture=case.picture.double(),
+        precision="fp64",
+        micro_batch=0,
+    )
+    alone, cut = Runner(exact, None, World(device=world.device)), Runner(exact, plan, world)
     try:
-        total = cut.backward()
+        expected, total = alone.gradients(), cut.gradients()
+        alone.network.finish_update(1)
+        cut.network.finish_update(world.size)
         dist.all_reduce(total)
         errors = {"loss": float((total - expected).abs() / expected.abs().clamp_min(1e-12))}
         errors |= _differences(alone.model, cut)
         return _worst(errors, world)
     finally:
-        cut.release()
+        cut.network.release()
 
 
 def _without_chance(model: nn.Module) -> nn.Module:
@@ -223,7 +215,7 @@ def _without_chance(model: nn.Module) -> nn.Module:
     return model
 
 
-def _differences(whole: nn.Module, cut: Split) -> dict[str, float]:
+def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
     """Of each gradient and buffer, as a share of its largest value."""
     expected = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
     found: dict[str, Tensor] = {name: one.grad for name, one in cut.model.named_parameters() if one.grad is not None}
@@ -232,17 +224,14 @@ def _differences(whole: nn.Module, cut: Split) -> dict[str, float]:
     expected |= moved
     found |= {name: one for name, one in cut.model.named_buffers() if name in moved}
     return {
-        name: _difference(tensor, found.get(name), cut.cutting.layouts[name], cut.cutting.grid, least)
+        name: _difference(tensor, cut.network.piece(name, tensor), found.get(name), least)
         for name, tensor in expected.items()
-        if name in cut.cutting.layouts
+        if name in cut.network.layouts
     }
 
 
-def _difference(whole: Tensor, piece: Tensor | None, layout: TensorLayout, grid: Grid, least: float) -> float:
-    if piece is None:
-        return math.inf
-    mine = cut_tensor(whole, layout, grid)
-    if mine.shape != piece.shape:
+def _difference(whole: Tensor, mine: Tensor, piece: Tensor | None, least: float) -> float:
+    if piece is None or mine.shape != piece.shape:
         return math.inf
     return float((mine - piece).abs().max()) / max(float(whole.abs().max()), least) if mine.numel() else 0.0
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import loops_of
-from manyhands.parallel.graph import LOSS, Graph, Op, attribute
+from manyhands.parallel.graph import LOSS, Graph, Loop, Op, attribute
 from manyhands.parallel.placement import Side
 from manyhands.planner.op_times import OpTimes
 
@@ -60,6 +60,9 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
     weights = [tensor for tensor in op.parameters().values() if tensor.ndim > 1]
     if op.kind in {"conv", "linear"} and weights:
         return 2.0 * values * math.prod(weights[0].shape[1:])
+    summed = op.letters.get("i")
+    if op.kind == "matmul" and isinstance(summed, Loop):
+        return 2.0 * values * summed.length
     if op.kind == "attention" and sources:
         tokens, width = sources[0].extent.dims[-2:]
         return values * (8.0 * width + 4.0 * tokens)
@@ -78,6 +81,7 @@ class Work:
 
     Attributes:
         untimed: ops that failed when they ran by themselves, and so are priced by their size, with the reason.
+        scale: how many times as long as the sum of its ops an update takes, where one was timed whole.
     """
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
@@ -89,6 +93,7 @@ class Work:
         self._operations: dict[str, float] = {}
         self._of_kind: dict[str, list[float]] = {}
         self.untimed: dict[str, str] = {}
+        self.scale = 1.0
 
     def parameters(self, op: Op) -> dict[str, Tensor]:
         """An op's parameters and buffers."""
@@ -144,12 +149,12 @@ class Work:
         if not op.extents or not op.sources:
             return Seconds(0.0, 0.0)
         amount = self.amount(op, letters, mesh)
-        forward = self.factor(op) * self._times.estimate(amount.operations, amount.moved_bytes)
+        forward = self.scale * self.factor(op) * self._times.estimate(amount.operations, amount.moved_bytes)
         return Seconds(forward, forward * self._backward(op))
 
     def update_seconds(self, moved_bytes: float) -> float:
         """Of the optimizer, which reads and writes so many bytes."""
-        return self._times.estimate(0.0, moved_bytes)
+        return self.scale * self._times.estimate(0.0, moved_bytes)
 
     def _backward(self, op: Op) -> float:
         if not op.trains:
@@ -203,19 +208,17 @@ def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], objec
 
     def make() -> Callable[[], object]:
         module = copy.deepcopy(op.module)
-        tensors = {
-            source: _tensor(one, batch, device, graph) for source, one in zip(node.all_input_nodes, reads, strict=True)
-        }
+        tensors = {source: _tensor(one, batch, device) for source, one in zip(node.all_input_nodes, reads, strict=True)}
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: tensors[source])
         return lambda: _once(module, node, args, kwargs, [*tensors.values()])
 
     return make
 
 
-def _tensor(source: Op, batch: int, device: torch.device, graph: Graph) -> Tensor:
+def _tensor(source: Op, batch: int, device: torch.device) -> Tensor:
     """What an op may read: the network's own parameter or buffer, random numbers, or zeros, which index anything."""
-    if source.node is not None and source.node.op == "get_attr":
-        own = attribute(graph.traced, source.node).detach()
+    if source.reads_attribute:
+        own = attribute(source.node).detach()
         return own.requires_grad_() if source.trains and own.is_floating_point() else own
     extent = source.extent
     dims = (batch * extent.rows, *extent.dims[1:]) if extent.rows else extent.dims

@@ -1,0 +1,110 @@
+"""Peak figures of devices that one doesn't sit at, and what of them is assumed to be reached."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from manyhands.core.errors import UserError
+from manyhands.core.outside import parse_toml, read_bytes
+from manyhands.core.quantities import parse_memory
+
+# What training of networks for pictures reaches of the peaks, roughly: between what convolutions and products of usual
+# sizes reach, and what small ones do.
+REACHED_OPERATIONS, REACHED_BANDWIDTH = 0.4, 0.7
+_FILE = "device-models.toml"
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """A device as its maker describes it.
+
+    Attributes:
+        name: in full.
+        memory_bytes: of the device.
+        bandwidth: bytes per second of its memory.
+        within: bytes per second to a neighbour in the same machine, in one direction.
+        operations: per second, by precision.
+        source: of these figures.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    within: float
+    operations: Mapping[str, float]
+    source: str
+
+    def rates(self, precision: str) -> tuple[float, float]:
+        """(operations, bytes) per second that are assumed to be reached.
+
+        Raises:
+            UserError: there is no figure for this precision.
+        """
+        if precision not in self.operations:
+            known = ", ".join(self.operations)
+            mend = tuple(f"--set train.precision={one}" for one in self.operations)
+            raise UserError(f"of {self.name} only {known} is known, not {precision}", "--device-model", mend)
+        return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
+
+    def said(self, precision: str) -> str:
+        """A sentence on where predictions are from."""
+        return (
+            f"estimated for {self.name}, measured nowhere: {REACHED_OPERATIONS:.0%} of "
+            f"{self.operations[precision] / 1e12:.4g} TFLOP/s in {precision} and {REACHED_BANDWIDTH:.0%} of "
+            f"{self.bandwidth / 1e9:.4g} GB/s are assumed to be reached ({self.source})"
+        )
+
+
+def own_file() -> Path:
+    """Where users add devices."""
+    return platformdirs.user_config_path("manyhands") / _FILE
+
+
+def device_model(name: str) -> DeviceModel:
+    """The device of this name, a user's own before ours.
+
+    Raises:
+        UserError: nobody knows it, or the user's file is wrong.
+    """
+    ours = resources.files("manyhands.planner").joinpath("device_models.toml")
+    known: dict[str, tuple[Any, str]] = {
+        key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()
+    }
+    path = own_file()
+    try:
+        known |= {key.lower(): (value, str(path)) for key, value in parse_toml(read_bytes(path)).items()}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {error}", str(path)) from error
+    if name.lower() not in known:
+        mend = (f"known: {', '.join(sorted(known))}", f"or add it to {path}, as the guide on planning shows")
+        raise UserError(f"no device model is called {name}", "--device-model", mend)
+    content, where = known[name.lower()]
+    return _read(name.lower(), content, where)
+
+
+def _read(key: str, content: Any, where: str) -> DeviceModel:
+    try:
+        operations = {str(one): _positive(rate) for one, rate in content["operations"].items()}
+        return DeviceModel(
+            str(content["name"]),
+            parse_memory(str(content["memory"])),
+            _positive(content["bandwidth"]),
+            _positive(content["within"]),
+            operations,
+            str(content["source"]),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        mend = ("needed: name, memory, bandwidth, within, operations (by precision), source",)
+        raise UserError(f"the device model {key} isn't whole: {error}", f"{where}, {key}", mend) from error
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{value!r} is no rate")
+    return float(value)
