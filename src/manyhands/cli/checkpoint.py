@@ -1,15 +1,16 @@
 """manyhands checkpoint."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import Parameter
 
+from manyhands.core.shown import plain, say, show, show_json
+
 Source = Annotated[
-    Path, Parameter(help="a run folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file")
+    str,
+    Parameter(help="a run's folder or short name, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file"),
 ]  # fmt: skip
 Target = Annotated[Path, Parameter(help="a new checkpoint folder")]
 MergeTarget = Annotated[
@@ -31,30 +32,32 @@ def info(
 ) -> int:
     """Say what a checkpoint holds: format, step, mesh; each tensor's shape, type, size, and how it is cut."""
     from manyhands.run.checkpoints import describe_checkpoint
+    from manyhands.run.find import find_reference
 
-    found = describe_checkpoint(src, which=which)
+    found = describe_checkpoint(find_reference(src), which=which)
     if as_json:
-        print(json.dumps(found, ensure_ascii=False))
+        show_json(found)
         return 0
-    for line in _lines(found):
-        print(line)
+    show(map(plain, _lines(found)))
     return 0
 
 
 @checkpoint.command
-def merge(src: Source, dst: MergeTarget, /, *, which: Which = "last") -> int:
+def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
     """Write a checkpoint whole, as a folder or one file."""
     from manyhands.run.checkpoints import merge_checkpoint
+    from manyhands.run.find import find_reference
 
-    return _done(dst, merge_checkpoint(src, dst, which=which))
+    return _done(dst, merge_checkpoint(find_reference(src), dst, which=which))
 
 
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
     """Cut a whole checkpoint or file into the pieces of a plan."""
     from manyhands.run.checkpoints import reshard_checkpoint
+    from manyhands.run.find import find_reference
 
-    return _done(dst, reshard_checkpoint(src, dst, plan=plan, which=which))
+    return _done(dst, reshard_checkpoint(find_reference(src), dst, plan=plan, which=which))
 
 
 @checkpoint.command
@@ -65,8 +68,8 @@ def reshard(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -
 
 def _done(dst: Path, notes: tuple[str, ...]) -> int:
     for note in notes:
-        sys.stderr.write(f"note: {note}\n")
-    sys.stderr.write(f"wrote {dst}\n")
+        say(plain(note), "note")
+    say(f"wrote {dst}")
     return 0
 
 

@@ -1,7 +1,5 @@
 """manyhands doctor."""
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +10,7 @@ from rich.text import Text
 from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings
 from manyhands.cli.train import settings
 from manyhands.config.load import load_job
+from manyhands.core.shown import plain, say, show_json
 
 if TYPE_CHECKING:
     from manyhands.run.doctor import Diagnosis
@@ -48,15 +47,15 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     }
     from manyhands.run.doctor import diagnose
 
-    diagnosis = diagnose(load_job(flags, file=job_file).job)
+    diagnosis = diagnose(load_job(flags, file=job_file).job, say)
     if picture and not diagnosis.survey.mbps:
-        sys.stderr.write("manyhands: no picture is drawn, for nothing could be measured between machines\n")
+        say("no picture is drawn, for nothing could be measured between machines")
     elif picture:
         from manyhands.report.links import draw_links
 
         draw_links(diagnosis.survey.hosts, diagnosis.survey.mbps, diagnosis.survey.latency_ms, picture)
     if as_json:
-        print(json.dumps(diagnosis.as_json(), ensure_ascii=False))
+        show_json(diagnosis.as_json())
     else:
         _print(diagnosis)
     return diagnosis.exit_code
@@ -66,11 +65,11 @@ def _print(diagnosis: "Diagnosis") -> None:
     console = Console(highlight=False, soft_wrap=True)
     for finding in diagnosis.findings:
         mark, style = MARKS[finding.severity]
-        console.print(Text(f"{mark} {finding.what}", style=style))
+        console.print(Text(f"{mark} {plain(finding.what)}", style=style))
         for number, line in enumerate(finding.mend):
-            console.print(Text(f"    {'do:' if number == 0 else '   '} {line}"))
+            console.print(Text(f"    {'do:' if number == 0 else '   '} {plain(line)}"))
     for line in _table(diagnosis):
-        console.print(Text(line))
+        console.print(Text(plain(line)))
     console.print(Text(_summary(diagnosis), style="bold"))
 
 

@@ -1,6 +1,5 @@
 """manyhands explain."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +8,7 @@ from cyclopts import Parameter
 from manyhands.cli.flags import Settings
 from manyhands.cli.train import settings
 from manyhands.config.load import load_job
+from manyhands.core.shown import plain, show, show_json
 
 
 def explain(  # noqa: PLR0913 - one argument for each flag
@@ -44,9 +44,9 @@ def explain(  # noqa: PLR0913 - one argument for each flag
     }
     rows = explained(load_job({**flags, **settings(set_ or [])}, file=job))
     if as_json:
-        print(json.dumps({row.key: {"value": row.value, "from": row.origin} for row in rows}, ensure_ascii=False))
+        show_json({row.key: {"value": row.value, "from": row.origin} for row in rows})
         return 0
     keys, values = max(len(row.name) for row in rows), max(len(row.text) for row in rows)
-    lines = [f"{row.name:<{keys}}  {row.text:<{values}}  {row.origin}".rstrip() for row in rows]
-    print("\n".join(lines), flush=True)  # at once: other processes write to the same place
+    # At once: other processes write to the same place.
+    show(plain(f"{row.name:<{keys}}  {row.text:<{values}}  {row.origin}").rstrip() for row in rows)
     return 0

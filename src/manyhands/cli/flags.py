@@ -5,12 +5,16 @@ from typing import Annotated
 from cyclopts import Parameter
 
 NAME = Parameter(
-    help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, or a job.toml"
+    help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, or a job.toml; "
+    "or a training script of your own, train.py"
 )
 MODEL = Parameter(help="a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")
 
 Data = Annotated[str | None, NAME]
 Model = Annotated[str | None, MODEL]
+Arguments = Annotated[
+    str, Parameter(name="ARGUMENTS", show=True, help="of a script of your own, behind --: train.py -n 2 -- --lr 0.1")
+]
 Processes = Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")]
 Epochs = Annotated[int | None, Parameter(help="passes over the training data")]
 Batch = Annotated[int | None, Parameter(help="samples per update, over all processes")]

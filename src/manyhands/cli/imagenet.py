@@ -1,6 +1,5 @@
 """manyhands imagenet."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,15 +7,24 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig, Sync
 from manyhands.cli.train import print_config, run, settings
-from manyhands.cluster.formats import imagenet as main_py
-from manyhands.cluster.formats.imagenet import Flags, Nodes
-from manyhands.cluster.inventory import Meeting
+from manyhands.cluster.descriptions.formats import imagenet as main_py
+from manyhands.cluster.descriptions.formats.imagenet import ImagenetFlags, Nodes
+from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.config.load import LoadedJob, load_job
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.shown import say, show
 from manyhands.models.published import published_names
 
 RECIPE = "imagenet-main"
 NETWORKS = " | ".join(published_names()) or "a network of torchvision"
+
+# train's flags and options, and what main.py calls them.
+_FLAGS = {
+    "--init": "--dist-url",
+    "--device cpu": "--no-accel",
+    "cluster.device": "--gpu",
+    "cluster.backend": "--dist-backend",
+}
 
 
 def imagenet(  # noqa: PLR0913 - one argument for each flag
@@ -70,7 +78,7 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     and, if it is the best, model_best.pth.tar are written into the current folder. Every option of the job can be
     given by its path too, such as --train.norm-group local.
     """
-    flags = Flags(
+    flags = ImagenetFlags(
         data=data, arch=arch, workers=workers, epochs=epochs, start_epoch=start_epoch, batch_size=batch_size, lr=lr,
         momentum=momentum, weight_decay=weight_decay, print_freq=print_freq, resume=resume, evaluate=evaluate,
         pretrained=pretrained, world_size=world_size, rank=rank, dist_url=dist_url, dist_backend=dist_backend,
@@ -84,20 +92,26 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
         return 0
     _check_files(flags, nodes)
     for note in [] if quiet else main_py.notes(flags, nodes):
-        sys.stderr.write(f"manyhands: {note}\n")
+        say(note)
     try:
         if evaluate and not dry_run:
             return _evaluate(loaded, flags, as_json=as_json)
         meeting = None if dry_run else _meeting(flags, nodes, loaded)
         return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, meeting=meeting)
     except ManyhandsError as error:
-        # The flag that was typed here, in place of the one that train has for it.
-        error.what, error.where = (text.replace("--init", "--dist-url") for text in (error.what, error.where))
-        error.mend = tuple(text.replace("--init", "--dist-url") for text in error.mend)
+        error.what, error.where, *mend = map(_in_flags_of_main_py, (error.what, error.where, *error.mend))
+        error.mend = tuple(mend)
         raise
 
 
-def _check_files(flags: Flags, nodes: Nodes) -> None:
+def _in_flags_of_main_py(text: str) -> str:
+    """Names the flags that were typed here, in place of those that train has for the same."""
+    for ours, theirs in _FLAGS.items():
+        text = text.replace(ours, theirs)
+    return text
+
+
+def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
     """Refuses, before anything starts, a data folder or a file that isn't there."""
     folder = Path(main_py.folder_of(flags)).expanduser()
     missing = [] if flags.dummy else [str(folder / word) for word in ("train", "val") if not (folder / word).is_dir()]
@@ -110,25 +124,25 @@ def _check_files(flags: Flags, nodes: Nodes) -> None:
         )
 
 
-def _meeting(flags: Flags, nodes: Nodes, loaded: LoadedJob) -> Meeting | None:
+def _meeting(flags: ImagenetFlags, nodes: Nodes, loaded: LoadedJob) -> Meeting | None:
     """What several processes on each of several nodes meet by; None where each node has one process."""
     if not nodes.url or not flags.multiprocessing_distributed or loaded.job.cluster.device == "cpu":
         return None
-    from manyhands.cluster.accelerators import count_accelerators
+    from manyhands.cluster.doctor.accelerators import count_accelerators
 
     count = count_accelerators()
     return main_py.meeting_of(flags, count) if count > 1 else None
 
 
-def _evaluate(loaded: LoadedJob, flags: Flags, *, as_json: bool) -> int:
-    from manyhands.cli.evaluate import show
-    from manyhands.run.inspect import evaluate_job
+def _evaluate(loaded: LoadedJob, flags: ImagenetFlags, *, as_json: bool) -> int:
+    from manyhands.cli.evaluate import show_evaluation
+    from manyhands.run.evaluate import evaluate_job
 
     path = Path(flags.resume).expanduser() if flags.resume else None
     found: dict[str, Any] | None = evaluate_job(loaded.job, path)
     if found:
         if not as_json:
             # main.py's own line, for scripts that look for it.
-            print(f" *   Acc@1 {100 * found['top1']:.3f} Acc@5 {100 * found['top5']:.3f}")
-        show(found, as_json=as_json)
+            show(f" *   Acc@1 {100 * found['top1']:.3f} Acc@5 {100 * found['top5']:.3f}")
+        show_evaluation(found, as_json=as_json)
     return 0

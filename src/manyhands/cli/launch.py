@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from manyhands.cli.flags import (
+    Arguments,
     AsJson,
     Backend,
     Batch,
@@ -30,17 +31,21 @@ from manyhands.cli.flags import (
     ShowConfig,
     Sync,
 )
-from manyhands.cli.train import print_config, run, settings
+from manyhands.cli.train import print_config, run, settings, what
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
+from manyhands.core.shown import show
+from manyhands.parallel.options import MODE_OF_PLANS
 
 
 def launch(  # noqa: PLR0913 - one argument for each flag
     data: Data = None,
     model: Model = None,
     /,
-    *,
-    hosts: Annotated[str | None, Parameter(help="n1,n2,n3, or with processes: n1:4,n2:4")] = None,
+    *arguments: Arguments,
+    hosts: Annotated[
+        str | None, Parameter(help="n1,n2,n3, with processes: n1:4,n2:4, with a port: ssh://user@n1:31234")
+    ] = None,
     hostfile: Hostfile = None,
     on: Annotated[str | None, Parameter(help="slurm or kubernetes: hand the job over instead")] = None,
     interface: Interface = None,
@@ -73,8 +78,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     """Train on several machines, started and watched from here over ssh; or hand the job to a scheduler."""
     job_file = Path(data) if data and data.endswith(".toml") else None
     flags: dict[str, Any] = {
-        "data.name": None if job_file else data,
-        "model.name": model,
+        **what(data, model, arguments),
         "cluster.hosts": hosts.split(",") if hosts else None,
         "cluster.hostfile": hostfile,
         "cluster.on": on,
@@ -87,7 +91,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "train.lr": lr,
         "train.seed": seed,
         "data.dir": data_dir,
-        "parallel.mode": parallel or ("semi" if pin else None),
+        "parallel.mode": parallel or (MODE_OF_PLANS if pin else None),
         "parallel.mesh": mesh,
         "parallel.pin": tuple(pin) if pin else None,
         "sync.method": sync,
@@ -100,10 +104,14 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     if show_config:
         print_config(loaded)
         return 0
+    if loaded.job.cluster.on and loaded.job.run.script:
+        wrong = f"a job for {loaded.job.cluster.on} can't be written for a script of your own"
+        mend = ("name the machines: --hosts n1,n2", "or start it there as you would without manyhands: srun, torchrun")
+        raise UserError(wrong, "--on", mend)
     if loaded.job.cluster.on:
         from manyhands.run.submit import submit
 
-        print(submit(loaded.job, job_file, loaded.job.cluster.on, dry_run=dry_run))
+        show(submit(loaded.job, job_file, loaded.job.cluster.on, dry_run=dry_run))
         return 0
     if not loaded.job.cluster.hosts and not loaded.job.cluster.hostfile:
         raise UserError(

@@ -1,18 +1,20 @@
 """The command `manyhands`: finds the command's file, and turns errors into one screen and an exit code."""
 
-import json
 import os
 import re
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any, cast
 
 import cyclopts
 from rich.console import Console
 from rich.text import Text
 
-from manyhands import __version__
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
+from manyhands.core.shown import plain_lines, show_json
+from manyhands.core.system import require_system
+from manyhands.core.version import __version__
 
 HELP = """Train an image classifier on one laptop or many machines, with one command.
 
@@ -34,6 +36,7 @@ COMMANDS = {
     "ps": "List the runs that go on: where, since when, how far.",
     "stop": "Have a run that goes on save and stop, and wait for it.",
     "logs": "Show what the processes of a run wrote.",
+    "clean": "Say what old copies and caches take on this machine, and remove them with --yes.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
     "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
@@ -45,7 +48,13 @@ COMMANDS = {
 def make_app() -> cyclopts.App:
     """The application with all its commands."""
     app = cyclopts.App(
-        name="manyhands", help=HELP, version=__version__, help_format="plaintext", result_action="return_value"
+        name="manyhands",
+        help=HELP,
+        version=__version__,
+        help_format="plaintext",
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,  # what a stop says is said below
+        default_parameter=cyclopts.Parameter(converter=_unrounded),
     )
     for name, explanation in COMMANDS.items():
         # By name, so that a command's file is imported only when it is used.
@@ -54,16 +63,24 @@ def make_app() -> cyclopts.App:
     return app
 
 
+def _unrounded(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
+    """A flag's value as cyclopts reads it, but for `--epochs 1.5`, of which it would make 2."""
+    if kind is int and any("." in token.value for token in tokens):
+        raise ValueError(f'"{tokens[0].value}" is no whole number')
+    return cast(Any, cyclopts.convert(kind, tokens))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and leaves with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        require_system()
         code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)
     except ManyhandsError as error:
-        _show(error, as_json="--json" in given)
+        _show(error, as_json="--json" in _own(given))
         code = error.exit_code
     except cyclopts.CycloptsError as error:
-        _show(ManyhandsError(_plain(str(error)), mend=(_help_for(given),)), as_json="--json" in given)
+        _show(ManyhandsError(_plain(str(error)), mend=(_help_for(given),)), as_json="--json" in _own(given))
         code = EXIT_USAGE
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped\n")
@@ -87,9 +104,15 @@ def _leave(code: int, *, whole_process: bool) -> None:
     sys.exit(code)
 
 
+def _own(given: list[str]) -> list[str]:
+    """The words that are ours; what follows -- is a script's own."""
+    return given[: given.index("--")] if "--" in given else given
+
+
 def _without_local_rank(given: list[str]) -> list[str]:
     """Leaves out what torch.distributed.launch puts in front of all words; the environment says the same."""
-    return [word for word in given if not re.fullmatch(r"--local[-_]rank=\d+", word)]
+    own = _own(given)
+    return [*(word for word in own if not re.fullmatch(r"--local[-_]rank=\d+", word)), *given[len(own) :]]
 
 
 def _options_by_path(given: list[str]) -> list[str]:
@@ -98,6 +121,8 @@ def _options_by_path(given: list[str]) -> list[str]:
     position = 0
     while position < len(given):
         word = given[position]
+        if word == "--":
+            return [*rewritten, *given[position:]]  # what follows is a script's own
         name, equals, value = word.partition("=")
         if word.startswith("--") and "." in name:
             if not equals:
@@ -122,18 +147,18 @@ def _help_for(given: list[str]) -> str:
 
 
 def _show(error: ManyhandsError, *, as_json: bool) -> None:
-    """One screen: what, where, what to do; the failing process's own traceback above it, if there is one."""
+    """One screen: what, where, what to do; below it the failing process's own traceback, or what it wrote last."""
     if as_json:
         content = {"error": error.what, "where": error.where, "do": list(error.mend), "exit_code": error.exit_code}
-        sys.stdout.write(json.dumps(content, ensure_ascii=False) + "\n")
+        show_json(content)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for note in getattr(error, "__notes__", []):
-        console.print(Text(_shortened(note.rstrip()), style="dim"))
     console.print(Text(f"manyhands: {error.what}", style="bold red"))
     if error.where:
         console.print(Text(f"  where: {error.where}"))
     for number, line in enumerate(error.mend):
         console.print(Text(f"  {'do:   ' if number == 0 else '      '} {line}", style="green" if number == 0 else ""))
+    for note in getattr(error, "__notes__", []):
+        console.print(Text(plain_lines(_shortened(note.rstrip())), style="dim"))
 
 
 def _shortened(traceback: str, most: int = 30) -> str:

@@ -1,6 +1,5 @@
 """manyhands plan."""
 
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -8,18 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Model, Settings
+from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Model, Settings, Sync
 from manyhands.cli.train import settings
 from manyhands.config.load import load_job
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
+from manyhands.core.shown import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from manyhands.run.planning import Planned
-    from manyhands.run.plans import Shown
+    from manyhands.worker.plan_search import Planned
+    from manyhands.worker.plan_show import Shown
 
-_WIDTH = 125
+_WIDTH = 155
 
 Target = Annotated[str | None, Parameter(help="a job.toml, a data set or folder as in train, or a plan.json to show")]
 WorldSize = Annotated[
@@ -51,8 +51,12 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     ] = False,
     measure: Annotated[bool, Parameter(negative="", help="time a plan.json against data parallel, in turns")] = False,
     batch: Batch = None,
+    sync: Sync = None,
     data_dir: DataDir = None,
     device: Device = None,
+    device_model: Annotated[
+        str | None, Parameter(help="devices that aren't here, estimated: h100, a100, 910b, rtx4090 …")
+    ] = None,
     set_: Settings = None,
     as_json: AsJson = False,
 ) -> int:
@@ -62,7 +66,8 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     manyhands plan plan.json --verify --measure  shows, proves and times it
     """
     flags: dict[str, Any] = {
-        "train.batch": batch, "data.dir": data_dir, "cluster.device": device, **settings(set_ or [])
+        "train.batch": batch, "sync.method": sync, "data.dir": data_dir, "cluster.device": device,
+        **settings(set_ or []),
     }  # fmt: skip
     if target and target.endswith(".json"):
         if model and model.endswith(".json"):
@@ -75,8 +80,8 @@ def plan(  # noqa: PLR0913 - one argument for each flag
         raise UserError("--measure is for a plan.json; a search measures anyway", "--measure", ("leave it out",))
     job_file = Path(target) if target and target.endswith(".toml") else None
     flags |= {"model.name": model, "data.name": None if job_file else target}
-    return _new(flags, job_file, (processes, mesh, pin, memory, link, fill, not no_measure), out, force=force,
-                verify=verify, as_json=as_json)  # fmt: skip
+    wishes = (processes, mesh, pin, memory, link, fill, not no_measure, device_model)
+    return _new(flags, job_file, wishes, out, force=force, verify=verify, as_json=as_json)
 
 
 def _new(
@@ -89,47 +94,41 @@ def _new(
     verify: bool,
     as_json: bool,
 ) -> int:
-    from manyhands.parallel.plan import parse_pins
-    from manyhands.run.planning import Wanted, as_object, check_free, plan_job, write_plan
+    from manyhands.run.plan import search_plan, show_plan
 
-    check_free(out, force=force)
     job = load_job(flags, file=job_file).job
-    processes, mesh, pin, memory, link, fill, measured = wishes
+    processes, mesh, pin, memory, link, fill, measured, device_model = wishes
     options = job.parallel
-    wanted = Wanted(
-        processes or job.cluster.processes or 2,
-        mesh or options.mesh,
-        parse_pins(tuple(pin) if pin else options.pin),
-        memory or options.memory,
-        link or options.link,
-        fill,
-        measured,
-    )
-    planned = plan_job(job, wanted)
-    files = write_plan(planned, out, force=force)
+    wanted = {
+        "world_size": processes or job.cluster.processes or 2,
+        "mesh": mesh or options.mesh,
+        "pins": tuple(pin) if pin else options.pin,
+        "memory": memory or options.memory,
+        "link": link or options.link,
+        "fill": fill,
+        "measure": measured,
+        "device_model": device_model or "",
+    }
+    planned, files = search_plan(job, wanted, out, force=force)
     _print_search(planned, files, to=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(as_object(planned, files))
+        show_json(planned.as_plain(files))
     if not verify:
         return EXIT_OK
-    from manyhands.run.plans import show_plan
-
     return _prove(show_plan(out, {key: value for key, value in flags.items() if key != "train.batch"}))
 
 
 def _print_search(planned: "Planned", files: tuple[Path, Path], to: Any) -> None:
-    from manyhands.planner.choose import DATA_PARALLEL
     from manyhands.planner.explain import candidates_table
-    from manyhands.sync.explain import methods_table
 
-    found = planned.found
+    found, advice = planned.found, planned.advice
     for note in planned.notes:
-        print(f"manyhands: {note}", file=sys.stderr)
-    wide(to).print(candidates_table(found.candidates, found.pick.name, found.pick.reason))
-    wide(to).print(methods_table(planned.sync))
-    if found.pick.name != DATA_PARALLEL:
-        print(f"the methods of sync are for --parallel data; {found.pick.name} is the plan that was written", file=to)
-    print(f"{files[0]} and {files[1]}", file=to)
+        say(note)
+    reason = advice.reason
+    if found.spread:
+        reason += f"\nthe repeats of what was timed here differ by {found.spread:.0%}"
+    wide(to).print(candidates_table(planned.candidates, advice.name, reason))
+    show(f"{files[0]} and {files[1]}", to)
 
 
 def wide(file: Any) -> "Console":
@@ -141,11 +140,11 @@ def wide(file: Any) -> "Console":
 
 
 def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_json: bool) -> int:
-    from manyhands.run.plans import as_plain, show_plan, time_plan
+    from manyhands.run.plan import show_plan, time_plan
 
     shown = show_plan(path, flags)
     if as_json:
-        print(json.dumps(as_plain(shown), ensure_ascii=False))
+        show_json(shown.as_plain())
     else:
         _print_plan(shown)
     code = _prove(shown) if verify else EXIT_OK
@@ -154,9 +153,9 @@ def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_j
 
         seconds = time_plan(shown)
         for name, values in seconds.items():
-            print(f"{name:<15} {statistics.median(values) * 1e3:8.1f} ms an update, the median of {len(values)} turns",
-                  file=sys.stderr if as_json else sys.stdout)  # fmt: skip
-        print(pick_measured(seconds).reason, file=sys.stderr if as_json else sys.stdout)
+            show(f"{name:<15} {statistics.median(values) * 1e3:8.1f} ms an update, the median of {len(values)} turns",
+                 sys.stderr if as_json else sys.stdout)  # fmt: skip
+        show(pick_measured(seconds).reason, sys.stderr if as_json else sys.stdout)
     return code
 
 
@@ -166,31 +165,33 @@ def _print_plan(shown: "Shown") -> None:
     from rich.text import Text
 
     plan = shown.plan
-    print(f"mesh {plan.mesh}, by default {plan.fallback}")
+    show(f"mesh {plan.mesh}, by default {plan.fallback}")
     for key in ("mode", "reason"):
         if key in plan.about:
-            print(f"{key}: {plan.about[key]}")
+            show(plain(f"{key}: {plan.about[key]}"))
     sync = plan.about.get("sync")
     if isinstance(sync, dict) and "reason" in sync:
-        print(f"sync: {sync['reason']}")
+        show(plain(f"sync: {sync['reason']}"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("op", "kind", "strategy", "piece", "parameters MB", "collectives"):
         table.add_column(name, justify="right" if name == "parameters MB" else "left")
     for row in shown.rows:
         size = f"{row.parameter_mb:.2f}" if row.parameter_mb else ""
         # Text, not strings: a shape's brackets would be read as a style.
-        table.add_row(*map(Text, (row.name, row.kind, row.strategy, row.piece, size, row.collectives)))
+        table.add_row(
+            *(Text(plain(cell)) for cell in (row.name, row.kind, row.strategy, row.piece, size, row.collectives))
+        )
     wide(sys.stdout).print(table)
     for note in shown.notes:
-        print(f"manyhands: {note}", file=sys.stderr)
+        say(note)
 
 
 def _prove(shown: "Shown") -> int:
-    from manyhands.run.plans import verify_plan
+    from manyhands.run.plan import verify_plan
 
     proof = verify_plan(shown)
     what = f"the largest difference from one process is {proof['worst']:.1e} of the largest value, in {proof['where']}"
     size = shown.plan.mesh.size
     words = "computes the same" if proof["holds"] else "DOES NOT compute the same"
-    print(f"on {size} processes the plan {words}: {what} ({proof['compared']} tensors, float64)", file=sys.stderr)
+    show(f"on {size} processes the plan {words}: {what} ({proof['compared']} tensors, float64)", sys.stderr)
     return EXIT_OK if proof["holds"] else EXIT_FAILED

@@ -1,12 +1,13 @@
 """manyhands predict."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from manyhands.cli.flags import Device, Processes
+from manyhands.core.shown import plain, show, show_json
 
 
 def predict(
@@ -31,7 +32,12 @@ def predict(
     )  # fmt: skip
     for path, guesses in found:
         if as_json:
-            print(json.dumps({"picture": str(path), "guesses": guesses}, ensure_ascii=False))
+            show_json({"picture": str(path), "guesses": guesses})
         else:
-            print(f"{path}: " + ", ".join(f"{name} {share:.1%}" for name, share in guesses[:3]))
+            show(line_of(path, guesses))
     return 0
+
+
+def line_of(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:
+    """What is said of one picture; its name and its classes' are others' words."""
+    return f"{plain(str(picture))}: " + ", ".join(f"{plain(name)} {share:.1%}" for name, share in guesses[:3])

@@ -1,14 +1,14 @@
 """manyhands ps."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from manyhands.core.registry import Running, running
+from manyhands.core.shown import plain, show, show_json
 from manyhands.report.now import Now, as_object, look
-from manyhands.report.words import duration, percent, place, plain
+from manyhands.report.words import duration, percent, place
 
 HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
@@ -20,15 +20,15 @@ def ps(
     """List the runs that go on: where, since when, how far."""
     found = [(record, look(record)) for record in running()]
     if as_json:
-        print(json.dumps([as_object(record, now) for record, now in found], ensure_ascii=False))
+        show_json([as_object(record, now) for record, now in found])
         return 0
     if not found:
-        print("no run goes on")
+        show("no run goes on")
         return 0
     rows = [HEAD, *(_row(record, now) for record, now in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 

@@ -1,6 +1,5 @@
 """manyhands resume."""
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -10,10 +9,12 @@ from manyhands.cli.train import run, settings
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.report.read import read_run
+from manyhands.run.find import find_reference
+from manyhands.run.own_code import announce_resumed
 
 
 def resume(
-    folder: Annotated[Path, Parameter(help="the run folder")],
+    name: Annotated[str, Parameter(name="RUN", help="a run's folder or its short name")],
     /,
     *,
     processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="may differ from before")] = None,
@@ -23,9 +24,12 @@ def resume(
     quiet: Quiet = False,
 ) -> int:
     """Go on with a stopped or broken run, at the exact next sample, on any number of processes."""
+    folder = find_reference(name)
     read_run(folder)
     flags = {
         "run.out": str(folder), "checkpoint.resume": "auto", "cluster.processes": processes, "train.epochs": epochs,
         **settings(set_ or []),
     }  # fmt: skip
-    return run(load_job(flags, file=RunFolder(folder).job), dry_run=False, as_json=as_json, quiet=quiet)
+    loaded = load_job(flags, file=RunFolder(folder).job)
+    announce_resumed(RunFolder(folder), loaded)
+    return run(loaded, dry_run=False, as_json=as_json, quiet=quiet, to_go_on=True)

@@ -3,9 +3,10 @@
 import json
 
 from manyhands.config.job import Job
+from manyhands.core.shown import show
 
 
 def schema() -> int:
     """Print the JSON Schema of job.toml, for editors."""
-    print(json.dumps(Job.model_json_schema(), indent=1))
+    show(json.dumps(Job.model_json_schema(), indent=1))
     return 0

@@ -1,11 +1,15 @@
 """manyhands stop."""
 
-import sys
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
+from manyhands.core.folder import RunFolder
+from manyhands.core.shown import say, show
+from manyhands.core.stops import saved_step
 from manyhands.run.watch import find_running, stop_run
 
 
@@ -18,19 +22,15 @@ def stop(
     """Have a run that goes on save and stop, and wait for it."""
     record = find_running(run)
     try:
-        end = stop_run(record, _say, now=now)
+        end = stop_run(record, say, now=now)
     except KeyboardInterrupt:
-        _say("the run was asked to stop and will; this command only waited for it")
+        say("the run was asked to stop and will; this command only waited for it")
         raise
-    if end is None:
-        print(f"{record.run} has ended; its last checkpoint, if any, is whole")
-    else:
-        print(f"{record.run} {end.message or end.kind}")
-    if end is None or end.kind != "finished":
-        print(f"go on  manyhands resume {record.run}")
+    saved = saved_step(RunFolder(Path(record.run)))
+    kept = "nothing was saved" if saved is None else f"what was saved last, at step {saved}, is whole"
+    show(f"{record.run} {end.message or end.kind}" if end else f"{record.run} has ended; {kept}")
+    if saved is None:
+        show("nothing is there to resume; the command that started it begins anew")
+    elif end is None or end.kind != "finished":
+        show(f"go on  manyhands resume {shlex.quote(record.run)}")
     return EXIT_FAILED if end and end.kind == "failed" else EXIT_OK
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"manyhands: {text}\n")
-    sys.stderr.flush()

@@ -1,4 +1,5 @@
-"""Composes the four programs around the run folder: what the command line and the Python interface call.
+"""The head's programs and the Python interface, around the run folder; no module here imports torch.
 
-`train` starts and watches; `worker` is what each process does; `inspect` evaluates and predicts with a finished run.
+`train` starts and watches, `task` has processes do something short, `python` is the interface for scripts. What
+computes with tensors is in `manyhands.worker`, and comes through `load` once it is needed.
 """

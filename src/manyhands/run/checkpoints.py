@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.reshard import describe, is_single_file, merge, read_plan, refuse_existing, reshard
-from manyhands.checkpoint.source import Source, open_checkpoint
-from manyhands.run.inspect import resolve_checkpoint
+from manyhands.run.evaluate import resolve_checkpoint
+from manyhands.run.load import load_worker
 
 
 def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
@@ -18,7 +17,7 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    return describe(_open(reference, which))
+    return load_worker("checkpoints").describe_file(resolve_checkpoint(reference, which))
 
 
 def merge_checkpoint(reference: Path, target: Path, *, which: str) -> tuple[str, ...]:
@@ -30,12 +29,9 @@ def merge_checkpoint(reference: Path, target: Path, *, which: str) -> tuple[str,
     Raises:
         ManyhandsError: the target is there already, the source is damaged, or the disk is full.
     """
-    refuse_existing(target)
-    source = _open(reference, which)
-    merge(source, target)
-    if source.optimizer is not None and is_single_file(target):
-        return (*source.notes, "the optimizer's state is left out: the file holds the weights alone")
-    return source.notes
+    files = load_worker("checkpoints")
+    files.refuse_existing(target)
+    return files.merge_file(resolve_checkpoint(reference, which), target)
 
 
 def reshard_checkpoint(reference: Path, target: Path, *, plan: Path, which: str) -> tuple[str, ...]:
@@ -47,13 +43,7 @@ def reshard_checkpoint(reference: Path, target: Path, *, plan: Path, which: str)
     Raises:
         ManyhandsError: the target is there already, the plan doesn't fit, the source is damaged, or the disk is full.
     """
-    refuse_existing(target)
-    cut = read_plan(plan)
-    source = _open(reference, which)
-    reshard(source, target, cut)
-    return source.notes
-
-
-def _open(reference: Path, which: str) -> Source:
-    path = resolve_checkpoint(reference, which)
-    return open_checkpoint(path, verified=path.is_dir())
+    files = load_worker("checkpoints")
+    files.refuse_existing(target)
+    cut = files.read_cut(plan)
+    return files.reshard_file(resolve_checkpoint(reference, which), target, cut)

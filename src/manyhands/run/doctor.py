@@ -1,31 +1,36 @@
 """Examines this machine, or all machines of a job, before anything is trained; changes nothing."""
 
 import socket
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from manyhands.cluster.addresses import own_candidates
-from manyhands.cluster.assemble import Crew, assembled, prepare
-from manyhands.cluster.doctor import examine, fails
-from manyhands.cluster.facts import gather
-from manyhands.cluster.findings import Collective, Facts, Finding, Needs, Survey
-from manyhands.cluster.inventory import Address, Machine
-from manyhands.cluster.machines import machines_of
-from manyhands.cluster.orders import Orders
-from manyhands.cluster.probe import Listeners
-from manyhands.cluster.supervise import Watch, first_cause, supervise
-from manyhands.cluster.survey import matrix, take_survey
+from manyhands.cluster.agents.assemble import Crew, assembled, prepare
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import Bind, MakeScratch
+from manyhands.cluster.agents.ssh import reached_by
+from manyhands.cluster.agents.supervise import Watch, first_cause, supervise
+from manyhands.cluster.descriptions.inventory import Address, Machine
+from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.doctor.addresses import own_candidates
+from manyhands.cluster.doctor.examine import examine, fails
+from manyhands.cluster.doctor.facts import gather
+from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, Facts, Needs, Survey
+from manyhands.cluster.doctor.probe import Listeners
+from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.doctor.survey import matrix, take_survey
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
 from manyhands.core.plugins import is_object_reference
-from manyhands.run.collective import ENTRY
+from manyhands.core.scratch import scratch
 
+# What each machine's one process does.
+ENTRY = "manyhands.worker.collective:add_up"
 # Machines that have just reached each other need no more for so little.
 COLLECTIVE_S = 30.0
+LISTENING = "for some seconds each machine listens on all its addresses, and answers those alone that know a token"
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -39,7 +44,7 @@ class Diagnosis:
     """
 
     survey: Survey
-    findings: list[Finding]
+    findings: list[DoctorFinding]
 
     @property
     def exit_code(self) -> int:
@@ -65,34 +70,33 @@ class Diagnosis:
         }
 
 
-def diagnose(job: Job) -> Diagnosis:
+def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Diagnosis:
     """Examines the machines that the job names, or this one alone.
+
+    Args:
+        job: what they shall do.
+        say: told what is open on the machines meanwhile.
 
     Raises:
         UserError: the job names its machines in a way that can't be read.
     """
     machines = machines_of(job.cluster)
-    survey = _survey_machines(job, machines) if machines else _survey_here(job)
+    survey = _survey_machines(job, machines, say) if machines else _survey_here(job)
     return Diagnosis(survey, examine(survey))
 
 
-def facts_wanted(job: Job, *, torch: bool = False) -> dict[str, Any]:
+def facts_wanted(job: Job, *, torch: bool = False) -> FactsWanted:
     """What each machine is asked for beside the general facts; `torch`: what torch sees of its accelerators too."""
     workdir = "" if job.cluster.workdir else str(Path.cwd())
-    return {
-        "workdir": workdir,
-        "runs": str(Path(job.run.out).parent) if job.run.out else "runs",
-        "data": job.data.name,
-        "data_dir": job.data.dir,
-        "torch": torch,
-    }
+    runs = str(Path(job.run.out).parent) if job.run.out else ""
+    return FactsWanted(workdir, runs, job.data.name, job.data.dir, torch)
 
 
 def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) -> Needs:
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
     carried = not job.cluster.sync_code
-    references = (job.data.name, job.model.name, job.train.loss)
+    references = (job.data.name, job.model.name, job.train.loss, job.train.optimizer)
     return Needs(
         processes=counts,
         threads=job.cluster.threads,
@@ -103,6 +107,7 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
         code=any(is_object_reference(word) for word in references) and carried,
         files=tuple(word.rpartition(":")[0] for word in references if is_object_reference(word)) if carried else (),
         device=job.cluster.device,
+        reach={machine.name: reached_by(machine, job.cluster) for machine in machines},
     )
 
 
@@ -112,11 +117,10 @@ def _survey_here(job: Job) -> Survey:
     survey = Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
     address, port = _meeting(job)
     if address in own_candidates(facts[name]) or address in LOOPBACK:
-        ears = Listeners([address], port)
-        ears.close()
-        told = ears.told[address]
-        if "error" in told:
-            survey.port_errors[name] = told["error"] + (f", by {told['holder']}" if told["holder"] else "")
+        listeners = Listeners([address], port)
+        listeners.close()
+        if listeners.told[0].error:
+            survey.port_errors[name] = listeners.told[0].trouble
     return survey
 
 
@@ -126,13 +130,15 @@ def _meeting(job: Job) -> tuple[str, int]:
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else ("", 0)
 
 
-def _survey_machines(job: Job, machines: Sequence[Machine]) -> Survey:
+def _survey_machines(job: Job, machines: Sequence[Machine], say: Callable[[str], object]) -> Survey:
+    if len(machines) > 1:
+        say(LISTENING)
     with (
-        tempfile.TemporaryDirectory(prefix="manyhands-doctor-") as logs,
-        assembled(machines, job.cluster, Path(logs), facts_wanted(job, torch=job.cluster.device != "cpu")) as crew,
+        scratch("doctor") as logs,
+        assembled(machines, job.cluster, logs, facts_wanted(job, torch=job.cluster.device != "cpu")) as crew,
     ):
         survey = survey_crew(job, crew, machines)
-        survey.collective = _add_up(job, crew, survey)
+        survey.collective = _add_up(job, crew, survey, say)
         return survey
 
 
@@ -148,41 +154,44 @@ def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: b
     names = [link.machine.name for link in crew.links]
     facts = dict(zip(names, crew.facts, strict=True))
     needs = _needs(job, machines, facts)
-    survey = take_survey(crew.links, facts, [machine.name for machine in machines], needs, measure=measure)
+    survey = take_survey(crew.ask_some, facts, [machine.name for machine in machines], needs, measure=measure)
     survey.errors |= crew.contacts
     return survey
 
 
-def _add_up(job: Job, crew: Crew, survey: Survey) -> Collective:
+def _add_up(job: Job, crew: Crew, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
     """A real all-reduce with one process on each machine, where nothing is known that would keep it from working."""
     alone = len(survey.hosts) < 2
     if alone or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
-        return Collective("skipped")
+        return AllReduceTest("skipped")
     try:
         orders = _orders(job, crew, survey)
     except ManyhandsError as error:
-        return Collective("failed", error.what)
+        return AllReduceTest("failed", error.what)
+    where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
+    say(f"for the all-reduce port {orders[0].port} of {orders[0].address} and a free port on each of {where} are open, "
+        "without a password")  # fmt: skip
     ending = supervise(crew.links, orders, Watch())
     if ending.ok:
-        return Collective("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
+        return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)
     said = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
-    return Collective("failed", said, missing=tuple(ending.lost))
+    return AllReduceTest("failed", said, missing=tuple(ending.lost))
 
 
 def _orders(job: Job, crew: Crew, survey: Survey) -> list[Orders]:
     """One process for each machine; what they write goes into a folder that goes with the agent."""
     _, devices = prepare(crew, [1] * len(crew.links), job.cluster)
     address = survey.chosen[survey.hosts[0]][1]
-    port = crew.links[0].ask({"do": "bind", "address": address}, COLLECTIVE_S)["port"]
-    answers = crew.ask_each({"do": "scratch"}, COLLECTIVE_S)
+    port = crew.links[0].ask(Bind(address), COLLECTIVE_S).port
+    answers = crew.ask_each(MakeScratch(), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)}).model_dump(mode="json")
     return [
         Orders(
             entry=ENTRY,
             argument={"job": quick},
-            logs=answer["folder"],
+            logs=answer.folder,
             sizes=[1] * len(answers),
             machine=machine,
             device=devices[machine],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from manyhands.cluster.inventory import Meeting
+from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.rendezvous import Participation, participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.world import Membership
@@ -26,7 +26,7 @@ DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9
 
 
 @dataclass(frozen=True)
-class Row:
+class ExplainedValue:
     """One value.
 
     Attributes:
@@ -52,7 +52,7 @@ class Row:
         return self.said or str(self.value)
 
 
-def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[Row]:
+def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
     """The values, in the order that they depend on each other.
 
     Raises:
@@ -69,10 +69,10 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
         rows, many, index = _machine(found.meeting, found.origins), sum(found.meeting.sizes) != 1, None
     else:
         rows, many, index = _here(found), found.processes != 1, None
-    rows = [Row(row.key, row.value, _from_option(row.origin, loaded), row.said) for row in rows]
+    rows = [ExplainedValue(row.key, row.value, _from_option(row.origin, loaded), row.said) for row in rows]
     rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many)]
     if "overridden" in found.origins:
-        rows.append(Row("not_followed", found.origins["overridden"], "what is above wins"))
+        rows.append(ExplainedValue("not_followed", found.origins["overridden"], "what is above wins"))
     return rows
 
 
@@ -82,7 +82,7 @@ def _from_option(origin: str, loaded: LoadedJob) -> str:
     return origin if given == "flag" else given
 
 
-def _member(membership: Membership, origins: Mapping[str, str], variables: Mapping[str, str]) -> list[Row]:
+def _member(membership: Membership, origins: Mapping[str, str], variables: Mapping[str, str]) -> list[ExplainedValue]:
     url = urlparse(membership.init)
     address, port = url.hostname or "", url.port
     if url.scheme == "env":
@@ -90,67 +90,73 @@ def _member(membership: Membership, origins: Mapping[str, str], variables: Mappi
     by_hand = membership.started_by == "--init"
     known = {} if by_hand else {"local_rank": membership.local_rank, "local_size": membership.local_size}
     rows = [
-        Row("started_by", membership.started_by, said="by hand, each process by itself" if by_hand else ""),
-        Row("rank", membership.rank, origins["rank"]),
-        Row("world_size", membership.size, origins["size"]),
-        *(Row(key, known.get(key), origins.get(key, ""), "" if key in known else "?") for key in
+        ExplainedValue("started_by", membership.started_by, said="by hand, each process by itself" if by_hand else ""),
+        ExplainedValue("rank", membership.rank, origins["rank"]),
+        ExplainedValue("world_size", membership.size, origins["size"]),
+        *(ExplainedValue(key, known.get(key), origins.get(key, ""), "" if key in known else "?") for key in
           ("local_rank", "local_size")),
     ]  # fmt: skip
     if url.scheme == "file":
-        return [*rows, Row("meeting_file", url.netloc + url.path, origins["master_address"])]
+        return [*rows, ExplainedValue("meeting_file", url.netloc + url.path, origins["master_address"])]
     return [
         *rows,
-        Row("master_address", address, origins["master_address"]),
-        Row("master_port", port, origins["master_port"]),
+        ExplainedValue("master_address", address, origins["master_address"]),
+        ExplainedValue("master_port", port, origins["master_port"]),
     ]
 
 
-def _machine(meeting: Meeting, origins: Mapping[str, str]) -> list[Row]:
+def _machine(meeting: Meeting, origins: Mapping[str, str]) -> list[ExplainedValue]:
     """This machine's processes among those of others."""
     first, own = sum(meeting.sizes[: meeting.machine]), meeting.sizes[meeting.machine]
     known = all(meeting.sizes)
     ranks = [first, first + own - 1] if known else None
     said = "by the devices of each machine" if not known else f"{first} … {first + own - 1}" if own > 1 else f"{first}"
     return [
-        Row("started_by", "manyhands", said="manyhands, on each machine its own processes"),
-        Row("machine", meeting.machine, origins["machine"], f"{meeting.machine} of {len(meeting.sizes)}"),
-        Row("processes", own or None, origins["processes"], "" if own else "one for each accelerator, or one"),
-        Row("ranks", ranks, origins["size"], said),
-        Row("world_size", sum(meeting.sizes) if known else None, origins["size"], "" if known else "?"),
-        Row("master_address", meeting.address, origins["master_address"]),
-        Row("master_port", meeting.port, origins["master_port"]),
+        ExplainedValue("started_by", "manyhands", said="manyhands, on each machine its own processes"),
+        ExplainedValue("machine", meeting.machine, origins["machine"], f"{meeting.machine} of {len(meeting.sizes)}"),
+        ExplainedValue(
+            "processes", own or None, origins["processes"], "" if own else "one for each accelerator, or one"
+        ),
+        ExplainedValue("ranks", ranks, origins["size"], said),
+        ExplainedValue("world_size", sum(meeting.sizes) if known else None, origins["size"], "" if known else "?"),
+        ExplainedValue("master_address", meeting.address, origins["master_address"]),
+        ExplainedValue("master_port", meeting.port, origins["master_port"]),
     ]
 
 
-def _here(found: Participation) -> list[Row]:
+def _here(found: Participation) -> list[ExplainedValue]:
     count = found.processes or None
     return [
-        Row("started_by", "manyhands", said="manyhands, on this machine alone"),
-        Row("processes", count, found.origins["processes"], "" if count else "one for each accelerator, or one"),
-        Row("master_address", "127.0.0.1", "one machine alone"),
-        Row("master_port", None, "found at the start", "a free one"),
+        ExplainedValue("started_by", "manyhands", said="manyhands, on this machine alone"),
+        ExplainedValue(
+            "processes", count, found.origins["processes"], "" if count else "one for each accelerator, or one"
+        ),
+        ExplainedValue("master_address", "127.0.0.1", "one machine alone"),
+        ExplainedValue("master_port", None, "found at the start", "a free one"),
     ]
 
 
-def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> Row:
+def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> ExplainedValue:
     kind, origin = loaded.job.cluster.device, loaded.origins.get("cluster.device", "default")
     if kind != "auto":
         numbered = index is not None and kind not in {"cpu", "mps"} and ":" not in kind
-        return Row(
+        return ExplainedValue(
             "device", f"{kind}:{index}" if numbered else kind, index_origin or origin.replace("flag", "--device")
         )
     driver = next((word for pattern, word in DEVICE_FILES.items() if any(Path("/dev").glob(pattern))), "")
     if not driver:
-        return Row("device", None, origin, "cpu or accelerator, decided at start")
+        return ExplainedValue("device", None, origin, "cpu or accelerator, decided at start")
     which = f"{driver}:{index}" if index is not None else f"{driver}, one for each process"
-    return Row("device", None, index_origin or "files in /dev", f"{which} if torch can use it, else cpu")
+    return ExplainedValue("device", None, index_origin or "files in /dev", f"{which} if torch can use it, else cpu")
 
 
-def _backend(loaded: LoadedJob, *, many: bool) -> Row:
+def _backend(loaded: LoadedJob, *, many: bool) -> ExplainedValue:
     chosen, kind = loaded.job.cluster.backend, loaded.job.cluster.device
     origin = loaded.origins.get("cluster.backend", "default").replace("flag", "--backend")
     if chosen != "auto":
-        return Row("backend", chosen, origin)
+        return ExplainedValue("backend", chosen, origin)
     if kind == "cpu":
-        return Row("backend", "gloo" if many else None, "the device's own", "" if many else "none for one process")
-    return Row("backend", None, origin, "the device's own: gloo for cpu, nccl for cuda …")
+        return ExplainedValue(
+            "backend", "gloo" if many else None, "the device's own", "" if many else "none for one process"
+        )
+    return ExplainedValue("backend", None, origin, "the device's own: gloo for cpu, nccl for cuda …")

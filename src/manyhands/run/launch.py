@@ -2,27 +2,35 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.assemble import Crew, assembled, prepare, refuse_doubles
-from manyhands.cluster.code import code_files, with_absolute_paths
-from manyhands.cluster.doctor import examine
-from manyhands.cluster.inventory import Address, Machine, Meeting
-from manyhands.cluster.machines import machines_of
-from manyhands.cluster.mirror import Receiver
-from manyhands.cluster.orders import Orders
+from manyhands.cluster.agents.assemble import Crew, assembled, prepare, refuse_doubles
+from manyhands.cluster.agents.code import code_files, with_absolute_paths
+from manyhands.cluster.agents.mirror import Receiver
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import Bind, FilePiece, OpenRun, RunOpened, TakeCode
+from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.supervise import supervise
+from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
+from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.doctor.examine import examine
+from manyhands.cluster.doctor.questions import AskClock
 from manyhands.cluster.rendezvous import participate
-from manyhands.cluster.supervise import Watch, supervise
 from manyhands.config.job import Job
+from manyhands.core.claim import new_holder, run_id
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines, write_json
+from manyhands.core.registry import remember_reach
 from manyhands.report.terminal import Screen
-from manyhands.run.doctor import facts_wanted, survey_crew
-from manyhands.run.logs import read_places
-from manyhands.run.train import LOOPBACK, STOPPING, WORK, Outcome, conclude, run_folder, train
+from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
+from manyhands.run.logs import reach_of, read_places
+from manyhands.run.script import orders_for, shown
+from manyhands.run.train import LOOPBACK, WORK, Outcome, conclude, interrupted, run_folder, train, watch_on
 
+NOT_BEGUN = "stopping: nothing trains yet"
 # What the doctor would say, and the next minute may change.
 MOMENTARY = {"cpu", "jobs"}
 # What a slow line needs for the code of a folder.
@@ -50,17 +58,23 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
         try:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"reaching {names}, and starting there; this takes some seconds")
-            with assembled(machines, job.cluster, folder.ranks, facts_wanted(job)) as crew:
+            if len(machines) > 1:
+                screen.say(LISTENING)
+            with assembled(
+                machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN)
+            ) as crew:
                 crew.require_all()
+                remember_reach(folder.path, reach_of(job.cluster))
                 addresses = _look_over(job, crew, machines, screen)
                 orders = _ready(job, crew, addresses, folder, receiver, screen)
-                watch = Watch(
-                    screen.update,
-                    lambda: screen.say(STOPPING),
-                    _Keeper(receiver, screen, crew.links[0].machine.name),
-                    crew.clock_offsets_s,
+                watch = replace(
+                    watch_on(job, screen, shown(job, folder, screen, quiet=quiet)),
+                    on_file=_Keeper(receiver, screen, crew.links[0].machine.name),
+                    clock_offsets_s=crew.clock_offsets_s,
                 )
                 ending = supervise(crew.links, orders, watch)
+        except KeyboardInterrupt:
+            raise interrupted(folder) from None
         finally:
             screen.close()
         return conclude(job, folder, ending)
@@ -72,12 +86,12 @@ class _Keeper:
     def __init__(self, receiver: Receiver, screen: Screen, source: str) -> None:
         self._receiver, self._screen, self._source, self._works = receiver, screen, source, True
 
-    def __call__(self, piece: dict[str, Any]) -> None:
+    def __call__(self, piece: FilePiece) -> None:
         if not self._works:
             return
         try:
             self._receiver.take(piece)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             self._works = False
             what = f"the records of the run can't be kept here any more: {error}"
             self._screen.say(f"{what}; they are on {self._source}, and the run goes on", "WARNING")
@@ -111,12 +125,12 @@ def _ready(
     """Everything that comes before the workers: folders, code, sizes, the store's port."""
     # First what the user's mistakes show in, so that they leave no folders elsewhere.
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
-    opened = _open_folders(crew, folder, receiver)
-    _refuse_another_run(job, crew, opened[0])
+    opened = _open_folders(crew, folder, receiver, output=bool(job.run.script))
+    _refuse_another_run(job, folder, crew, opened)
     _refuse_lost_checkpoints(job, folder, crew, opened[0])
     if job.cluster.sync_code:
-        _share_code(crew)
-    port = crew.links[0].ask({"do": "bind", "address": addresses[0].address}, 30.0)["port"]
+        _share_code(crew, screen)
+    port = crew.links[0].ask(Bind(addresses[0].address), 30.0).port
     _note_machines(folder, crew, sizes, opened, addresses)
     for line in describe(crew, sizes, addresses, port):
         screen.say(line)
@@ -124,9 +138,9 @@ def _ready(
         job = with_absolute_paths(job)
     return [
         Orders(
-            entry=WORK,
-            argument=_argument(job, answer["folder"]),
-            logs=str(Path(answer["folder"]) / "ranks"),
+            **orders_for(job, WORK),
+            argument=_argument(job, answer.folder),
+            logs=str(Path(answer.folder) / "ranks"),
             sizes=sizes,
             machine=machine,
             device=devices[machine],
@@ -144,17 +158,19 @@ def _argument(job: Job, folder: str) -> dict[str, Any]:
     return {"task": "train", "job": job.model_dump(mode="json"), "folder": folder}
 
 
-def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver) -> list[dict[str, Any]]:
+def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver, *, output: bool) -> list[RunOpened]:
     """The run folder on every machine, at the same place in its work folder; a shared one is recognised by a token."""
-    token = f".shared-{secrets.token_hex(8)}"
+    token, holder = f".shared-{secrets.token_hex(8)}", new_holder()
     marker = folder.ranks / token
     marker.touch()
     try:
         path = folder.path.absolute()
         place = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
         requests = [
-            {"do": "open", "folder": str(path) if link.here else place, "token": token, "records": number == 0,
-             "held": receiver.held()}
+            OpenRun(
+                str(path) if link.here else place, token, holder, run_id(folder),
+                records=number == 0, held=receiver.held(), output=output,
+            )
             for number, link in enumerate(crew.links)
         ]  # fmt: skip
         return crew.ask(requests)
@@ -162,20 +178,31 @@ def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver) -> list[dic
         marker.unlink()
 
 
-def _refuse_another_run(job: Job, crew: Crew, opened: dict[str, Any]) -> None:
-    """Where the head has begun a new folder, the first machine's of that name must not hold somebody's run.
+def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequence[RunOpened]) -> None:
+    """No machine's folder of this name may be in use, or hold what was saved by a run that isn't this one.
 
     Raises:
-        UserError: it does; rank 0 would take its checkpoints for this run's.
+        UserError: one does; its checkpoints would be taken for this run's.
     """
-    link = crew.links[0]
     goes_on = job.run.out and job.checkpoint.resume != "never"
-    if opened["checkpoints"] and not (link.here or opened["shared"] or goes_on):
-        what = f"{link.machine.name} holds a run in {opened['folder']} already"
-        raise UserError(what, "--out", ("name another: --out runs/NAME", "or --out that --resume auto goes on with it"))
+    for link, answer in zip(crew.links, opened, strict=True):
+        name, place = link.machine.name, answer.folder
+        if answer.taken:
+            mend = ("wait for its end, or stop it where it was started", "or name another: --out runs/NAME")
+            raise UserError(f"a run is going on in {name}:{place}", "--out", mend)
+        if link.here or answer.shared or not answer.checkpoints:
+            continue
+        found = answer.run
+        if found and found != run_id(folder):
+            copy = copied_by(link.machine, place, str(folder.path))
+            mend = ("name another: --out runs/NAME", f"to go on with it: {copy}, into a folder that isn't there yet")
+            raise UserError(f"{name} holds another run in {place}, and {folder.path} is not its folder", "--out", mend)
+        if not found and not goes_on:
+            mend = ("name another: --out runs/NAME", "or --out that --resume auto goes on with it")
+            raise UserError(f"{name} holds a run in {place} already", "--out", mend)
 
 
-def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: dict[str, Any]) -> None:
+def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: RunOpened) -> None:
     """A run that has saved must not begin anew because the first machine has lost, or never had, what was saved.
 
     Raises:
@@ -183,33 +210,34 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: di
     """
     saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     link = crew.links[0]
-    if saved and job.checkpoint.resume == "auto" and not opened["checkpoints"]:
+    if saved and job.checkpoint.resume == "auto" and not opened.checkpoints:
         had = next((place.host for place in read_places(folder)), "")
         raise UserError(
             f"{link.machine.name} has no checkpoint of {folder.path}, which was saved last at step {saved[-1]}"
             + (f" on {had}" if had else ""),
-            f"{link.machine.name}:{opened['folder']}/checkpoints",
+            f"{link.machine.name}:{opened.folder}/checkpoints",
             ("name first the machine that has them", "or copy the folder there", "or start afresh: another --out"),
         )
 
 
-def _share_code(crew: Crew) -> None:
+def _share_code(crew: Crew, screen: Screen) -> None:
     """This folder's code on every other machine, in a folder of its own; the agent, and so its workers, go there."""
-    code = {"do": "code", "files": code_files(Path.cwd())}
-    stay: dict[str, Any] = {"do": "clock"}
-    crew.ask([stay if link.here else code for link in crew.links], CODE_S)
+    files, left = code_files(Path.cwd())
+    for line in left:
+        screen.say(line)
+    crew.ask([AskClock() if link.here else TakeCode(files) for link in crew.links], CODE_S)
 
 
 def _note_machines(
-    folder: RunFolder, crew: Crew, sizes: Sequence[int], opened: Sequence[dict[str, Any]], addresses: Sequence[Address]
+    folder: RunFolder, crew: Crew, sizes: Sequence[int], opened: Sequence[RunOpened], addresses: Sequence[Address]
 ) -> None:
     """machines.json: who has which ranks, and where its part of the run folder is."""
     firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
     write_json(
         folder.machines,
         [
-            {"host": link.machine.host, "here": link.here, "local": link.here or answer["shared"],
-             "ranks": [first, size], "folder": answer["folder"],
+            {"host": link.machine.host, "port": link.machine.port, "here": link.here,
+             "local": link.here or answer.shared, "ranks": [first, size], "folder": answer.folder,
              "address": address.address, "interface": address.interface}
             for link, first, size, answer, address in zip(crew.links, firsts, sizes, opened, addresses, strict=True)
         ],
@@ -228,6 +256,7 @@ def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], por
         f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True)
     )
     lines.append(
-        f"between them: {where}; the store listens on {addresses[0].address} port {port}; gradients travel unencrypted"
+        f"between them: {where}; the store listens on {addresses[0].address} port {port}, and each process on free "
+        "ports of its machine's address: open to whoever reaches them, without a password; gradients travel unencrypted"
     )
     return lines

@@ -1,29 +1,36 @@
 """What the processes of a run wrote: their own files in the run folder, as they are or as they grow."""
 
-import tempfile
+import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from manyhands.cluster.assemble import assembled
-from manyhands.cluster.inventory import Machine
-from manyhands.cluster.link import Link
-from manyhands.config.load import load_job
+from manyhands.cluster.agents.assemble import assembled
+from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents.protocol import ReadLog
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.config.job import ClusterOptions
+from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.outside import parse_json, read_bytes
-from manyhands.core.registry import goes_on, running
+from manyhands.core.outside import open_file, parse_json, read_bytes
+from manyhands.core.registry import goes_on, remembered_reach, running
+from manyhands.core.scratch import scratch
 from manyhands.report.read import no_run
 from manyhands.run.watch import matches, unknown_run
 
 POLL_S = 0.2
 ANSWER_S = 20.0
 RUNS = Path("runs")
+# More than any cluster has; a damaged machines.json may say anything, and each rank is asked for its file.
+MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096
 
 
 class LogPlace(BaseModel):
@@ -31,6 +38,7 @@ class LogPlace(BaseModel):
 
     Attributes:
         host: the machine.
+        port: of its ssh; 0 for what ssh itself takes.
         ranks: its first rank and how many it has.
         folder: the run folder on it.
         local: True where that is this machine's disk.
@@ -38,9 +46,15 @@ class LogPlace(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     host: str
-    ranks: tuple[int, int]
+    port: int = Field(default=0, ge=0, le=65535)
+    ranks: tuple[Annotated[int, Field(ge=0, le=MOST_RANKS)], Annotated[int, Field(ge=0, le=MOST_PER_MACHINE)]]
     folder: str
     local: bool
+
+    @property
+    def machine(self) -> Machine:
+        """To be reached over ssh."""
+        return Machine(self.host, port=self.port)
 
     def has(self, rank: int) -> bool:
         """True for a rank of this machine."""
@@ -64,11 +78,13 @@ class LogFile:
     def new_lines(self, *, rest: bool = False) -> list[str]:
         """Whole lines since the last look; with `rest` a last one without its end too."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self.offset)
                 text = file.read()
         except FileNotFoundError:
             return []
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path.name} can't be read: {error}", str(self.path), ("remove it",)) from error
         whole = text if rest else text[: text.rfind(b"\n") + 1]
         self.offset += len(whole)
         return whole.decode(errors="replace").splitlines()
@@ -87,18 +103,18 @@ class FarFile:
 
     rank: int
     path: str
-    link: Link
+    link: AgentConnection
     offset: int = 0
 
     def new_lines(self, *, rest: bool = False) -> list[str]:
         """Whole lines since the last look; with `rest` a last one without its end too."""
         lines: list[str] = []
         while True:
-            answer = self.link.ask({"do": "log", "path": self.path, "offset": self.offset, "rest": rest}, ANSWER_S)
-            lines += str(answer["text"]).splitlines()
-            if self.offset == answer["offset"]:
+            answer = self.link.ask(ReadLog(self.path, self.offset, rest), ANSWER_S)
+            lines += answer.text.splitlines()
+            if self.offset == answer.offset:
                 return lines
-            self.offset = int(answer["offset"])
+            self.offset = answer.offset
 
 
 AnyFile = LogFile | FarFile
@@ -137,6 +153,7 @@ def show_logs(
     follow: bool,
     show: Callable[[str], None],
     say: Callable[[str], None],
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Shows what the processes wrote, each line with its rank where there are several.
 
@@ -149,6 +166,7 @@ def show_logs(
         follow: go on until the run ends.
         show: is given the lines.
         say: is told where nothing can be shown.
+        settings: options of the cluster, by dotted key, that the user gives now.
 
     Raises:
         UserError: there is no such rank.
@@ -156,7 +174,7 @@ def show_logs(
     """
     places = read_places(folder)
     _check_rank(folder, places, rank)
-    with _far_files(folder, places, rank, say) as far:
+    with _far_files(folder, places, rank, say, settings or {}) as far:
         files: dict[int, LogFile | FarFile] = {
             file.rank: file for file in [*log_files(folder), *far] if rank in (None, file.rank)
         }
@@ -173,33 +191,64 @@ def show_logs(
 
 @contextmanager
 def _far_files(
-    folder: RunFolder, places: Sequence[LogPlace], rank: int | None, say: Callable[[str], None]
+    folder: RunFolder,
+    places: Sequence[LogPlace],
+    rank: int | None,
+    say: Callable[[str], None],
+    settings: Mapping[str, Any],
 ) -> Iterator[list[FarFile]]:
     """The files on other machines, as far as they are asked for; of all, those that can be read."""
     wanted = [place for place in places if not place.local and (rank is None or place.has(rank))]
     if not wanted:
         yield []
         return
-    options = load_job({}, file=folder.job).job.cluster
-    machines = [Machine(place.host) for place in wanted]
+    options = _reach(folder, settings, say)
+    machines = [place.machine for place in wanted]
     with (
-        tempfile.TemporaryDirectory(prefix="manyhands-logs-") as scratch,
-        assembled(machines, options, Path(scratch), {"only": ["name"]}) as crew,
+        scratch("logs") as private,
+        assembled(machines, options, private, FactsWanted(only=("name",))) as crew,
     ):
         if rank is not None:
             crew.require_all()
         for place in wanted:
-            contact = crew.contacts.get(Machine(place.host).name)
+            contact = crew.contacts.get(place.machine.name)
             if contact:
                 who = f"ranks {place.ranks[0]} to {sum(place.ranks) - 1}"
                 say(f"{contact.what}; {who} are in {place.folder}/ranks there")
-        links = {link.machine.host: link for link in crew.links}
+        links = {link.machine.name: link for link in crew.links}
         yield [
-            FarFile(each, f"{place.folder}/ranks/{each}.log", links[place.host])
+            FarFile(each, f"{place.folder}/ranks/{each}.log", links[place.machine.name])
             for place in wanted
             for each in range(place.ranks[0], sum(place.ranks))
-            if place.host in links and rank in (None, each)
+            if place.machine.name in links and rank in (None, each)
         ]
+
+
+# Of the cluster's options, those that are executed, here or on the machines that a run folder names.
+_EXECUTED = ("ssh", "python", "workdir")
+
+
+def reach_of(options: ClusterOptions) -> dict[str, str]:
+    """How machines are reached and entered, as `remember_reach` keeps it."""
+    return {name: str(getattr(options, name)) for name in _EXECUTED}
+
+
+def _reach(folder: RunFolder, settings: Mapping[str, Any], say: Callable[[str], None]) -> ClusterOptions:
+    """How the machines of a run are reached: as the user says, or as this user's own launch did.
+
+    The folder's job.toml is somebody's word and may be anybody's; what it says is told, never executed.
+    """
+    own = load_job(settings).job.cluster
+    given = {key.removeprefix("cluster.") for key in settings}
+    kept = {name: value for name, value in (remembered_reach(folder.path) or {}).items() if name not in given}
+    own = own.model_copy(update={name: kept[name] for name in _EXECUTED if name in kept})
+    said = written_values(folder.job)
+    for name in _EXECUTED:
+        wanted = said.get(f"cluster.{name}", getattr(own, name))
+        if name not in given and wanted != getattr(own, name):
+            words = shlex.quote(f"cluster.{name}={wanted}")
+            say(f"the run folder names its own cluster.{name}, which isn't executed unless you say so: --set {words}")
+    return own
 
 
 def log_files(folder: RunFolder) -> list[LogFile]:
@@ -219,7 +268,11 @@ def read_places(folder: RunFolder) -> list[LogPlace]:
         return TypeAdapter(list[LogPlace]).validate_python(parse_json(read_bytes(path)))
     except FileNotFoundError:
         return []
-    except (ValueError, ValidationError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(f"{path.name} is damaged: {place}: {first['msg']}", str(path), ("remove it",)) from error
+    except (OSError, ValueError) as error:
         raise UserError(f"{path.name} is damaged: {str(error).splitlines()[0]}", str(path), ("remove it",)) from error
 
 

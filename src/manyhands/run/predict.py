@@ -6,7 +6,11 @@ from pathlib import Path
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.run.inspect import resolve_checkpoint, take_part_or_start
+from manyhands.core.named_code import announce
+from manyhands.run.evaluate import resolve_checkpoint
+from manyhands.run.load import load_worker
+from manyhands.run.own_code import record_of
+from manyhands.run.task import take_part_or_start
 
 Guesses = list[tuple[str, float]]
 
@@ -35,6 +39,9 @@ def predict_files(
     """
     files = list_pictures(pictures)
     path = resolve_checkpoint(reference, which)
+    record = record_of(path)
+    if model is None and record:
+        announce([record.name], path, record, "--model {}")
     job = load_job({"cluster.processes": processes, "cluster.device": device}).job
     if (processes or 1) > 1 or participate(job.cluster).membership:
         argument = {
@@ -45,11 +52,8 @@ def predict_files(
         found = take_part_or_start(job, "predict", argument)
         yield from zip(files, found["guesses"], strict=True) if found else ()
         return
-    from manyhands.train.predict import guess
-    from manyhands.train.trained import open_trained
-
-    trained = open_trained(path, model=model, device="cpu" if job.cluster.device == "auto" else job.cluster.device)
-    yield from zip(files, guess(trained, files), strict=True)
+    device = "cpu" if job.cluster.device == "auto" else job.cluster.device
+    yield from zip(files, load_worker("own_process").guess_files(path, files, model, device), strict=True)
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:

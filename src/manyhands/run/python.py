@@ -1,4 +1,7 @@
-"""The Python interface: fit, evaluate, load, predict and session, under plain python, a launcher, or with workers=N."""
+"""The Python interface: fit, evaluate, load, predict and session; alone, under a launcher, or with processes=N.
+
+What computes with tensors comes through `load_worker`.
+"""
 
 import contextlib
 import copy
@@ -7,20 +10,37 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.cluster.rendezvous import participate
-from manyhands.config.job import Job, TrainOptions
-from manyhands.config.load import load_job
+from manyhands.config.job import OBJECT, Job, TrainOptions
+from manyhands.config.load import known_keys, load_on
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.named_code import announce
 from manyhands.core.plugins import did_you_mean
-from manyhands.core.records import EvaluationMetrics
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.world import Membership
+from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
 from manyhands.report.read import read_run
+from manyhands.run.evaluate import resolve_checkpoint
+from manyhands.run.load import load_worker
+from manyhands.run.own_code import record_of
+from manyhands.run.predict import list_pictures
 from manyhands.run.train import Outcome, train, train_in_process
+from manyhands.train.objects import Objects
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from manyhands.train.epoch_end import AtEpochEnd
+    from manyhands.train.evaluate import Evaluation
+    from manyhands.train.own_optimizer import MakeOptimizer
+    from manyhands.train.session import Session
+    from manyhands.train.trained import Trained
+
+# What every function takes as `job`.
+JobLike = Job | str | Path | None
 OBJECTS = "objects"
 
 
@@ -36,7 +56,7 @@ class Run:
 
     path: Path
     status: str
-    model: Any = field(default=None, repr=False, compare=False)
+    model: "nn.Module | None" = field(default=None, repr=False, compare=False)
 
     @property
     def evaluations(self) -> list[EvaluationMetrics]:
@@ -53,6 +73,11 @@ class Run:
         """The last evaluation."""
         return self._evaluated()[-1]
 
+    @property
+    def test(self) -> EvaluationDetail | None:
+        """What the best weights made of samples that decided nothing; None where none were held out."""
+        return read_run(self.path).tests.get("best")
+
     def report(self) -> Path:
         """Writes report.html and its pictures, and says where."""
         return write_report(self.path)
@@ -64,13 +89,17 @@ class Run:
         return found
 
 
-def fit(
-    model: Any,
-    train_set: Any,
+def fit(  # noqa: PLR0913 - all but three are named
+    model: "nn.Module | str | None" = None,
+    train_set: Any = None,
     test_set: Any = None,
     *,
-    workers: int | None = None,
-    loss: Callable[..., Any] | None = None,
+    job: JobLike = None,
+    held_out_set: Any = None,
+    processes: int | None = None,
+    loss: "Callable[[Tensor, Tensor], Tensor] | str | None" = None,
+    optimizer: "MakeOptimizer | str | None" = None,
+    at_epoch_end: "AtEpochEnd | None" = None,
     out: str | Path | None = None,
     quiet: bool = False,
     **settings: Any,
@@ -78,11 +107,20 @@ def fit(
     """Trains a classifier and returns its run; `model` holds the trained weights afterwards.
 
     Args:
-        model: a network, or a name such as "resnet18".
-        train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10".
-        test_set: the same, for evaluation; without it a tenth of train_set is kept for that.
-        workers: processes to start on this machine; None: this process, or the place torchrun gave it.
-        loss: function (output, labels) of the mean loss or one per sample; cross-entropy if None.
+        model: a network, or a name such as "resnet18"; None for the job's.
+        train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10"; None for the job's.
+        test_set: the same, for evaluation; without it a tenth of train_set is kept for that. The best epoch is chosen
+            by it.
+        job: a Job or the path of a job.toml; what is given beside it wins over what it says.
+        held_out_set: the same as test_set, for a test: evaluated once at the end, with the best and the last weights.
+        processes: how many to start on this machine; None: as many as the job says, or this process, or the place
+            that torchrun gave it.
+        loss: function (output, labels) of the mean loss or one per sample; cross-entropy if None. Or what train.loss
+            may be.
+        optimizer: function of the list of parameters that gives a torch.optim.Optimizer, such as torch.optim.RMSprop;
+            its learning rate is moved by the schedule. Or what train.optimizer may be.
+        at_epoch_end: function (EpochEnd) that is called on rank 0 after each epoch and its evaluation, while the other
+            processes wait; what it raises ends the run.
         out: the run folder.
         quiet: no progress on standard error.
         settings: options of the train section (epochs, batch, lr …), or of any section as section__name.
@@ -90,27 +128,38 @@ def fit(
     Raises:
         ManyhandsError: the run failed, or an argument is wrong.
     """
-    from manyhands.train.samples import Objects
-
-    flags = {**_flags(settings), "run.out": str(out) if out else None, "cluster.processes": workers}
-    objects = Objects(loss=loss)
-    if isinstance(model, str):
-        flags["model.name"] = model
-    else:
-        flags["model.name"], objects.model = type(model).__name__, model
-    if isinstance(train_set, str | Path):
-        flags["data.name"] = str(train_set)
-    else:
-        flags["data.name"], objects.train_set, objects.test_set = OBJECTS, train_set, test_set
-    job = load_job(flags).job
-    outcome = _start(job, objects, workers, quiet=quiet)
-    if workers is not None and objects.model is not None:
-        _load_weights(objects.model, outcome.folder)
+    if job is None and (model is None or train_set is None):
+        what = "network" if model is None else "training set"
+        raise UserError(f"fit has no {what}", "fit", ("fit(model, train_set)", "or a job that names both: fit(job=…)"))
+    named = {"model.name": model if model is None or isinstance(model, str) else type(model).__name__}
+    if train_set is not None:
+        named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
+    given = {"run.out": str(out) if out else None, "cluster.processes": processes}
+    given["train.optimizer"] = optimizer if optimizer is None or isinstance(optimizer, str) else OBJECT
+    given["train.loss"] = loss if loss is None or isinstance(loss, str) else OBJECT
+    loaded = load_on(job, {**_flags(settings, "fit"), **named, **given})
+    refuse_changes(loaded)
+    if at_epoch_end is not None and not callable(at_epoch_end):
+        raise UserError("at_epoch_end is not a function", "fit", ("at_epoch_end=lambda end: print(end.epoch)",))
+    if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
+        mend = ("give what makes it of the parameters: optimizer=torch.optim.RMSprop",)
+        raise UserError(f"the optimizer is a {type(optimizer).__name__}, not a function", "fit", mend)
+    objects = Objects(None if isinstance(model, str) else model, at_epoch_end=at_epoch_end)
+    objects.loss = None if isinstance(loss, str) else loss
+    objects.optimizer = None if isinstance(optimizer, str) else optimizer
+    if named.get("data.name") == OBJECTS:
+        objects.train_set, objects.test_set = train_set, test_set
+    _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)
+    objects.held_out_set = held_out_set
+    started = processes if processes is not None else loaded.job.cluster.processes or None
+    outcome, elsewhere = _start(loaded.job, objects, processes, started, quiet=quiet)
+    if elsewhere and objects.model is not None:
+        load_worker("own_process").load_weights(objects.model, outcome.folder.path)
     return Run(outcome.folder.path, outcome.status, objects.model)
 
 
-def _flags(settings: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as dotted keys: epochs is train.epochs, data__workers is data.workers."""
+def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
+    """Keyword arguments of a function as dotted keys: epochs is train.epochs, data__workers is data.workers."""
     flags: dict[str, Any] = {}
     for name, value in settings.items():
         if "__" in name:
@@ -118,40 +167,86 @@ def _flags(settings: dict[str, Any]) -> dict[str, Any]:
         elif name in TrainOptions.model_fields:
             flags[f"train.{name}"] = value
         else:
-            hint = did_you_mean(name, TrainOptions.model_fields)
-            raise UserError(f"fit has no argument {name}", "fit", (hint or "options of other sections: section__name",))
+            raise UserError(f"{function} has no argument {name}", function, _meant(name, value))
     return flags
 
 
-def _start(job: Job, objects: Any, workers: int | None, *, quiet: bool) -> Outcome:
-    if workers is not None:
-        return train(job, quiet=quiet, objects=objects)
-    place = participate(job.cluster)
-    return train_in_process(job, place.membership or _on_its_own(job), quiet=quiet, objects=objects)
+def _meant(name: str, value: Any) -> tuple[str, ...]:
+    if name == "workers":
+        return (f"fit(processes={value}) starts processes", f"data__workers={value}: the loader's, of each process")
+    known = next((key for key in known_keys() if key.endswith(f".{name}")), "")
+    section = f"did you mean {known.replace('.', '__')}?" if known else "options of other sections: section__name"
+    return (did_you_mean(name, TrainOptions.model_fields) or section,)
+
+
+def _refuse_what_is_lost(name: str | None, test_set: Any, held_out_set: Any) -> None:
+    """Raises UserError for a set that would be passed over, since the training set isn't an object."""
+    if name == OBJECTS:
+        return
+    for word, given, mend in (
+        ("test_set", test_set, "with a name: the data's own test split, or data__validation=0.1 for a share"),
+        ("held_out_set", held_out_set, 'with a name: data__held_out="./folder"'),
+    ):
+        if given is not None:
+            raise UserError(f"{word} goes with data sets as objects", word, (mend,))
+
+
+def _start(job: Job, objects: Objects, asked: int | None, started: int | None, *, quiet: bool) -> tuple[Outcome, bool]:
+    """Trains here, or in processes of its own, and says whether it was in those.
+
+    Args:
+        job: what to do.
+        objects: what was brought instead of names.
+        asked: processes that the caller wants to be started.
+        started: the same, or what the job says.
+        quiet: no progress on standard error.
+    """
+    standing = _standing("auto", "auto")
+    if started is None or (standing and asked is None):
+        return train_in_process(job, _place_of(job), quiet=quiet, objects=objects), False
+    if standing:
+        mend = ("leave processes out: the group's own train together", "or call it before the group is made")
+        raise UserError("processes=N starts processes, and this process is in a group of some already", "fit", mend)
+    # A launcher's place wins over the job's number of processes.
+    elsewhere = participate(job.cluster).membership is None
+    return train(job, quiet=quiet, objects=objects), elsewhere
+
+
+def _place_of(job: Job) -> Membership:
+    """This process's place: in the group that it is in already, as a launcher gave it, or on its own."""
+    return _standing(job.cluster.device, job.cluster.backend) or participate(job.cluster).membership or _on_its_own(job)
+
+
+def _standing(device: str, backend: str) -> Membership | None:
+    """The place in a process group that the script has made already; who hasn't imported torch has made none."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    return load_worker("own_process").standing_membership(device, backend)
 
 
 def _on_its_own(job: Job) -> Membership:
     return Membership(device=job.cluster.device, backend=job.cluster.backend)
 
 
-def _load_weights(model: Any, folder: RunFolder) -> None:
-    from manyhands.checkpoint.load import load, resolve
-
-    model.load_state_dict(load(resolve(folder.path, "last")).model)
-
-
-def evaluate(model: Any, test_set: Any, *, batch: int = 256) -> Any:
+def evaluate(model: "nn.Module", test_set: Any, *, batch: int | None = None, job: JobLike = None) -> "Evaluation":
     """Evaluates a network on a data set in this process (or with the other processes of a launcher).
 
-    Returns:
-        An Evaluation: count, loss, top1, top5, confusion int64 [classes, classes].
+    Args:
+        model: the network.
+        test_set: a torch Dataset of (x, y).
+        batch: samples in one pass; None for what the job says, or 256.
+        job: a Job or the path of a job.toml.
+
+    Raises:
+        UserError: a sample doesn't suit the network, or an argument is wrong.
     """
-    with session() as here:
-        here.job = load_job({"train.evaluate_batch": batch, "data.name": OBJECTS}).job
+    with session(job=job, evaluate_batch=batch) as here:
         return here.evaluate(model.to(here.device), test_set)
 
 
-def load(run: Run | str | Path, which: str = "best", *, model: Any = None, device: str = "cpu") -> Any:
+def load(
+    run: Run | str | Path, which: str = "best", *, model: "nn.Module | str | None" = None, device: str = "cpu"
+) -> "Trained":
     """The network that a run has trained, ready for use.
 
         network, transform, classes = manyhands.load("runs/pets")
@@ -165,20 +260,24 @@ def load(run: Run | str | Path, which: str = "best", *, model: Any = None, devic
         device: torch's name of where the network is to be.
 
     Returns:
-        network: in evaluation mode. transform: makes of a picture (a path, a PIL image, 8-bit pixels) what the network
-        wants, [C, S, S]; numbers of a data set of one's own pass as they are. classes: a name for each output.
+        A Trained, of three. network: in evaluation mode. transform: makes of a picture (a path, a PIL image, 8-bit
+        pixels) what the network wants, [C, S, S]; numbers of a data set of one's own pass as they are. classes: a name
+        for each output.
 
     Raises:
         UserError: there is no such run, or its network can't be made again without `model`.
     """
-    from manyhands.run.inspect import resolve_checkpoint
-    from manyhands.train.trained import open_trained
-
     live = copy.deepcopy(run.model) if isinstance(run, Run) and model is None else model
-    return open_trained(resolve_checkpoint(_place(run), which), model=live, device=device)
+    path = resolve_checkpoint(_place(run), which)
+    record = record_of(path)
+    if live is None and record and not isinstance(run, Run):
+        announce([record.name], path, record, "load(RUN, model={!r})")
+    return load_worker("own_process").open_trained(path, model=live, device=device)
 
 
-def predict(run: Run | str | Path, pictures: Any, *, which: str = "best", model: Any = None) -> list[Any]:
+def predict(
+    run: Run | str | Path, pictures: Any, *, which: str = "best", model: "nn.Module | str | None" = None
+) -> list[list[tuple[str, float]]]:
     """The most likely classes of pictures: for each a list of (class name, probability).
 
     Args:
@@ -190,17 +289,15 @@ def predict(run: Run | str | Path, pictures: Any, *, which: str = "best", model:
     Raises:
         UserError: a picture can't be read, or how the run's own data set made its samples isn't known.
     """
-    from manyhands.run.predict import list_pictures
-    from manyhands.train.predict import guess
-
-    if isinstance(pictures, str | Path):
-        pictures = [pictures]
+    tensors = load_worker("own_process")
+    if isinstance(pictures, str | Path) or not hasattr(pictures, "__iter__") or tensors.as_picture(pictures):
+        pictures = [pictures]  # one picture, whose channels are none
     inputs = [
         each
         for picture in pictures
         for each in (list_pictures([Path(picture)]) if isinstance(picture, str | Path) else [picture])
     ]
-    return list(guess(load(run, which, model=model), inputs))
+    return list(tensors.guess(load(run, which, model=model), inputs))
 
 
 def _place(run: Run | str | Path) -> Path:
@@ -208,69 +305,17 @@ def _place(run: Run | str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def session(**settings: Any) -> Iterator[Any]:
+def session(*, job: JobLike = None, **settings: Any) -> "Iterator[Session]":
     """This process among all of a run, for a training loop of the user's own.
 
     Args:
+        job: a Job or the path of a job.toml; what is given beside it wins over what it says.
         settings: options of the train section that a session uses: seed, norm_group, evaluate_batch.
 
     Yields:
         A Session: rank, size, device, collectives, new_group, prepare, backward, evaluate.
     """
-    from manyhands.parallel.group import join, say_on_stderr
-    from manyhands.run.worker import digest
-    from manyhands.train.session import Session
-
-    job = load_job({**_flags(settings), "data.name": OBJECTS}).job
-    place = participate(job.cluster)
-    group = join(
-        place.membership or _on_its_own(job),
-        f"{digest(job)} {os.path.basename(sys.argv[0])}",  # noqa: PTH119 - sys.argv[0] may be "-c"
-        job.cluster.collective_timeout_s,
-        say_on_stderr,
-    )
-    try:
-        yield Session(group.world, job)
-    finally:
-        group.leave()
-
-
-def parallelize(model: Any, plan: Any, *, sample: Any, session: Any, loss: Callable[..., Any] | None = None) -> Any:
-    """Cuts a network by a plan, for a training loop of the user's own.
-
-        with manyhands.session() as here:
-            model = manyhands.parallelize(network, plan, sample=pictures[0], session=here)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            loss = model.backward(pictures, labels)  # the whole batch, on every process
-            optimizer.step()
-
-    Args:
-        model: a network; its parameters become this process's pieces.
-        plan: from `find_plan` or `read_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
-        sample: one input, without the batch's dimension; its numbers don't matter.
-        session: the processes, as many as the plan's mesh has places.
-        loss: function (output, labels) of the mean loss or one per sample; cross-entropy if None.
-
-    Returns:
-        A CutModel: backward, whole_state_dict, release; in evaluation it gives all outputs.
-
-    Raises:
-        UserError: the plan doesn't fit the network or the processes.
-    """
-    from manyhands.train.cut_model import CutModel
-
-    return CutModel(model.to(session.device), as_plan(plan), sample.to(session.device), session.world, loss)
-
-
-def as_plan(plan: Any) -> Any:
-    """A plan from what users write: a Plan, the path of a plan.json, or strategies by op with the mesh among them."""
-    from manyhands.core.mesh import parse_mesh
-    from manyhands.parallel.plan import Plan, read_plan
-
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, str | Path):
-        return read_plan(Path(plan))
-    if not isinstance(plan, dict) or not all(isinstance(word, str) for word in (plan.get("mesh"), *plan.values())):
-        raise UserError("a plan is a plan.json or a dict", "plan", ('such as {"mesh": "dp=2", "fc": "o@dp"}',))
-    return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
+    settled = load_on(job, {**_flags(settings, "session"), "data.name": OBJECTS}).job
+    program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
+    with load_worker("own_process").opened(settled, _place_of(settled), program) as opened:
+        yield opened

@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.formats import kubernetes, slurm
-from manyhands.cluster.submission import JOB, Submission
-from manyhands.config.job import Job
+from manyhands.cluster.descriptions.formats import kubernetes, slurm
+from manyhands.cluster.descriptions.submission import JOB, Submission
+from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.load import known_keys, load_job
 from manyhands.core.errors import RunError, UserError
 
@@ -129,8 +129,11 @@ def _words(job: Job, job_file: Path | None) -> list[str]:
         base = load_job({"data.name": job.data.name, "model.name": job.model.name}, environment={}).job
         words = [job.data.name, job.model.name]
     there, here = base.model_dump(mode="json"), job.model_dump(mode="json")
+    lost = () if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS
     for key in known_keys():
         section, _, name = key.partition(".")
+        if key in lost:
+            continue
         if here[section][name] != there[section][name] and key != "run.out" and not key.startswith(NOT_HANDED_ON):
             words += ["--set", f"{key}={_as_toml(here[section][name])}"]
     return words

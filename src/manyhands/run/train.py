@@ -1,10 +1,10 @@
 """Starts a training run and watches it to its end, whatever way its processes meet."""
 
 import os
+import shlex
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,13 +14,14 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.cluster.inventory import Meeting
-from manyhands.cluster.machines import machines_of
-from manyhands.cluster.orders import Orders
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.start import open_here
+from manyhands.cluster.agents.supervise import Ending, Watch, first_cause, supervise
+from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.rendezvous import Participation, participate
-from manyhands.cluster.start import open_here
-from manyhands.cluster.supervise import Ending, Watch, first_cause, supervise
 from manyhands.config.job import Job
+from manyhands.core.claim import claim, new_holder, run_id, set_run_id
 from manyhands.core.errors import (
     EXIT_DOCTOR,
     EXIT_FAILED,
@@ -32,18 +33,32 @@ from manyhands.core.errors import (
     RunError,
     UserError,
 )
-from manyhands.core.folder import RunFolder, new_run_folder, remove_new, topmost_missing, use_run_folder, write_job
-from manyhands.core.records import MACHINE_LOST, Event, Failure, append, read_lines, write_json
+from manyhands.core.failures import Failed, as_error
+from manyhands.core.folder import (
+    RunFolder,
+    new_run_folder,
+    remove_new,
+    topmost_missing,
+    use_run_folder,
+    write_job,
+    writing_into,
+)
+from manyhands.core.private import private_files
+from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.registry import registered
+from manyhands.core.scratch import scratch
+from manyhands.core.shown import say
+from manyhands.core.stops import ended_like_ctrl_c, saved_step, unsaved
 from manyhands.core.world import Membership
-from manyhands.parallel.ports import describe_exposure
+from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.page import write_report
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.worker import Failed, Say, as_error, train_here
+from manyhands.run.load import load_worker
+from manyhands.run.script import note_end, orders_for, shown, stopping
 
-WORK = "manyhands.run.worker:work"
-STOPPING = "stopping after what is going on now, an update or an evaluation; Ctrl-C again ends at once, unsaved"
+WORK = "manyhands.worker.entry:work"
+STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
 LOOPBACK = "127.0.0.1"
 # Ranks other than 0 learn from it where the run is kept.
@@ -58,13 +73,13 @@ class Outcome:
         folder: the run folder.
         status: "finished" or "stopped".
         exit_code: for the shell.
-        speaks: True on the process that should tell the user.
+        is_main: True on the process that should tell the user.
     """
 
     folder: RunFolder
     status: str
     exit_code: int
-    speaks: bool = True
+    is_main: bool = True
 
     def read(self) -> RunData:
         """What the run left."""
@@ -97,17 +112,19 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
 def _train_among_machines(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
     """Starts this machine's processes, which meet those that other machines start; rank 0's keeps the run."""
     if meeting.machine == 0:
+        # Said only of what can be opened; the agent opens it.
+        listen(meeting.address, meeting.port, "MASTER_ADDR and MASTER_PORT, or the description").close()
         if not quiet:
-            _say(describe_exposure(meeting.address, meeting.port))
+            say(describe_exposure(meeting.address, meeting.port))
         return _train_here(job, meeting, quiet=quiet, objects=objects)
     out = f"{job.run.out}.node{meeting.machine}" if job.run.out else ""
     run = job.run.model_copy(update={"out": out, "report": False})
     outcome = _train_here(job.model_copy(update={"run": run}), meeting, quiet=quiet, objects=objects)
-    return replace(outcome, speaks=False)
+    return replace(outcome, is_main=False)
 
 
 def _train_here(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
-    private_folder = tempfile.TemporaryDirectory(prefix="manyhands-") if objects is not None else nullcontext("")
+    private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
         argument = {
             "task": "train",
@@ -115,7 +132,7 @@ def _train_here(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Out
             "folder": str(folder.path.resolve()),
             "met": len(meeting.sizes) > 1,
         }
-        argument.update(_hand_over(objects, Path(private)))
+        argument.update(_hand_over(objects, private))
         ending = _run_agent(job, argument, meeting, folder, quiet=quiet)
         return conclude(job, folder, ending)
 
@@ -133,7 +150,7 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 
 def _run_agent(job: Job, argument: dict[str, Any], meeting: Meeting, folder: RunFolder, *, quiet: bool) -> Ending:
     orders = Orders(
-        entry=WORK,
+        **orders_for(job, WORK),
         argument=argument,
         logs=str(folder.ranks.resolve()),
         sizes=list(meeting.sizes),
@@ -147,34 +164,42 @@ def _run_agent(job: Job, argument: dict[str, Any], meeting: Meeting, folder: Run
     screen = Screen(folder.path, quiet=quiet)
     try:
         link = open_here(folder.ranks / "agent.log")
-        return supervise([link], [orders], Watch(screen.update, lambda: screen.say(STOPPING)))
+        return supervise([link], [orders], watch_on(job, screen, shown(job, folder, screen, quiet=quiet)))
     finally:
         screen.close()
 
 
+def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
+    """What a run's screen wants to hear of while its head watches."""
+    return Watch(on_tick, lambda: screen.say(stopping(job, STOPPING)), lambda how: screen.say(how, "WARNING"))
+
+
 def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
     """Report, exit code, or the first cause of a failure."""
+    if job.run.script:
+        note_end(job, folder, ending)
     if not ending.ok:
         if ending.refused:
             raise ending.refused
-        if ending.interrupted and not ending.records:
+        if ending.interrupted and (ending.hung or not ending.records):
             _report(job, folder)
-            raise _interrupted()
+            raise interrupted(folder, ending.hung)
         cause = first_cause(ending)
         if cause:
             _note_failure(folder, cause)
         _report(job, folder)
         raise failure_of(folder, ending)
+    if job.run.script:
+        return Outcome(folder, "finished", EXIT_OK)
     statuses = {value["status"] for value in ending.returned.values()}
     status = "stopped" if "stopped" in statuses else "finished"
     _report(job, folder)
     return Outcome(folder, status, EXIT_SAVED if status == "stopped" else EXIT_OK)
 
 
-def _interrupted() -> ManyhandsError:
-    error = ManyhandsError("stopped before anything could be saved", mend=("the last checkpoint, if any, is whole",))
-    error.exit_code = EXIT_INTERRUPTED
-    return error
+def interrupted(folder: RunFolder, hung: str = "") -> ManyhandsError:
+    """Of a run that ended at the user's wish without a save; `hung` says why, where there was no second wish."""
+    return unsaved(folder.path, saved_step(folder), hung)
 
 
 def _note_failure(folder: RunFolder, cause: Failure) -> None:
@@ -191,19 +216,27 @@ def _note_failure(folder: RunFolder, cause: Failure) -> None:
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """The first cause as an error for the user."""
     cause = first_cause(ending)
-    go_on = (f"manyhands resume {folder.path} goes on from the last checkpoint",) if _has_saved(folder) else ()
+    go_on = _go_on(folder)
     if cause is None:
         where = str(folder.ranks / "agent.log")
         return RunError(f"the agent that watches the processes failed: {ending.broken}", where, go_on)
     error = as_error(cause)
-    if cause.exit_code == EXIT_FAILED and (not cause.where or cause.error == MACHINE_LOST):
+    return _with_line(error, go_on)
+
+
+def _with_line(error: ManyhandsError, go_on: tuple[str, ...]) -> ManyhandsError:
+    """A failure's error with the line that goes on, unless it has one."""
+    if error.exit_code == EXIT_FAILED and not any("manyhands resume" in line for line in error.mend):
         error.mend += go_on
     return error
 
 
-def _has_saved(folder: RunFolder) -> bool:
-    """True when there is a checkpoint, here or on the machine of rank 0."""
-    return folder.has_checkpoints() or any(line.get("kind") == "saved" for line in read_lines(folder.events))
+def _go_on(folder: RunFolder) -> tuple[str, ...]:
+    """The line that goes on with a run that has failed, where something was saved."""
+    step = saved_step(folder)
+    resume = f"manyhands resume {shlex.quote(str(folder.path))}"
+    told = f"{resume} goes on from the last checkpoint, of step {step}, and takes --set too"
+    return (told,) if step is not None else ()
 
 
 def _report(job: Job, folder: RunFolder) -> None:
@@ -213,53 +246,68 @@ def _report(job: Job, folder: RunFolder) -> None:
     try:
         write_report(folder.path)
     except (OSError, ValueError, RuntimeError) as error:
-        sys.stderr.write(f"manyhands: no report: {error}\n")
+        say(f"no report: {error}")
 
 
 @contextmanager
 def run_folder(job: Job) -> Iterator[RunFolder]:
     """The run folder; one that is new goes again when the user's mistake ends the run before its first update."""
+    with private_files():
+        yield from _run_folder(job)
+
+
+def _run_folder(job: Job) -> Iterator[RunFolder]:
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
     missing = topmost_missing(base)
     folder, lock = open_folder(job)
     topmost = missing or (folder.path if not job.run.out else None)
     try:
-        with registered(folder.path, [machine.name for machine in machines_of(job.cluster)]):
+        names = [machine.name for machine in machines_of(job.cluster)]
+        with registered(folder.path, names), ended_like_ctrl_c():
             yield folder
     except ManyhandsError as error:
         if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
             remove_new(folder.path, topmost)
         raise
     finally:
-        lock.release()
+        if lock:
+            lock.release()
 
 
-def open_folder(job: Job) -> tuple[RunFolder, FileLock]:
+def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """The run folder, new or gone on with, with the whole job in it, and a lock that keeps other runs out of it.
 
     Raises:
         UserError: it can't be used, or holds a run that the user doesn't want to go on with.
     """
     if not job.run.out:
-        folder = new_run_folder(RUNS, job.data.name, job.model.name, datetime.now())
+        words = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
+        folder = new_run_folder(RUNS, *words, datetime.now())
     else:
         folder = use_run_folder(Path(job.run.out).expanduser())
         if folder.exists() and job.checkpoint.resume == "never":
             raise UserError(f"{folder.path} holds a run already", "--out", ("--resume auto", "or another --out"))
+    with writing_into(folder.path):
+        lock = _claim(folder)
+    if not folder.exists() or job.run.script:
+        # An earlier run's job file is replaced only once everything is known to fit (see worker/account.py).
+        write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
+    return folder, lock
+
+
+def _claim(folder: RunFolder) -> FileLock | None:
     folder.ranks.mkdir(exist_ok=True)
-    lock = FileLock(folder.ranks / "lock")
     try:
-        lock.acquire(timeout=0)
+        lock = claim(folder, new_holder())
     except Timeout:
         mend = ("wait for its end, or stop it with Ctrl-C there", "or another --out")
         raise UserError(f"a run is going on in {folder.path}", "--out", mend) from None
+    if not run_id(folder):
+        set_run_id(folder)
     folder.failures.mkdir(exist_ok=True)
     for stale in folder.failures.glob("*.json"):
         stale.unlink()
-    if not folder.exists():
-        # An earlier run's job file is replaced only once everything is known to fit (see worker.py).
-        write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
-    return folder, lock
+    return lock
 
 
 def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: Any) -> Outcome:
@@ -267,36 +315,37 @@ def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: 
     # What torch's C++ parts log, each error with fifty lines of addresses, they raise as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if membership.rank:
-        say = _say if membership.started_by == "--init" else _say_nothing
-        result = _take_part(job, membership, UNKNOWN, objects, say)
-        return _outcome(RunFolder(Path(result["folder"])), result, speaks=False)
+        tell = say if membership.started_by == "--init" else _say_nothing
+        with private_files():
+            result = _take_part(job, membership, UNKNOWN, objects, tell)
+        return _outcome(RunFolder(Path(result["folder"])), result, is_main=False)
     with run_folder(job) as folder:
         screen = _ScreenThread(folder, quiet=quiet)
         try:
-            result = _take_part(job, membership, folder, objects, _say)
+            result = _take_part(job, membership, folder, objects, say)
         finally:
             screen.close()
         _report(job, folder)
-        return _outcome(folder, result, speaks=True)
+        return _outcome(folder, result, is_main=True)
 
 
-def _take_part(job: Job, membership: Membership, folder: RunFolder, objects: Any, say: Say) -> dict[str, Any]:
+def _take_part(
+    job: Job, membership: Membership, folder: RunFolder, objects: Any, say: Callable[[str], None]
+) -> dict[str, Any]:
     try:
-        return train_here(job, membership, folder, {"live": objects}, say)
+        return load_worker("entry").train_here(job, membership, folder, {"live": objects}, say)
     except Failed as failed:
         if membership.rank == 0:
             _note_failure(folder, failed.record)
-        raise as_error(failed.record) from failed.__cause__
+        if failed.record.exit_code == EXIT_INTERRUPTED and membership.rank == 0:
+            raise interrupted(folder) from None
+        own = _go_on(folder) if membership.rank == 0 else ()
+        raise _with_line(as_error(failed.record), own) from failed.__cause__
 
 
-def _outcome(folder: RunFolder, result: dict[str, Any], *, speaks: bool) -> Outcome:
+def _outcome(folder: RunFolder, result: dict[str, Any], *, is_main: bool) -> Outcome:
     stopped = result["status"] == "stopped"
-    return Outcome(folder, result["status"], EXIT_SAVED if stopped else EXIT_OK, speaks=speaks)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"manyhands: {text}\n")
-    sys.stderr.flush()
+    return Outcome(folder, result["status"], EXIT_SAVED if stopped else EXIT_OK, is_main=is_main)
 
 
 def _say_nothing(_text: str) -> None:

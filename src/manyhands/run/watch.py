@@ -1,5 +1,6 @@
 """Finds runs that go on by the words that users have for them, and stops them."""
 
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -34,7 +35,7 @@ def find_running(word: str) -> Running:
     if found:
         raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(f"{record.run}" for record in found))
     if RunFolder(Path(word).expanduser()).exists():
-        mend = ("manyhands ps lists the runs that go on", f"manyhands resume {word} goes on with it")
+        mend = ("manyhands ps lists the runs that go on", f"manyhands resume {shlex.quote(word)} goes on with it")
         raise UserError(f"the run in {word} isn't going on", "RUN", mend)
     raise unknown_run(word, [record.name for record in runs])
 
@@ -66,7 +67,11 @@ def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event
         RunError: it could not be ended.
     """
     if not record.here:
-        raise UserError(f"{record.name} is watched from {record.host}", "RUN", (f"on {record.host}: manyhands stop",))
+        raise UserError(
+            f"{record.name} is watched from {record.host}",
+            "RUN",
+            (f"on {record.host}: manyhands stop {shlex.quote(record.name)}",),
+        )
     signal_head(record, signal.SIGTERM)
     if now:
         say(f"ending {record.name} (pid {record.pid}) without a save")
@@ -81,7 +86,7 @@ def _wait_for_save(record: Running, say: Callable[[str], None]) -> None:
     asked, told = time.monotonic(), ""
     while goes_on(record):
         stopping = look(record).state == "stopping"
-        words = "waiting for its last checkpoint" if stopping else "waiting for the update or evaluation that goes on"
+        words = "waiting for its last checkpoint" if stopping else "waiting for the update that goes on"
         if words != told and time.monotonic() - asked > QUIET_S:
             told = words
             say(f"{words}; --now ends it at once")

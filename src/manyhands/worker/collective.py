@@ -8,8 +8,8 @@ from typing import Any
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core.records import FAILURE_FILE, write_json
+from manyhands.core.shown import say
 
-ENTRY = "manyhands.run.collective:add_up"
 # A ring that fits no single packet, and takes no time even on a slow link.
 NUMBERS = 10_000
 
@@ -26,9 +26,9 @@ def add_up(argument: dict[str, Any]) -> dict[str, Any]:
 
     group, start = None, time.monotonic()
     try:
-        from manyhands.parallel.group import join, say_on_stderr
+        from manyhands.parallel.group import join
 
-        group = join(membership, "doctor", job.cluster.collective_timeout_s, say_on_stderr)
+        group = join(membership, "doctor", job.cluster.collective_timeout_s, say)
         _check_sum(group.world)
     except BaseException as error:
         record = describe_failure(error, rank=membership.rank, step=None, phase="doctor")

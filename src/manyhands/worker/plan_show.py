@@ -1,24 +1,29 @@
-"""Plans that were written: shown op by op, proven, and timed. Imports torch only when it is used."""
+"""Plans that were written, op by op, and what processes are asked to prove or time them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.run.inspect import run_by_agent
-from manyhands.run.planning import NETWORK, network_of, seconds_of, with_processes
-
-if TYPE_CHECKING:
-    from manyhands.parallel.graph import Graph
-    from manyhands.parallel.plan import Plan
-    from manyhands.planner.collectives import Collective
+from manyhands.core.named_code import announce_planned
+from manyhands.parallel.graph import Graph
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.plan import Plan, read_plan, resolve
+from manyhands.parallel.strategy import parse_strategy, write_strategy
+from manyhands.parallel.tracing import describe_network
+from manyhands.planner.choose import DATA_PARALLEL
+from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
+from manyhands.planner.find import digest
+from manyhands.planner.work import parameter_part, piece_shape
+from manyhands.worker.plan_search import NETWORK, network_of, timing, with_processes
+from manyhands.worker.plan_trials import VERIFY, make_network, norm_group, picture
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One op of a plan, as the table shows it.
 
     Attributes:
@@ -50,11 +55,25 @@ class Shown:
         notes: sentences on parts that stay whole.
     """
 
-    plan: "Plan"
-    rows: tuple[Row, ...]
+    plan: Plan
+    rows: tuple[PlanRow, ...]
     job: Job
     network: dict[str, Any]
     notes: tuple[str, ...]
+
+    def as_plain(self) -> dict[str, Any]:
+        """The plan and its ops as JSON data."""
+        return {**self.plan.as_plain(), "rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
+
+    def verification(self) -> tuple[Job, dict[str, Any]]:
+        """The job on the plan's processes, and what they are asked to prove that it computes what one does."""
+        argument = {"task": "plan", "action": VERIFY, "network": self.network, "plans": {"plan": _bare(self.plan)}}
+        return with_processes(self.job, self.plan.mesh.size), argument
+
+    def comparison(self) -> tuple[Job, dict[str, Any]]:
+        """The same for timing the plan and data parallel in turns."""
+        plans = {DATA_PARALLEL: None, "plan": _bare(self.plan)}
+        return with_processes(self.job, self.plan.mesh.size), timing(self.network, plans)
 
 
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
@@ -67,12 +86,6 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     Raises:
         UserError: it is no plan, or doesn't fit the network.
     """
-    from manyhands.parallel.describe import describe_network
-    from manyhands.parallel.norm import group_batch_norms
-    from manyhands.parallel.plan import read_plan, resolve
-    from manyhands.planner.find import digest
-    from manyhands.run.trials import make_network, picture
-
     plan = read_plan(path)
     job, network = _remade(plan, flags, str(path))
     model = make_network(job, network, "cpu")
@@ -86,7 +99,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     return Shown(plan, _rows(plan, graph, letters, job, network), job, network, tuple(notes))
 
 
-def _remade(plan: "Plan", flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
+def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict[str, Any]]:
     """The job and the network's figures that a plan names, or those that flags name."""
     given = {key: value for key, value in flags.items() if value is not None}
     if given.get("data.name") or given.get("model.name"):
@@ -103,24 +116,21 @@ def _remade(plan: "Plan", flags: Mapping[str, Any], where: str) -> tuple[Job, di
         raise UserError('the plan doesn\'t say for which network it is (its field "network")', where, mend) from error
     if min(network.values()) < 1:
         raise UserError("the plan's network has sizes below 1", f"{where}, network", ("write it anew",))
-    return load_job({**model, "train.batch": network["batch"], **given}).job, network
+    job = load_job({**model, "train.batch": network["batch"], **given}).job
+    announce_planned(job.model.name, Path(where), "manyhands plan PLAN DATA {}")
+    return job, network
 
 
 def _rows(
-    plan: "Plan", graph: "Graph", letters: Mapping[str, Any], job: Job, network: dict[str, Any]
-) -> tuple[Row, ...]:
-    from manyhands.parallel.strategy import parse_strategy, write_strategy
-    from manyhands.planner.collectives import Update, collectives, shares
-    from manyhands.planner.work import parameter_part, piece_shape
-    from manyhands.run.trials import norm_group
-
+    plan: Plan, graph: Graph, letters: Mapping[str, Any], job: Job, network: dict[str, Any]
+) -> tuple[PlanRow, ...]:
     batch, mesh = network["batch"], plan.mesh
     share = shares(batch, norm_group(job, batch))
     sent: dict[str, list[Collective]] = {}
-    for one in collectives(Update(graph, letters, mesh, batch, share, mesh.size - 1)):
+    for one in collectives(PlannedUpdate(graph, letters, mesh, batch, share, mesh.size - 1)):
         sent.setdefault(one.op or one.when, []).append(one)
     usual = parse_strategy(plan.fallback, mesh, "default")
-    rows: list[Row] = []
+    rows: list[PlanRow] = []
     for op in graph.ops.values():
         held = sum(
             parameter_part(op, name, letters[op.name], mesh) * tensor.numel() * tensor.element_size()
@@ -130,12 +140,12 @@ def _rows(
         if held or special or op.name in sent:
             shape = " ".join(str(piece_shape(op, letters[op.name], mesh, batch)).split())
             words = _words(sent.get(op.name, []))
-            rows.append(Row(op.name, op.kind, write_strategy(letters[op.name], mesh), shape, held / 1e6, words))
-    rows += [Row(when, "", "", "", 0.0, _words(sent[when])) for when in ("gradients", "statistics") if when in sent]
+            rows.append(PlanRow(op.name, op.kind, write_strategy(letters[op.name], mesh), shape, held / 1e6, words))
+    rows += [PlanRow(when, "", "", "", 0.0, _words(sent[when])) for when in ("gradients", "statistics") if when in sent]
     return tuple(rows)
 
 
-def _words(sent: "list[Collective]") -> str:
+def _words(sent: list[Collective]) -> str:
     """Collectives in a few words: "2 all_reduce 0.4 MB"."""
     kinds = dict.fromkeys(one.kind for one in sent)
     return ", ".join(
@@ -145,34 +155,7 @@ def _words(sent: "list[Collective]") -> str:
     )
 
 
-def verify_plan(shown: Shown) -> dict[str, Any]:
-    """Proves on real processes of this machine that a plan computes what one process does, in double precision.
-
-    Returns:
-        worst, where, compared and holds; see `planner.trial.Proof`.
-
-    Raises:
-        ManyhandsError: the processes failed.
-    """
-    job = with_processes(shown.job, shown.plan.mesh.size)
-    argument = {"task": "plan", "action": "verify", "network": shown.network, "plans": {"plan": _bare(shown.plan)}}
-    return run_by_agent(job, argument)["proofs"]["plan"]
-
-
-def time_plan(shown: Shown) -> dict[str, list[float]]:
-    """Seconds of updates under a plan and data parallel, in turns, on processes of this machine."""
-    from manyhands.planner.choose import DATA_PARALLEL
-
-    job = with_processes(shown.job, shown.plan.mesh.size)
-    return seconds_of(job, shown.network, {DATA_PARALLEL: None, "plan": _bare(shown.plan)})
-
-
-def _bare(plan: "Plan") -> dict[str, Any]:
+def _bare(plan: Plan) -> dict[str, Any]:
     """Only what says who computes what; layouts follow from it."""
     content = plan.as_plain()
     return {key: content[key] for key in ("format", "mesh", "default", "ops")}
-
-
-def as_plain(shown: Shown) -> dict[str, Any]:
-    """A plan and its ops as JSON data."""
-    return {**shown.plan.as_plain(), "rows": [asdict(row) for row in shown.rows], "notes": list(shown.notes)}

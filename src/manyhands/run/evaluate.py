@@ -1,24 +1,23 @@
-"""Evaluates what a run has learnt, and runs other short tasks of workers."""
+"""Evaluates what a run has learnt, and finds the job and the checkpoint that are meant."""
 
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from manyhands.cluster.orders import Orders
-from manyhands.cluster.rendezvous import participate
-from manyhands.cluster.start import open_here
-from manyhands.cluster.supervise import Watch, supervise
+from manyhands.checkpoint.find import choose
+from manyhands.cluster.agents.ssh import copied_by
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.outside import read_object
+from manyhands.core.named_code import announce
+from manyhands.core.plan_record import read_plan_record
+from manyhands.core.shown import say
+from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
+from manyhands.run.load import load_worker
 from manyhands.run.logs import read_places
-from manyhands.run.train import WORK, failure_of
-from manyhands.run.worker import Failed, as_error, evaluate_here, predict_here
+from manyhands.run.own_code import record_of
+from manyhands.run.task import take_part_or_start
 
 # The name of data that the user of the Python interface brings as objects.
 OBJECTS = "objects"
@@ -40,18 +39,26 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     Raises:
         ManyhandsError: there is no such run, or the evaluation failed.
     """
-    from manyhands.data.open import is_plain_folder
-
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
+    _announce_code(job, path, {key for key, value in flags.items() if value is not None})
     if job.data.name == OBJECTS:
         mend = ("name a folder of pictures: manyhands eval RUN FOLDER", "or manyhands.evaluate(NETWORK, TEST_SET)")
         raise UserError("this run's data were objects in Python, which only that program has", str(reference), mend)
     given = [key for key, value in flags.items() if value is not None]
-    whole = "data.name" in given and is_plain_folder(job.data.name)
+    whole = "data.name" in given and load_worker("check").is_plain_folder(job.data.name)
     if whole and _is_own_data(reference, job.data.name):
-        _say(f"{job.data.name} is what this run was trained on, most of it; without it the held-back part is evaluated")
+        say(f"{job.data.name} is what this run was trained on, most of it; without it the held-back part is evaluated")
     found = _evaluate(job, path, {"given": given, "whole": whole})
     return {**found, "data": job.data.name if whole else f"the evaluation split of {job.data.name}"}
+
+
+def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
+    """Says which code of the run's is about to run; what the user has named now is his own affair."""
+    record = record_of(path)
+    if "model.name" not in given:
+        announce([record.name if record else job.model.name], path, record, "manyhands eval RUN DATA {}")
+    if "data.name" not in given:
+        announce([job.data.name], path, record, "manyhands eval RUN {}")
 
 
 def _is_own_data(reference: Path, name: str) -> bool:
@@ -80,66 +87,6 @@ def _evaluate(job: Job, path: Path | None, more: dict[str, Any]) -> dict[str, An
     return {"checkpoint": str(path or ""), **found} if found else {}
 
 
-def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
-    """Does a worker's task in this process, where a launcher made it one of a group, else in processes of our own.
-
-    Returns:
-        What the task returned; nothing on processes of a group other than the first.
-
-    Raises:
-        ManyhandsError: the task failed.
-    """
-    membership = participate(job.cluster).membership
-    if membership is None:
-        return run_by_agent(job, {"task": task, **argument})
-    work = {"evaluate": evaluate_here, "predict": predict_here}[task]
-    with _private_folder() as folder:
-        try:
-            found = work(job, membership, folder, argument, _say)
-        except Failed as failed:
-            raise as_error(failed.record) from failed.__cause__
-    return found if membership.rank == 0 else {}
-
-
-def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker's task on the processes that the job names, on this machine, and keeps nothing of it.
-
-    Args:
-        job: that the task is about.
-        argument: "task", and what it needs besides the job; plain data.
-
-    Returns:
-        What the first process returned.
-
-    Raises:
-        ManyhandsError: the task failed.
-    """
-    with _private_folder() as folder:
-        given = {"job": job.model_dump(mode="json"), "folder": str(folder.path), **argument}
-        orders = Orders(
-            WORK, given, str(folder.ranks), [job.cluster.processes],
-            device=job.cluster.device, threads=job.cluster.threads,
-        )  # fmt: skip
-        ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
-        if not ending.ok:
-            raise failure_of(folder, ending)
-        return ending.returned[0]
-
-
-@contextmanager
-def _private_folder() -> Iterator[RunFolder]:
-    """A run folder for the length of an evaluation, which nobody keeps."""
-    with tempfile.TemporaryDirectory(prefix="manyhands-") as private:
-        folder = RunFolder(Path(private))
-        folder.failures.mkdir(parents=True)
-        yield folder
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"manyhands: {text}\n")
-    sys.stderr.flush()
-
-
 def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     """The job that a checkpoint belongs to, with changes; for a lone file the flags must name the data.
 
@@ -152,7 +99,10 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     run = run_of(reference)
     if run:
         here = load_job({key: value for key, value in flags.items() if key.startswith("cluster.")}).job.cluster
-        job = load_job(dict(flags), file=run.job).job.model_copy(update={"cluster": here})
+        job = load_job(dict(flags), file=run.job).job
+        # What was held out isn't what an evaluation is of, and needn't be here.
+        data = job.data.model_copy(update={"held_out": ""})
+        job = job.model_copy(update={"cluster": here, "data": data})
         return _following(job, run)
     if not flags.get("data.name"):
         raise UserError(
@@ -169,30 +119,31 @@ def run_of(reference: Path) -> RunFolder | None:
 
 def _following(job: Job, folder: RunFolder) -> Job:
     """The job of a run whose processes searched for a plan, following the one that they found."""
-    searched = job.parallel.mode == "auto" or job.parallel.fill == "search"
-    if not searched or not folder.plan.is_file():
+    if not job.parallel.searches or not folder.plan.is_file():
         return job
-    content = read_object(folder.plan) or {}
-    found = {"mode": "data"} if content.get("mode") == "data" else {"mode": "semi", "plan": str(folder.plan)}
-    options = {"mesh": "", "pin": (), "fill": "data", **found}
+    record = read_plan_record(folder.plan)
+    whole = record.mode == USUAL_MODE
+    found = {"mode": USUAL_MODE} if whole else {"mode": MODE_OF_PLANS, "plan": str(folder.plan)}
+    options = ParallelOptions().model_dump(include={"mesh", "pin", "fill"}) | found
     return job.model_copy(update={"parallel": job.parallel.model_copy(update=options)})
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """The checkpoint folder or file that is meant.
+    """The checkpoint folder or file that is meant; says which damaged ones were passed over for it.
 
     Raises:
         UserError: there is none, or it lies on another machine.
     """
-    from manyhands.checkpoint.load import resolve
-
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
         if away:
             raise UserError(
-                f"the checkpoints of {reference} are on {away.host}, where rank 0 was",
+                f"the checkpoints of {reference} are on {away.machine.name}, where rank 0 was",
                 f"{away.host}:{away.folder}/checkpoints",
-                (f"scp -r {away.host}:{away.folder}/checkpoints {reference}/",),
+                (copied_by(away.machine, f"{away.folder}/checkpoints", f"{reference}/"),),
             )
-    return resolve(reference, which)  # pyright: ignore[reportArgumentType]
+    path, passed_over = choose(reference, which)  # pyright: ignore[reportArgumentType]
+    for note in passed_over:
+        say(note)
+    return path

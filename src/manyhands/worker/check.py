@@ -1,8 +1,14 @@
-"""What can be checked of a job before anything is started or read."""
+"""What can be checked of a job before anything is started or read, where torch is needed to know the names."""
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import module_names, unknown_choice
+from manyhands.data.open import find_choice, is_plain_folder
+from manyhands.models.build import describe
+from manyhands.parallel.apply import MODES
+from manyhands.sync.choose import check_method
+
+__all__ = ["check_names", "is_plain_folder"]
 
 
 def check_names(job: Job) -> None:
@@ -11,19 +17,12 @@ def check_names(job: Job) -> None:
     Raises:
         UserError: one of them doesn't exist.
     """
-    from manyhands.data.open import find_choice
-    from manyhands.models.build import describe
-    from manyhands.parallel.apply import MODES
-    from manyhands.sync.choose import METHODS
-
     find_choice(job.data.name)
     describe(job.model, job.data.image_size or 32)
-    modes, methods = module_names(MODES), module_names(METHODS)
+    modes = module_names(MODES)
     if job.parallel.mode not in modes:
         raise unknown_choice("parallel mode", job.parallel.mode, modes, "parallel.mode")
-    methods = ["auto", *methods]
-    if job.sync.method not in methods:
-        raise unknown_choice("sync method", job.sync.method, methods, "sync.method")
+    check_method(job.sync.method)
     if job.cluster.processes > job.train.batch:
         raise UserError(
             f"train.batch is {job.train.batch}, and there are {job.cluster.processes} processes to share it",

@@ -11,23 +11,26 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.links import fitted_link, links_of
+from manyhands.core.link_speeds import fitted_link, links_of
+from manyhands.core.plugins import module_names, unknown_choice
 from manyhands.core.quantities import parse_memory
 from manyhands.core.world import World
-from manyhands.parallel.describe import describe_network
+from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.options import MODE_OF_SEARCHES, MODES
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan
 from manyhands.parallel.shared_plan import shared_plan
+from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
-from manyhands.planner.find import Found, find
+from manyhands.planner.find import SearchResult, find
 from manyhands.planner.op_times import OpTimes
-from manyhands.planner.trial import Case, measure
-from manyhands.run.planning import ROUNDS, TIMES_BUDGET_S, Wanted
-from manyhands.run.trials import LINKS, case_of, try_out
-from manyhands.train.criterion import make_criterion
-from manyhands.train.samples import Objects, class_names, open_splits, pixels_for
+from manyhands.planner.trial import PlanCase, measure
+from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
+from manyhands.train.optimize import slots_of
+from manyhands.worker.plan_search import ROUNDS, TIMES_BUDGET_S, PlanRequest
+from manyhands.worker.plan_trials import LINKS, case_of, try_out
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,6 @@ class Decision:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def searches(job: Job) -> bool:
-    """True where the processes are to search for a plan."""
-    return job.parallel.mode == "auto" or (job.parallel.mode == "semi" and job.parallel.fill == "search")
-
-
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decision:
     """The plan that the processes will follow, the same on all of them; a collective.
 
@@ -57,14 +55,14 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
     Raises:
         UserError: a wish can't be fulfilled; on all processes alike.
     """
-    kept = broadcast_plain(_kept(folder, world.size, wish_of(job)) if world.speaks else None, world)
+    kept = broadcast_plain(_kept(folder, world.size, wish_of(job)) if world.is_main else None, world)
     if kept is not None:
         return _decision(kept)
     if job.parallel.plan:
         return Decision(shared_plan(job.parallel, world))
     case = _case(job, world, objects)
     links = try_out(job, world, {"action": LINKS})["points"] if job.parallel.measure else []
-    answer = broadcast_plain(_search(job, world, case, links) if world.speaks else None, world)
+    answer = broadcast_plain(_search(job, world, case, links) if world.is_main else None, world)
     if "error" in answer:
         raise (UserError if answer["usage"] else RunError)(answer["error"], answer["where"], tuple(answer["mend"]))
     plans = {
@@ -101,12 +99,15 @@ def _kept(folder: RunFolder, world_size: int, wish: list[Any]) -> dict[str, Any]
 def _decision(content: dict[str, Any]) -> Decision:
     plan = plan_from_plain(content, "plan.json")
     about = {key: plan.about[key] for key in ("reason", "candidates", "wish") if key in plan.about}
-    if plan.about.get("mode") == "data":
+    mode, known = str(plan.about.get("mode", MODE_OF_SEARCHES)), module_names(MODES)
+    if mode not in known:
+        raise unknown_choice("parallel mode", mode, known, "plan.json")
+    if not follows_plan(mode):
         return Decision(None, about)
-    return Decision(replace(plan, layouts={}, about=about), about)
+    return Decision(replace(plan, layouts=None, about=about), about)
 
 
-def _case(job: Job, world: World, objects: Objects) -> Case:
+def _case(job: Job, world: World, objects: Objects) -> PlanCase:
     splits = open_splits(job, world, objects)
     pixels = pixels_for(job, splits, objects)
     network = {
@@ -115,9 +116,7 @@ def _case(job: Job, world: World, objects: Objects) -> Case:
         "classes": len(class_names(job, splits)),
         "batch": min(job.train.batch, len(splits.train)),
     }
-    case = case_of(job, network, world.device)
-    if objects.loss is not None:
-        case = replace(case, criterion=make_criterion(job.train, objects.loss), cross_entropy=False)
+    case = case_of(job, network, world.device, objects)
     if objects.model is None:
         return case
     return replace(case, make=_copying(objects.model, case.picture))
@@ -129,7 +128,7 @@ def _copying(model: nn.Module, picture: Tensor) -> Callable[[], nn.Module]:
     return lambda: copy.deepcopy(model).to(picture.device, kind).train()
 
 
-def _search(job: Job, world: World, case: Case, points: list[list[float]]) -> dict[str, Any]:
+def _search(job: Job, world: World, case: PlanCase, points: list[list[float]]) -> dict[str, Any]:
     """What rank 0 finds, as plain data; a mistake of the user's too, so that all processes learn of it."""
     try:
         found = _found(job, world, case, points)
@@ -153,15 +152,15 @@ def _search(job: Job, world: World, case: Case, points: list[list[float]]) -> di
     }
 
 
-def _found(job: Job, world: World, case: Case, points: list[list[float]]) -> Found:
-    options, slots = job.parallel, 2 if job.train.optimizer == "adamw" else 1 if job.train.momentum else 0
+def _found(job: Job, world: World, case: PlanCase, points: list[list[float]]) -> SearchResult:
+    options, slots = job.parallel, slots_of(job.train)
     kept = plan_of(options, world.size) if options.pin or options.full_batch else None
-    wanted = Wanted(world.size, options.mesh, kept.ops if kept else {}, options.memory, options.link, "search")
-    wish = wanted.as_wish(case.batch, case.norm_group, slots, accelerator=not world.device.startswith("cpu"))
-    links = wanted.links()
+    request = PlanRequest(world.size, options.mesh, kept.ops if kept else {}, options.memory, options.link, "search")
+    wish = request.as_search(case.batch, case.norm_group, slots, accelerator=not world.device.startswith("cpu"))
+    links = request.links()
     if points and not options.link:
         within = fitted_link("all_reduce", world.size, tuple((size, taken) for size, taken in points))
-        links = lambda mesh: links_of(mesh, within=within)  # noqa: E731 - as `Wanted.links` gives
+        links = lambda mesh: links_of(mesh, within=within)  # noqa: E731 - as `PlanRequest.links` gives
     model = case.make()
     group_batch_norms(model)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
@@ -171,7 +170,7 @@ def _found(job: Job, world: World, case: Case, points: list[list[float]]) -> Fou
         times.save()
 
 
-def _described(model: nn.Module, case: Case) -> Graph:
+def _described(model: nn.Module, case: PlanCase) -> Graph:
     graph = describe_network(model, case.picture)
     if not case.cross_entropy:
         graph.keep_classes()

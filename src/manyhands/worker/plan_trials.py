@@ -11,8 +11,9 @@ from manyhands.core.world import World
 from manyhands.models.build import build_model
 from manyhands.parallel.plan import plan_from_plain
 from manyhands.planner.measure import measure_collectives
-from manyhands.planner.trial import Case, measure, verify
-from manyhands.train.criterion import make_criterion
+from manyhands.planner.trial import PlanCase, measure, verify
+from manyhands.train.loss import make_loss_fn
+from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
 
 LINKS, MEASURE, VERIFY = "links", "measure", "verify"
@@ -48,20 +49,23 @@ def norm_group(job: Job, batch: int) -> int:
     return batch if group == "global" else group if isinstance(group, int) else 0
 
 
-def case_of(job: Job, network: dict[str, Any], device: str) -> Case:
+def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
     """A job's updates, on random samples."""
+    own = objects or Objects()
     options = job.train.model_copy(update={"lr": _RATE})
     batch = network["batch"]
-    return Case(
+    return PlanCase(
         make=lambda: make_network(job, network, device),
         picture=picture(job, network, device),
         classes=network["classes"],
         batch=batch,
-        criterion=make_criterion(job.train),
+        loss_fn=make_loss_fn(job.train, own.loss),
         smoothing=job.train.label_smoothing,
-        cross_entropy=job.train.loss == "cross-entropy",
+        cross_entropy=own.loss is None and job.train.loss == "cross-entropy",
         norm_group=norm_group(job, batch),
-        optimizer=lambda model: make_optimizer(model, options, sharded=False),
+        precision=job.train.precision,
+        micro_batch=job.train.micro_batch,
+        optimizer=lambda model: make_optimizer(model, options, sharded=False, own=own.optimizer),
     )
 
 

@@ -1,0 +1,165 @@
+"""What manyhands has left on this machine's disks that nobody needs any more, and removing it."""
+
+import os
+import re
+import shlex
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from filelock import Timeout
+from platformdirs import user_cache_path
+
+from manyhands.core.claim import claim, new_holder
+from manyhands.core.errors import UserError
+from manyhands.core.registry import running
+from manyhands.core.scratch import PREFIX, abandoned
+from manyhands.data.places import cache_folder
+from manyhands.run.logs import find_run
+
+# What a process writes to for longer than this has no writer any more.
+OLD_S = 24 * 3600.0
+_MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private)-\w+")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Things of one kind.
+
+    Attributes:
+        kind: "code", "decoded", "unpacked", "parts", "temporary" or "run".
+        what: in words for the user.
+        paths: to be removed.
+        size_bytes: that they take.
+    """
+
+    kind: str
+    what: str
+    paths: tuple[Path, ...]
+    size_bytes: int
+
+
+def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
+    """Everything that can go: what is made anew when it is needed, what killed processes left, and the runs named.
+
+    Only this user's own; nothing that a process works with now. A run goes only where it is named.
+
+    Returns:
+        What was found, and what is kept although it could go, with the reason.
+
+    Raises:
+        UserError: a word names no run, or one that goes on.
+    """
+    at_work = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
+    kept: list[str] = []
+    places = {process.info["cwd"] for process in at_work}
+    copies = list(_own(user_cache_path("manyhands") / "code"))
+    used = [copy for copy in copies if any(place and Path(place).is_relative_to(copy) for place in places)]
+    if used:
+        kept.append(f"{len(used)} of the copies of code: processes work in them")
+    pictures = {name: list(_own(cache_folder() / name)) for name in ("decoded", "unpacked")}
+    if any(pictures.values()) and (at_work or running()):
+        pictures = {name: list[Path]() for name in pictures}
+        kept.append("decoded pictures and unpacked archives: a process of yours may be reading them")
+    found = [
+        _leftover("code", "copies of code that launches brought (--sync-code)", set(copies) - set(used)),
+        _leftover("decoded", "decoded pictures, made anew when needed", pictures["decoded"]),
+        _leftover("unpacked", "unpacked archives, made anew when needed", pictures["unpacked"]),
+        _leftover("parts", "halves of files whose writer is gone", _parts(cache_folder())),
+        _leftover("temporary", f"folders of killed processes in {tempfile.gettempdir()}", _temporary()),
+        *(_leftover("run", f"the run {path}", [path]) for path in map(_run, runs)),
+    ]
+    return [leftover for leftover in found if leftover.paths], kept
+
+
+def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
+    """Removes them; says what can't be removed, and returns True if all could."""
+    whole = True
+    for path in [path for leftover in leftovers for path in leftover.paths]:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            whole = False
+            say(f"{path} can't be removed: {error.strerror or error}")
+    return whole
+
+
+def _leftover(kind: str, what: str, paths: Iterable[Path]) -> Leftover:
+    listed = tuple(sorted(paths))
+    return Leftover(kind, what, listed, sum(map(_size, listed)))
+
+
+def _own(folder: Path) -> Iterator[Path]:
+    """What lies in a folder and is this user's; others may share the cache."""
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        for entry in os.scandir(folder):
+            if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                yield Path(entry.path)
+
+
+def _parts(cache: Path) -> Iterator[Path]:
+    for path in cache.rglob(".*.part"):
+        with suppress(OSError):
+            state = path.lstat()
+            if stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _is_old(state):
+                yield path
+
+
+def _temporary() -> set[Path]:
+    """Those that a lock says nobody holds, and old ones without a lock."""
+    found = set(abandoned())
+    for path in _own(Path(tempfile.gettempdir())):
+        with suppress(OSError):
+            state = path.lstat()
+            known = _MADE_BY_US.fullmatch(path.name) and stat.S_ISDIR(state.st_mode)
+            if known and _is_old(state) and not any(path.glob(".alive")):
+                found.add(path)
+    return found
+
+
+def _is_old(state: os.stat_result) -> bool:
+    return time.time() - state.st_mtime > OLD_S
+
+
+def _run(word: str) -> Path:
+    """The folder of a run that may go.
+
+    Raises:
+        UserError: there is none, or it goes on.
+    """
+    folder = find_run(word)
+    try:
+        lock = claim(folder, new_holder())
+    except Timeout:
+        mend = (f"manyhands stop {shlex.quote(word)}", "or wait for its end")
+        raise UserError(f"{folder.path} goes on and can't be removed", "RUN", mend) from None
+    if lock:
+        lock.release()
+    return folder.path
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    """True for a process of this user, other than this one, that manyhands runs in."""
+    uids, words = process.info["uids"], process.info["cmdline"] or ()
+    own = uids is not None and uids.real == os.getuid() and process.pid != os.getpid()
+    return own and any("manyhands" in word for word in words)
+
+
+def _size(path: Path) -> int:
+    """Bytes on the disk; links aren't followed."""
+    with suppress(OSError):
+        state = path.lstat()
+        own = state.st_blocks * 512
+        if not stat.S_ISDIR(state.st_mode):
+            return own
+        return own + sum(_size(Path(entry.path)) for entry in os.scandir(path))
+    return 0

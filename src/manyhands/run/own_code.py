@@ -1,0 +1,54 @@
+"""What a run that is taken up says of its network, and what of its own job.toml it will run."""
+
+import shlex
+from pathlib import Path
+
+from manyhands.checkpoint.find import read_state
+from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.config.job import ClusterOptions
+from manyhands.config.load import LoadedJob
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.named_code import announce
+from manyhands.core.registry import remembered_reach
+from manyhands.core.shown import say
+from manyhands.core.trained import TrainedNetwork, find_record
+
+
+def record_of(checkpoint: Path) -> TrainedNetwork | None:
+    """What a checkpoint, or the run that it lies in, says of its network.
+
+    Raises:
+        UserError: that is damaged.
+    """
+    return find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
+
+
+def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
+    """Says what a run that goes on will run of its own job.toml: code files, and ways of reaching other machines.
+
+    Raises:
+        UserError: the folder or the code is another user's.
+    """
+    try:
+        record = find_record(folder.checkpoints / "any", {})
+    except UserError:
+        record = None  # it is written anew, and what isn't known is said
+    job = loaded.job
+    named = {
+        "model.name": job.model.name,
+        "data.name": job.data.name,
+        "data.held_out": job.data.held_out,
+        "train.loss": job.train.loss,
+        "train.optimizer": job.train.optimizer,
+    }
+    for key, word in named.items():
+        if loaded.origins.get(key) == str(folder.job):
+            announce([word], folder.path, record, f"--set {key}={{}}")
+    standard = ClusterOptions()
+    for name in ("ssh", "python"):
+        wanted = getattr(job.cluster, name)
+        mine = remembered_reach(folder.path) or {}
+        from_run = loaded.origins.get(f"cluster.{name}") == str(folder.job) and mine.get(name) != wanted
+        if from_run and wanted != getattr(standard, name) and machines_of(job.cluster):
+            say(f"running {shlex.quote(wanted)} to reach the machines, since {folder.job} names it")

@@ -1,0 +1,57 @@
+"""Plans for a job: found, shown, proven and timed. Tensors are the worker's affair; its processes are started here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.config.job import Job
+from manyhands.run.load import load_worker
+from manyhands.run.task import run_by_agent
+
+if TYPE_CHECKING:
+    from manyhands.worker.plan_search import Planned
+    from manyhands.worker.plan_show import Shown
+
+
+def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) -> "tuple[Planned, tuple[Path, Path]]":
+    """Finds the plan for a job and writes it.
+
+    Args:
+        job: what is to be trained.
+        wishes: of its plan, as `PlanRequest` has them; pins as they were written.
+        out: the plan's file; its picture lies beside it.
+        force: write over an older plan.
+
+    Returns:
+        What was found, and both files.
+
+    Raises:
+        ManyhandsError: a wish can't be fulfilled, or timing failed.
+    """
+    return load_worker("plan_search").search_plan(job, wishes, out, run_by_agent, force=force)
+
+
+def show_plan(path: Path, flags: Mapping[str, Any]) -> "Shown":
+    """Reads a plan and looks at its network: what flags name, else the plan's own.
+
+    Raises:
+        UserError: it is no plan, or doesn't fit the network.
+    """
+    return load_worker("plan_show").show_plan(path, flags)
+
+
+def verify_plan(shown: "Shown") -> dict[str, Any]:
+    """Proves on real processes of this machine that a plan computes what one process does, in double precision.
+
+    Returns:
+        worst, where, compared and holds; see `planner.trial.Proof`.
+
+    Raises:
+        ManyhandsError: the processes failed.
+    """
+    return run_by_agent(*shown.verification())["proofs"]["plan"]
+
+
+def time_plan(shown: "Shown") -> dict[str, list[float]]:
+    """Seconds of updates under a plan and data parallel, in turns, on processes of this machine."""
+    return run_by_agent(*shown.comparison())["seconds"]

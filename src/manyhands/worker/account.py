@@ -1,0 +1,163 @@
+"""What rank 0 writes about a session: the job, the environment, the network and the plan."""
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from manyhands.core.folder import replace_job, write_job
+from manyhands.core.git import revision
+from manyhands.core.plan_record import PlanRecord, write_plan_record
+from manyhands.core.records import write_json
+from manyhands.core.shown import plain
+from manyhands.core.version import __version__
+from manyhands.report.changes import changes_since, refuse_idle
+from manyhands.sync.method import option_keys
+
+
+def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Writes job.toml, env.json, network.json and plan.json, and an event for each option that this session changes.
+
+    Where an earlier session has trained, that comes only once this one has too: until then the folder says what holds.
+
+    Args:
+        trainer: `train.trainer.Trainer`, built.
+        ranks: each process's `own_environment`.
+        about: what else plan.json is to say.
+
+    Raises:
+        UserError: options were changed, and no update is left that they could act on.
+    """
+    folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
+    trained = folder.has_trained()
+    changes = changes_since(folder, trainer.job) if trained else []
+    if trainer.done():
+        refuse_idle(folder, changes, step, trainer.total_steps)
+    plan = plan_of(trainer)
+    became = resolved(trainer, plan)
+    job, own = job_text(trainer.job, became), environment(trainer.world, ranks)
+
+    def write_files() -> None:
+        write_json(folder.environment, own)
+        write_json(folder.network, trainer.trained)
+        write_plan_record(folder.plan, plan.model_copy(update={**about, "resolved": became}))
+
+    def write_on_first_update() -> None:
+        for change in changes:
+            told = f"{change} (from step {step} on)"
+            journal.event("changed", told, step, option=change.key, old=change.old, new=change.new)
+        journal.file(lambda: replace_job(folder, job))
+        journal.file(write_files)
+
+    if trained:
+        trainer.on_first_update = write_on_first_update
+    else:
+        write_job(folder, job)
+        write_files()
+
+
+def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
+    """What became of options that leave the choice to the program, by dotted key; those the user has set are left out.
+
+    Values of the job stay what was asked for, so that a run that goes on elsewhere may choose anew.
+    """
+    job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync
+    found: dict[str, Any] = {
+        "data.image_size": pictures.size,
+        "data.channels": pictures.channels,
+        "data.mean": [round(value, 6) for value in pictures.mean],
+        "data.std": [round(value, 6) for value in pictures.std],
+        "data.augment": trainer.augment,
+        "model.num_classes": len(trainer.classes),
+        "train.micro_batch": max(max(shares, default=0) for shares in plan.shares),
+        "parallel.mode": trainer.mode,
+        "parallel.mesh": ",".join(f"{name}={size}" for name, size in plan.mesh.items()),
+        "sync.method": sync.method,
+        "cluster.processes": world.size,
+        "cluster.device": world.device.partition(":")[0],
+        "cluster.backend": world.backend or "none",
+        "run.out": str(trainer.folder.path),
+    }
+    decided = asdict(sync)
+    found |= {f"sync.{key}": decided[key] for key in option_keys(sync.method) if key in decided}
+    values = job.model_dump(mode="json")
+    asked = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in found}
+    return {key: value for key, value in found.items() if asked[key] in _OPEN and value != asked[key]}
+
+
+# Values of options that mean "whatever fits".
+_OPEN: tuple[Any, ...] = ("auto", "", 0, -1, [])
+
+
+def job_text(job: Any, known: dict[str, Any]) -> str:
+    """The job as TOML; behind an option that leaves the choice to the program stands what became of it."""
+    lines: list[str] = []
+    section = ""
+    for line in tomli_w.dumps(job.model_dump(mode="json")).splitlines():
+        section = line.strip("[]") if line.startswith("[") else section
+        key = f"{section}.{line.partition(' = ')[0]}"
+        lines.append(f"{line}  # here: {_in_comment(known[key])}" if " = " in line and key in known else line)
+    return "\n".join(lines) + "\n"
+
+
+def _in_comment(value: Any) -> str:
+    return json.dumps(plain(value) if isinstance(value, str) else value, ensure_ascii=False)
+
+
+def own_environment(world: Any) -> dict[str, Any]:
+    """Versions, device and host of this process."""
+    import torch
+    import torchvision
+
+    kind = world.device.partition(":")[0]
+    name = torch.get_device_module(kind).get_device_name() if kind not in {"cpu", "mps"} else platform.processor()
+    return {
+        "manyhands": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "system": platform.platform(),
+        "host": platform.node(),
+        "device": world.device,
+        "device_name": name or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's environment and the revision of the user's code; under "ranks" what differs of each rank."""
+    differing = [key for key in ranks[0] if any(own[key] != ranks[0][key] for own in ranks)]
+    return {
+        "v": 1,
+        **ranks[0],
+        "processes": world.size,
+        "backend": world.backend,
+        "git_revision": revision(Path.cwd()),
+        "ranks": [{"rank": rank, **{key: own[key] for key in differing}} for rank, own in enumerate(ranks)],
+    }
+
+
+def plan_of(trainer: Any) -> PlanRecord:
+    """How the work is split, and which exceptions from the same-at-any-number law are in force."""
+    from manyhands.train.exceptions import exceptions
+
+    order, cut, plan = trainer.feed.order, trainer.feed.cut, trainer.network.plan
+    shares = cut.micro_batches(min(order.batch, order.length))
+    split = plan.as_plain() if plan else {"mesh": {"dp": trainer.world.size}}
+    return PlanRecord.model_validate({
+        **split,
+        "mode": trainer.mode,
+        "sync": asdict(trainer.sync),
+        "batch": order.batch,
+        "shares": [[share.count for share in each] for each in shares],
+        "passes": len(shares),
+        "norm_group": trainer.job.train.norm_group,
+        "steps_per_epoch": order.steps_per_epoch,
+        "total_steps": trainer.total_steps,
+        "exceptions": exceptions(trainer),
+    })  # fmt: skip

@@ -1,0 +1,35 @@
+"""Reads and writes the tensors of checkpoints for the command `checkpoint`."""
+
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint.pieces import NetworkLayout
+from manyhands.checkpoint.reshard import describe, is_single_file, merge, read_cut, refuse_existing, reshard
+from manyhands.checkpoint.source import Source, open_checkpoint
+
+__all__ = ["describe_file", "merge_file", "read_cut", "refuse_existing", "reshard_file"]
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """What a checkpoint folder or file holds; see `run.checkpoints`, which has found it."""
+    return describe(_open(path))
+
+
+def merge_file(path: Path, target: Path) -> tuple[str, ...]:
+    """Writes it whole; gives what was left out, as sentences."""
+    source = _open(path)
+    merge(source, target)
+    if source.optimizer is not None and is_single_file(target):
+        return (*source.notes, "the optimizer's state is left out: the file holds the weights alone")
+    return source.notes
+
+
+def reshard_file(path: Path, target: Path, network_layout: NetworkLayout) -> tuple[str, ...]:
+    """Writes it as another folder, cut in another way; gives what was left out, as sentences."""
+    source = _open(path)
+    reshard(source, target, network_layout)
+    return source.notes
+
+
+def _open(path: Path) -> Source:
+    return open_checkpoint(path, verified=path.is_dir())

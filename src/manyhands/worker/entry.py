@@ -1,0 +1,353 @@
+"""What each process of a run does: it joins, does its task, and leaves."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.cluster.rendezvous import worker_membership
+from manyhands.config.job import Job
+from manyhands.core import shown
+from manyhands.core.errors import EXIT_USAGE
+from manyhands.core.failures import Failed, as_error
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.private import private_files
+from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.stops import saved_step, unsaved
+from manyhands.core.world import Membership
+from manyhands.parallel.options import USUAL_MODE
+from manyhands.worker.account import give_account, own_environment
+from manyhands.worker.peers import describe_peer, first_of_all
+from manyhands.worker.shared_options import shared_options
+
+Say = Callable[[str], None]
+# How a process came to be: one head watches over all, or each machine has its own and they met.
+OUR_HEAD, MET = "manyhands", "met"
+
+
+def work(argument: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a process that manyhands' own agent started; `argument` is plain data.
+
+    Returns:
+        What the task returned, as plain data.
+    """
+    job = Job.model_validate(argument["job"])
+    folder = RunFolder(Path(argument["folder"]))
+    membership = worker_membership(job.cluster, os.environ)
+    # Where the user's own process finds the modules that its objects are from, in its order.
+    found = argument.get("paths", [])
+    sys.path[:] = [*found, *(path for path in sys.path if path not in found)]
+    task = TASKS[argument["task"]]
+    tell = shown.say
+    if argument.get("met"):
+        membership = replace(membership, started_by=MET)
+        tell = _note_in_folder(folder) if membership.local_rank == 0 else shown.say
+    try:
+        with private_files():
+            return task(job, membership, folder, argument, tell)
+    except Failed as failed:
+        raise SystemExit(failed.record.exit_code) from None
+
+
+def _note_in_folder(folder: RunFolder) -> Say:
+    """Tells the head of this machine, which shows what is in the run folder."""
+    return functools.partial(Journal(folder, 0).event, "note")
+
+
+def train_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Joins the group, builds the parts, trains, and leaves.
+
+    Raises:
+        Failed: something went wrong; its record is in the run folder.
+    """
+    from manyhands.train.stopping import ended_where_deaf
+
+    mine = _Mine(membership, folder)
+    with ended_where_deaf(mine.hung, mine.last_words):
+        try:
+            trainer = mine.join_and_build(job, argument, say)
+            from manyhands.train.loop import fit
+
+            status = fit(trainer)
+            trainer.journal.event(status, _closing_words(status, trainer.progress.step), trainer.progress.step)
+            return {"status": status, "step": trainer.progress.step, "folder": str(mine.folder.path)}
+        except BaseException as error:
+            raise Failed(mine.record_of(error)) from error
+        finally:
+            mine.give_back()
+
+
+class _Mine:
+    """What a process of a run has got so far; other threads look at it too.
+
+    Args:
+        membership: its place.
+        folder: the run folder; on ranks above 0 that no head of ours has started, rank 0's once they have met.
+    """
+
+    def __init__(self, membership: Membership, folder: RunFolder) -> None:
+        self.membership, self.folder = membership, folder
+        self.trainer: Any = None
+        self.group: Any = None
+        self._failed = False
+
+    def join_and_build(self, job: Job, argument: dict[str, Any], say: Say) -> Any:
+        """Meets the others, and builds the parts with them."""
+        from manyhands.parallel.group import join
+
+        membership = self.membership
+        self.group = group = join(membership, shared_options(job), job.cluster.collective_timeout_s, say)
+        if membership.started_by != OUR_HEAD:
+            # A closed connection ends gloo's collectives; and a group that stood before is not ours to abort.
+            ends_itself = group.world.device in {"cpu", "mps"} or group.stands is not None
+            group.listen(membership.attempt, None if ends_itself else self.leave)
+        if membership.started_by not in {OUR_HEAD, MET}:
+            self.folder = share_folder(group.world, self.folder)
+        job = _from_where_rank_0_says(job, group.world, say)
+        self.trainer = _build(job, self.folder, group.world, argument)
+        return self.trainer
+
+    def leave(self, told: Any) -> None:
+        """The main thread may wait for an accelerator for ever, so another one writes the record and ends this."""
+        record = leave_record(describe_peer(self.membership.rank, told, self.trainer), self.folder)
+        shown.say(str(as_error(record)))
+        if self.group:
+            self.group.abort()
+
+    def hung(self) -> str:
+        """Why this process can't save any more, as far as it knows."""
+        return self.trainer.heart.hung() if self.trainer else ""
+
+    def last_words(self, why: str) -> None:
+        """Says what was saved, where the process is ended at once."""
+        if self.membership.rank == 0 or self.membership.started_by == "--init":
+            shown.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
+
+    def record_of(self, error: BaseException) -> Failure:
+        """The record of a failure, which is written first, and the first cause where it can be learnt."""
+        from manyhands.train.failing import describe_failure
+
+        self._failed = True
+        step = self.trainer.progress.step if self.trainer else None
+        phase = self.trainer.phase if self.trainer else "build" if self.group else "join"
+        record = describe_failure(_explained(error, self.trainer), rank=self.membership.rank, step=step, phase=phase)
+        record = leave_record(record, self.folder)
+        if self.group and self.group.cause:
+            record = first_of_all(self.group, record)
+            _write_record(record, self.folder)
+        return record
+
+    def give_back(self) -> None:
+        """Gives back what was taken, and leaves the group."""
+        if self.trainer:
+            self.trainer.release()
+        if self.group:
+            self.group.leave(failed=self._failed)
+
+
+def leave_record(record: Failure, folder: RunFolder) -> Failure:
+    """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
+
+    This comes before anything that may wait for other processes, who may be gone. Nothing is made anew: the folder may
+    not be known yet, or be gone already.
+    """
+    log = folder.ranks / f"{record.rank}.log"
+    if record.traceback and folder.failures.is_dir():
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(record.traceback)
+            if record.exit_code != EXIT_USAGE and not record.mend:
+                record = record.model_copy(update={"mend": [f"the whole traceback is in {log}"]})
+    _write_record(record, folder)
+    return record
+
+
+def _write_record(record: Failure, folder: RunFolder) -> None:
+    """For the agent that started this process, if one did, and into the run folder, whose disk may be full."""
+    places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
+    places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
+    for place in places:
+        with suppress(OSError):
+            write_json(place, record)
+
+
+def _closing_words(status: str, step: int) -> str:
+    return f"stopped and saved at step {step}" if status == "stopped" else ""
+
+
+def _explained(error: BaseException, trainer: Any) -> BaseException:
+    """An error that can be told better, told better."""
+    from manyhands.train.failing import explain_early_memory, explain_memory, is_out_of_memory
+
+    if is_out_of_memory(error):
+        explained = explain_memory(error, trainer) if trainer else explain_early_memory(error)
+        explained.__cause__ = error
+        return explained
+    return error
+
+
+def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
+    """The job with rank 0's word for what the run goes on from: it keeps the run, and gives its state to the others."""
+    from manyhands.parallel.plain import broadcast_plain
+
+    own = job.checkpoint.resume
+    said = broadcast_plain(own, world)
+    if own not in {said, CheckpointOptions().resume}:
+        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 says {said}")
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
+
+
+def share_folder(world: Any, folder: RunFolder) -> RunFolder:
+    """Rank 0's run folder, by its path, made on every machine where it doesn't exist."""
+    from manyhands.parallel.plain import broadcast_plain
+
+    folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
+    folder.failures.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
+    from manyhands.parallel.apply import follows_plan, resolve_mode
+    from manyhands.parallel.plain import gather_plain
+    from manyhands.train.choose_sync import check_combination
+    from manyhands.train.job import build
+
+    mode = resolve_mode(job.parallel.mode, world)
+    check_combination(job.sync.method, mode)
+    if world.is_main:
+        Journal(folder, world.rank).event(
+            "started", processes=world.size, device=world.device, backend=world.backend, mode=mode
+        )
+        if world.device == "cpu" and job.cluster.device == "auto":
+            _tell_of_unused_accelerators(Journal(folder, world.rank))
+    objects = load_objects(argument)
+    followed, about = None, dict[str, Any]()
+    if follows_plan(mode):
+        mode, followed, about = _follow(job, folder, world, mode, objects)
+    trainer = build(job, folder, world, mode, objects, followed)
+    for note in (*about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
+        trainer.journal.event("note", note)
+    ranks = gather_plain(own_environment(world), world)
+    if world.is_main:
+        give_account(trainer, ranks, about)
+    return trainer
+
+
+def _tell_of_unused_accelerators(journal: Journal) -> None:
+    """One line where the CPU is taken though this machine has an accelerator, so that nobody loses days to it."""
+    from manyhands.cluster.doctor.unused import unused_here
+
+    told = unused_here()
+    if told:
+        journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
+
+
+def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
+    """The mode and plan that the processes follow, and what plan.json says of the choice."""
+    from manyhands.parallel.shared_plan import shared_plan
+    from manyhands.train.data_setup import Objects
+    from manyhands.worker.plan_choice import decide
+
+    if world.alone or not job.parallel.searches:
+        return mode, shared_plan(job.parallel, world), {}
+    decision = decide(job, world, folder, objects or Objects())
+    return (mode if decision.plan else USUAL_MODE), decision.plan, decision.about
+
+
+def load_objects(argument: dict[str, Any]) -> Any:
+    """What the user's own process handed over; the file is this user's own, in a private folder."""
+    path = argument.get("objects")
+    if not path:
+        return argument.get("live")
+    import cloudpickle
+
+    return cloudpickle.loads(Path(path).read_bytes())
+
+
+def evaluate_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Evaluates a checkpoint over all processes.
+
+    Raises:
+        Failed: something went wrong.
+    """
+
+    def evaluate(world: Any) -> dict[str, Any]:
+        from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
+
+        path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
+        given, whole = argument.get("given", ()), bool(argument.get("whole"))
+        return evaluate_checkpoint(job, path, world, load_objects(argument), given=given, whole=whole)
+
+    return _together(job, membership, folder, say, evaluate, "evaluate")
+
+
+def predict_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Says what is on pictures, shared out among all processes.
+
+    Raises:
+        Failed: something went wrong.
+    """
+
+    def predict(world: Any) -> dict[str, Any]:
+        from manyhands.train.predict import guess_together
+        from manyhands.train.trained import open_trained
+
+        trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
+        return {"guesses": guess_together(trained, argument["pictures"], world)}
+
+    return _together(job, membership, folder, say, predict, "predict")
+
+
+def plan_here(
+    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Times plans, proves one, or measures the link between the processes: see `plan_trials`.
+
+    Raises:
+        Failed: something went wrong.
+    """
+
+    def try_plans(world: Any) -> dict[str, Any]:
+        from manyhands.worker.plan_trials import try_out
+
+        return try_out(job, world, argument)
+
+    return _together(job, membership, folder, say, try_plans, str(argument["action"]))
+
+
+def _together(
+    job: Job,
+    membership: Membership,
+    folder: RunFolder,
+    say: Say,
+    task: Callable[[Any], dict[str, Any]],
+    phase: str,
+) -> dict[str, Any]:
+    """Joins the group, does the task with its world, and leaves; a failure leaves its record."""
+    from manyhands.parallel.group import join
+    from manyhands.train.failing import describe_failure
+
+    group = None
+    try:
+        group = join(membership, shared_options(job), job.cluster.collective_timeout_s, say)
+        return task(group.world)
+    except (Exception, KeyboardInterrupt) as error:
+        record = describe_failure(error, rank=membership.rank, step=None, phase=phase)
+        raise Failed(leave_record(record, folder)) from error
+    finally:
+        if group:
+            group.leave()
+
+
+TASKS = {"train": train_here, "evaluate": evaluate_here, "predict": predict_here, "plan": plan_here}

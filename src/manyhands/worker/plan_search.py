@@ -1,0 +1,385 @@
+"""Plans for a job or a network: found, timed by processes that the head starts, and written."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhands.config.job import Job
+from manyhands.config.load import load_on
+from manyhands.core.devices import device_kind
+from manyhands.core.errors import UserError
+from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link
+from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.plan_record import write_plan_record
+from manyhands.core.quantities import parse_memory
+from manyhands.core.world import World
+from manyhands.data.order import told_of_batch
+from manyhands.parallel.graph import Graph
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.plan import Plan, parse_pins, read_plan
+from manyhands.parallel.tracing import describe_network
+from manyhands.planner.choose import DATA_PARALLEL, pick_measured
+from manyhands.planner.device_models import device_model
+from manyhands.planner.explain import Layer, PlanCandidate, draw_plan
+from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find
+from manyhands.planner.op_times import OpTimes
+from manyhands.sync.choose import EXACT, check_method
+from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
+from manyhands.train.optimize import slots_of
+from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
+from manyhands.worker.plan_costs import Costs
+from manyhands.worker.plan_sync import link_between, plan_sync
+from manyhands.worker.plan_trials import LINKS, MEASURE, make_network, norm_group, picture
+
+# Has processes of a job do a task, and gives what the first of them returned: starting them is the head's affair.
+RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]
+
+# More processes than this on one machine say more of the machine than of a plan.
+MOST_TIMED = 8
+ROUNDS = 8
+TIMES_BUDGET_S = 30.0
+NETWORK = "network"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a user asks of a plan, as it was written.
+
+    Attributes:
+        world_size: processes.
+        mesh: such as dp=2,tp=2; empty for all.
+        pins: strategies by op.
+        memory: such as 14GiB; empty for no limit.
+        link: such as 1gbit, between any two processes; empty for one machine's own.
+        fill: "search" or "data", for ops without a pin.
+        measure: time ops and the best plans on this machine.
+        device_model: the processes' devices, where they aren't this machine's; nothing is measured then.
+    """
+
+    world_size: int
+    mesh: str = ""
+    pins: Mapping[str, str] = field(default_factory=dict[str, str])
+    memory: str = ""
+    link: str = ""
+    fill: str = "search"
+    measure: bool = True
+    device_model: str = ""
+
+    def as_search(self, batch: int, norm_group: int, slots: int, *, accelerator: bool) -> SearchRequest:
+        """Read and checked.
+
+        Raises:
+            UserError: something can't be read.
+        """
+        from manyhands.planner.find import SearchRequest
+
+        return SearchRequest(
+            self.world_size,
+            batch,
+            parse_mesh(self.mesh, "--mesh") if self.mesh else None,
+            dict(self.pins),
+            parse_memory(self.memory) if self.memory else None,
+            norm_group,
+            slots,
+            accelerator,
+            self.fill,
+        )
+
+    def links(self, within: LinkSpeed | None = None, between: LinkSpeed | None = None) -> LinksOf:
+        """Of each mesh: from machine to machine where that is named, or those of one machine.
+
+        Args:
+            within: a machine, if it was measured.
+            between: machines of one process each; by default the one that `link` names.
+
+        Raises:
+            UserError: the speed can't be read.
+        """
+        if between is None and self.link:
+            between = named_link(self.link)
+        if between is not None:
+            far = between
+            return lambda mesh: links_of(mesh, per_machine=1, between=far)
+        return lambda mesh: links_of(mesh, within=within) if within else links_of(mesh)
+
+
+def find_plan(  # noqa: PLR0913 - each is one wish
+    model: nn.Module,
+    sample: Tensor,
+    *,
+    job: Job | str | Path | None = None,
+    world_size: int = 0,
+    memory: str = "",
+    pin: Mapping[str, str] | None = None,
+    mesh: str | Mesh | None = None,
+    link: str = "",
+    batch: int = 0,
+    measure: bool = False,
+) -> Plan:
+    """Finds how the work of a network is best split over processes; data parallel unless something else is better.
+
+    Args:
+        model: a network; it is left as it was, but for ops in place, which are made out of place.
+        sample: a batch [N, C, H, W], or one picture [C, H, W]; its numbers don't matter.
+        job: a Job or the path of a job.toml; its processes, batch, mesh, pins, memory, link and optimizer are meant
+            where nothing is given here.
+        world_size: processes; 0 for the job's, or 8.
+        memory: the most that each may take, such as "14GiB"; empty for no limit.
+        pin: strategies that must be kept, by op or glob: {"fc": "n@dp o@tp"}.
+        mesh: the only one to look at, such as "dp=2,tp=4"; all if None.
+        link: speed between any two processes, such as "1gbit"; empty for processes of one machine.
+        batch: samples in an update; 0 for the sample's, or 32 for each process.
+        measure: time ops on this device (kept for the next time) instead of estimating them.
+
+    Returns:
+        The plan; `plan.about["reason"]` says why.
+
+    Raises:
+        UserError: a pin doesn't fit, or nothing fits into memory.
+    """
+    given = load_on(job, {}).job if job is not None else Job()
+    options, world_size = given.parallel, world_size or given.cluster.processes or 8
+    batched = sample.ndim == 4
+    samples = batch or (len(sample) if batched and len(sample) > 1 else 32 * world_size)
+    samples = given.train.batch if job is not None and not batch else samples
+    pins = dict(pin) if pin is not None else parse_pins(options.pin)
+    memory, link = memory or options.memory, link or options.link
+    request = PlanRequest(world_size, str(mesh or options.mesh), pins, memory, link, "search", measure)
+    device = next((str(one.device) for one in model.parameters()), "cpu")
+    training = model.training
+    _, restore = group_batch_norms(model)
+    try:
+        graph = describe_network(model.train(), sample[0] if batched else sample)
+        times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
+        wish = request.as_search(samples, 0, slots_of(given.train), accelerator=not device.startswith("cpu"))
+        found = find(graph, wish, times, request.links())
+        times.save()
+        return found.plan
+    finally:
+        restore()
+        model.train(training)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A search's outcome for a job.
+
+    Attributes:
+        found: plans and the pick.
+        network: channels, size, classes, batch and samples, as plain data.
+        job: that it is for.
+        links: of each mesh.
+        notes: sentences on what was left out.
+        sync: what ways of agreeing cost in the mode data, as JSON data; see `plan_sync`.
+        fewer: data parallel on fewer processes.
+        advice: what is recommended, and why.
+    """
+
+    found: SearchResult
+    network: dict[str, Any]
+    job: Job
+    links: LinksOf
+    notes: tuple[str, ...] = ()
+    sync: dict[str, Any] = field(default_factory=dict[str, Any])
+    fewer: tuple[Option, ...] = ()
+    advice: Advice = field(default_factory=Advice)
+
+    @property
+    def candidates(self) -> list[PlanCandidate]:
+        """All that was compared, for the one table."""
+        data = self.found.candidates[0]
+        rows = [row for row in self.sync["methods"] if row["method"] != EXACT]
+        methods = [
+            replace(
+                data,
+                name=sync_row(row),
+                communication_seconds=0.0,
+                gradient_seconds=row["step_s"] - data.compute_seconds,
+                sent_bytes=row["sent_mb"] * 1e6,
+                measured_seconds=None,
+                note=row["refused"],
+            )
+            for row in rows
+        ]
+        alone = [option.candidate() for option in self.fewer]
+        return [*self.found.candidates, *methods, *alone]
+
+    def plan_of(self, option: Option) -> Plan:
+        """A plan, as its file says it, with what is needed to make the network again."""
+        plan = self.found.plan_of(option)
+        model = self.job.model.model_dump(mode="json", exclude_defaults=True)
+        own = {"model": {"name": self.job.model.name, **model}}
+        data = {key: self.network[key] for key in ("channels", "size", "classes")}
+        said = {
+            "reason": self.advice.reason,
+            "recommended": self.advice.as_plain(),
+            "candidates": [one.as_plain() for one in self.candidates],
+        }
+        return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
+
+    def as_plain(self, files: tuple[Path, Path]) -> dict[str, Any]:
+        """The outcome as JSON data, with the files that hold it."""
+        return {"plan": str(files[0]), "picture": str(files[1]), **self.plan_of(self.found.chosen).as_plain()}
+
+
+def network_of(job: Job) -> dict[str, Any]:
+    """What the data says of a job's network: channels, size, classes, samples in an update (batch) and in an epoch.
+
+    Raises:
+        UserError: the data isn't there, or doesn't fit.
+    """
+    objects = Objects()
+    splits = open_splits(job, World(), objects)
+    pixels = pixels_for(job, splits, objects)
+    return {
+        "channels": pixels.channels,
+        "size": pixels.size,
+        "classes": len(class_names(job, splits)),
+        "batch": min(job.train.batch, len(splits.train)),
+        "samples": len(splits.train),
+    }
+
+
+def search_plan(
+    job: Job, wishes: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
+) -> tuple[Planned, tuple[Path, Path]]:
+    """Finds the plan for a job and writes it: see `run.plan`."""
+    request = PlanRequest(**{**wishes, "pins": parse_pins(wishes["pins"])})
+    planned = plan_job(job, request, run_task, lambda: check_free(out, force=force))
+    return planned, write_plan(planned, out, force=force)
+
+
+def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[[], None] = lambda: None) -> Planned:
+    """Finds the plan for a job, and times the best ones on this machine where that is wished and can be done.
+
+    Args:
+        job: what is to be trained.
+        request: of its plan.
+        run_task: has processes measure their link, and time the best plans.
+        ready: called once all wishes have been read, and before anything takes long; it may refuse.
+
+    Raises:
+        ManyhandsError: a wish can't be fulfilled, or timing failed.
+    """
+    check_method(job.sync.method)
+    modelled = device_model(request.device_model) if request.device_model else None
+    rates = modelled.rates(job.train.precision) if modelled else None
+    if modelled:
+        request = replace(request, measure=False, memory=request.memory or str(modelled.memory_bytes))
+    network, device = (
+        network_of(job),
+        modelled.name if modelled else device_kind(job.cluster.device, request.world_size),
+    )
+    wish = _wish(job, request, network, device)
+    between = link_between(job, request.link)
+    ready()
+    here = "cpu" if modelled else device
+    model = make_network(job, network, here)
+    graph = _described(model, job, network, here)
+    together = request.measure and between is None and 1 < request.world_size <= MOST_TIMED
+    on_all = with_processes(job, request.world_size)
+    costs = Costs(on_all, network, device, between, measured=request.measure)
+    beside = replace(WITHIN_A_MACHINE, bytes_per_s=modelled.within) if modelled else WITHIN_A_MACHINE
+    within = costs.worked(_measured_link(on_all, run_task) if together else beside)
+    links = request.links(within, costs.worked(between) if between else None)
+    times = OpTimes(here, TIMES_BUDGET_S if request.measure else 0.0, rates=rates)
+    found = find(graph, wish, times, links, costs.share(request.world_size))
+    times.save()
+    smaller = told_of_batch(job.train.batch, network["samples"])
+    said = modelled.said(job.train.precision) if modelled else ""
+    notes = (*filter(None, (said, smaller)), *times.notes, *times.doubts(), *found.notes, *graph.notes)
+    planned = Planned(found, network, on_all, links, notes)
+    planned = replace(planned, fewer=costs.fewer(found))
+    planned = _timed(planned, run_task) if together else planned
+    link = costs.worked(between) if between else within
+    data, pass_s = planned.found.options[0], costs.pass_s(model)
+    sync = plan_sync(on_all, network, data, links, model=model, link=link, pass_s=pass_s)
+    planned = replace(planned, sync=sync)
+    if not planned.found.pick.measured_seconds and (seconds := sync_seconds(planned.sync)):
+        planned = replace(planned, found=planned.found.repicked(seconds))
+    return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
+
+
+def _wish(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:
+    batch = network["batch"]
+    return request.as_search(batch, norm_group(job, batch), slots_of(job.train), accelerator=device != "cpu")
+
+
+def _described(model: Any, job: Job, network: dict[str, Any], device: str) -> Graph:
+
+    group_batch_norms(model)
+    graph = describe_network(model, picture(job, network, device))
+    if job.train.loss != "cross-entropy":
+        graph.keep_classes()
+    return graph
+
+
+def with_processes(job: Job, count: int) -> Job:
+    """The job on so many processes of this machine."""
+    own = {"processes": count, "hosts": (), "hostfile": "", "file": "", "rank_table": "", "init": ""}
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
+
+
+def _measured_link(job: Job, run_task: RunTask) -> LinkSpeed:
+    points = run_task(job, {"task": "plan", "action": LINKS})["points"]
+    return fitted_link("all_reduce", job.cluster.processes, tuple((size, taken) for size, taken in points))
+
+
+def _timed(planned: Planned, run_task: RunTask) -> Planned:
+    """With the best plans timed in turns."""
+    finalists = planned.found.finalists()
+    if len(finalists) < 2:
+        return planned
+    plans = {
+        option.name: None if option.name == DATA_PARALLEL else planned.found.plan_of(option).as_plain()
+        for option in finalists
+    }
+    pick = pick_measured(run_task(planned.job, timing(planned.network, plans))["seconds"])
+    if DATA_PARALLEL not in plans:
+        pick = replace(pick, reason=planned.found.pick.reason)
+    return replace(planned, found=planned.found.with_pick(pick))
+
+
+def timing(network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
+    """What processes are asked to time updates under each plan in turns, by name; None stands for data parallel."""
+    return {"task": "plan", "action": MEASURE, "network": network, "plans": plans, "rounds": ROUNDS}
+
+
+def write_plan(planned: Planned, path: Path, *, force: bool = False) -> tuple[Path, Path]:
+    """Writes the chosen plan and its picture.
+
+    Returns:
+        Both files.
+
+    Raises:
+        UserError: a file is there already; with `force` only if it is no plan.
+    """
+    drawing = path.with_suffix(".png")
+    check_free(path, force=force)
+    chosen = planned.found.chosen
+    plan = planned.plan_of(chosen)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_plan_record(path, plan.record())
+    draw(plan.mesh, chosen.letters, planned.found.graph.ops, drawing)
+    return path, drawing
+
+
+def check_free(path: Path, *, force: bool) -> None:
+    """Raises UserError where writing a plan would overwrite something."""
+    if path.suffix.lower() != ".json":
+        raise UserError(f"a plan is written into a .json file, not {path.name}", "--out", ("--out plan.json",))
+    there = [one for one in (path, path.with_suffix(".png")) if one.exists()]
+    if there and not force:
+        mend = ("--force writes it anew", "or another file: --out other.json")
+        raise UserError(f"{there[0]} is there already", str(there[0]), mend)
+    if path.exists():
+        # Even by force only a plan gives way to a plan.
+        read_plan(path)
+
+
+def draw(mesh: Mesh, letters: Mapping[str, tuple[str, ...]], ops: Iterable[str], file: Path) -> None:
+    """Draws who computes what."""
+    draw_plan([Layer(name, letters[name]) for name in ops if name in letters], mesh, file)

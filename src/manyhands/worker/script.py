@@ -1,0 +1,73 @@
+"""What each process of a run of the user's own training script does: `python -m manyhands.worker.script …`.
+
+The agent has set torchrun's variables. The script sees what it would see under torchrun: `__main__`, its own words in
+`sys.argv`, its own folder first on the path. What ends it is written down, so that the first cause is known.
+"""
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from manyhands.cluster.agents.own_output import die_with_parent, write_to
+from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
+from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.shown import say
+
+
+def main(words: list[str]) -> None:
+    """Runs the script.
+
+    Args:
+        words: the agent's folder for records, the folder for logs, the agent's process id, the script, its words.
+    """
+    scratch, logs, agent, script, *own = words
+    rank = int(os.environ["RANK"])
+    die_with_parent(int(agent))
+    os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
+    write_to(Path(logs) / f"{rank}.log")
+    try:
+        _run(script, own)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever ended the script is its first cause
+        if isinstance(error, ManyhandsError) and error.__cause__ is None:
+            say(str(error))
+        else:
+            traceback.print_exc()
+        _write_record(error, rank)
+        sys.exit(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
+
+
+def _run(script: str, own: list[str]) -> None:
+    if not Path(script).is_file():
+        here = f"{os.uname().nodename}:{Path.cwd()}"
+        mend = ("--sync-code copies this folder's code to the other machines", "or put it there")
+        raise UserError(f"there is no {script}", here, mend)
+    sys.argv = [script, *own]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+    _leave_group()
+
+
+def _leave_group() -> None:
+    """Leaves a process group that the script left open, whose threads now and then abort a process that ends."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _write_record(error: BaseException, rank: int) -> None:
+    """Why this process ended, unless `manyhands.fit` or the like inside the script has said it already."""
+    path = Path(os.environ[FAILURE_FILE])
+    if path.exists():
+        return
+    from manyhands.train.failing import describe_failure
+
+    record: Failure = describe_failure(error, rank=rank, step=None, phase="script")
+    write_json(path, record)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
