@@ -6,51 +6,90 @@ The names below are the whole public interface; they are loaded when first used,
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from manyhands.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from manyhands.config.job import Job
+    from manyhands.checkpoint.options import CheckpointOptions
+    from manyhands.config.job import ClusterOptions, Job, RunOptions, SubmitOptions, TrainOptions
     from manyhands.core.errors import ManyhandsError, RunError, UserError
-    from manyhands.parallel.describe import register_rule
-    from manyhands.parallel.grid import Grid
-    from manyhands.parallel.hybrid import Axis, open_mesh
+    from manyhands.core.mesh import Mesh
+    from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+    from manyhands.data.options import DataOptions
+    from manyhands.models.options import ModelOptions
+    from manyhands.parallel.collectives import Subgroup
+    from manyhands.parallel.grid import Axis, Grid, open_mesh
     from manyhands.parallel.marks import Parameter
-    from manyhands.parallel.proof.verdict import GradientCheck
+    from manyhands.parallel.options import ParallelOptions
+    from manyhands.parallel.plan import Plan
+    from manyhands.parallel.proof.verdict import Finding, GradientCheck
+    from manyhands.parallel.tracing import register_rule
     from manyhands.parallel.verify import verify_gradients
-    from manyhands.run.planning import find_plan
-    from manyhands.run.python import Run, evaluate, fit, load, parallelize, predict, session
+    from manyhands.run.python import Run, evaluate, fit, load, predict, session
+    from manyhands.sync.options import SyncOptions
+    from manyhands.train.epoch_end import EpochEnd
+    from manyhands.train.evaluate import Evaluation
+    from manyhands.train.session import Session
+    from manyhands.train.split_model import SplitModel
+    from manyhands.train.trained import Trained
+    from manyhands.worker.own_process import parallelize
+    from manyhands.worker.plan_search import find_plan
 
 _HOMES = {
-    "Axis": "manyhands.parallel.hybrid",
+    "Axis": "manyhands.parallel.grid",
+    "CheckpointOptions": "manyhands.checkpoint.options",
+    "ClusterOptions": "manyhands.config.job",
+    "DataOptions": "manyhands.data.options",
+    "EpochEnd": "manyhands.train.epoch_end",
+    "Evaluation": "manyhands.train.evaluate",
+    "EvaluationDetail": "manyhands.core.records",
+    "EvaluationMetrics": "manyhands.core.records",
+    "Finding": "manyhands.parallel.proof.verdict",
     "GradientCheck": "manyhands.parallel.proof.verdict",
     "Grid": "manyhands.parallel.grid",
     "Job": "manyhands.config.job",
     "ManyhandsError": "manyhands.core.errors",
-    "RunError": "manyhands.core.errors",
-    "UserError": "manyhands.core.errors",
+    "Mesh": "manyhands.core.mesh",
+    "ModelOptions": "manyhands.models.options",
+    "ParallelOptions": "manyhands.parallel.options",
     "Parameter": "manyhands.parallel.marks",
+    "Plan": "manyhands.parallel.plan",
     "Run": "manyhands.run.python",
+    "RunError": "manyhands.core.errors",
+    "RunOptions": "manyhands.config.job",
+    "Session": "manyhands.train.session",
+    "SplitModel": "manyhands.train.split_model",
+    "Subgroup": "manyhands.parallel.collectives",
+    "SubmitOptions": "manyhands.config.job",
+    "SyncOptions": "manyhands.sync.options",
+    "TrainOptions": "manyhands.config.job",
+    "Trained": "manyhands.train.trained",
+    "UserError": "manyhands.core.errors",
     "evaluate": "manyhands.run.python",
-    "find_plan": "manyhands.run.planning",
+    "find_plan": "manyhands.worker.plan_search",
     "fit": "manyhands.run.python",
     "load": "manyhands.run.python",
-    "open_mesh": "manyhands.parallel.hybrid",
+    "open_mesh": "manyhands.parallel.grid",
+    "parallelize": "manyhands.worker.own_process",
     "predict": "manyhands.run.python",
-    "parallelize": "manyhands.run.python",
-    "register_rule": "manyhands.parallel.describe",
+    "register_rule": "manyhands.parallel.tracing",
     "session": "manyhands.run.python",
     "verify_gradients": "manyhands.parallel.verify",
 }
 
 __all__ = [
-    "Axis", "GradientCheck", "Grid", "Job", "ManyhandsError", "Parameter", "Run", "RunError", "UserError", "evaluate",
-    "find_plan", "fit", "load", "open_mesh", "parallelize", "predict", "register_rule", "session", "verify_gradients",
+    "Axis", "CheckpointOptions", "ClusterOptions", "DataOptions", "EpochEnd", "Evaluation", "EvaluationDetail",
+    "EvaluationMetrics", "Finding", "GradientCheck", "Grid", "Job", "ManyhandsError", "Mesh", "ModelOptions",
+    "ParallelOptions", "Parameter", "Plan", "Run", "RunError", "RunOptions", "Session", "SplitModel", "Subgroup",
+    "SubmitOptions", "SyncOptions", "TrainOptions", "Trained", "UserError", "evaluate", "find_plan", "fit", "load",
+    "open_mesh", "parallelize", "predict", "register_rule", "session", "verify_gradients",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module manyhands has no attribute {name}")
+    if not name.endswith("Error"):
+        importlib.import_module("manyhands.core.system").require_system()
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

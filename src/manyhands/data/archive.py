@@ -2,15 +2,24 @@
 
 import hashlib
 import lzma
+import os
 import shutil
 import tarfile
 import warnings
 import zlib
 from pathlib import Path
+from typing import IO
 
 from manyhands.core.errors import UserError
-from manyhands.data.once import one_at_a_time
+from manyhands.core.once import one_at_a_time
+from manyhands.core.outside import open_file
 from manyhands.data.places import cache_folder
+
+# Pictures hardly get smaller by packing; what says that it unpacks to a hundred times its size is none of them.
+_LIKELY_BYTES = 1 << 30
+_MOST_TIMES_PACKED = 100
+_MOST_MEMBERS = 400_000
+_NO_MEMORY = "it asks for more memory than there is"
 
 
 def unpack_once(archive: Path) -> Path:
@@ -21,7 +30,10 @@ def unpack_once(archive: Path) -> Path:
     Raises:
         UserError: the archive is torn or unsafe, or the disk is full.
     """
-    state = archive.stat()
+    try:
+        state = archive.stat()
+    except OSError as error:
+        raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), ("copy it anew",)) from error
     key = hashlib.sha256(f"{archive.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:32]
     target = cache_folder() / "unpacked" / key
     with one_at_a_time(target):
@@ -29,24 +41,32 @@ def unpack_once(archive: Path) -> Path:
             part = target.with_name(f"{key}.part")
             shutil.rmtree(part, ignore_errors=True)  # an earlier process's, which died: this one holds the lock
             try:
-                with tarfile.open(archive) as file:
-                    _extract(file, part)
+                with open_file(archive) as there, tarfile.open(fileobj=there) as file:
+                    _extract(file, part, there)
                 part.replace(target)
-            except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+            except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError, MemoryError) as error:
                 shutil.rmtree(part, ignore_errors=True)
                 mend = ("copy it anew, or unpack it yourself beside it",)
-                raise UserError(f"{archive.name} can't be unpacked: {error}", str(archive), mend) from error
+                raise UserError(
+                    f"{archive.name} can't be unpacked: {str(error) or _NO_MEMORY}", str(archive), mend
+                ) from error
     return target
 
 
-def _extract(file: tarfile.TarFile, folder: Path) -> None:
+def _extract(file: tarfile.TarFile, folder: Path, packed: IO[bytes]) -> None:
     """Extracts plain files and folders; tarfile's own filter came only with Python 3.11.4.
 
     Raises:
-        TarError: a member is neither, or would be written elsewhere.
+        TarError: a member is neither, or would be written elsewhere; or the whole is no pictures that were packed.
     """
-    members = file.getmembers()
-    for member in members:
+    most_bytes = max(_LIKELY_BYTES, os.fstat(packed.fileno()).st_size * _MOST_TIMES_PACKED)
+    members: list[tarfile.TarInfo] = []
+    total = 0
+    for member in file:
+        members.append(member)
+        total += member.size + tarfile.BLOCKSIZE
+        if total > most_bytes or len(members) > _MOST_MEMBERS:
+            raise tarfile.TarError(f"it would unpack to more than {most_bytes >> 20:,} MiB, or {_MOST_MEMBERS:,} files")
         inside = not Path(member.name).is_absolute() and ".." not in Path(member.name).parts
         if not inside or not (member.isreg() or member.isdir()):
             raise tarfile.TarError(f"it holds {member.name}, which is no plain file within it")

@@ -7,13 +7,15 @@ import sys
 import threading
 import warnings
 
+from manyhands.core.stops import STOPS
+
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
     """Runs first in a worker.
 
-    Ctrl-C and SIGTERM are sent to whole process groups, but the parent still saves its work then and must not see
+    What asks for a stop is sent to whole process groups, but the parent still saves its work then and must not see
     its workers die; so they heed only a SIGTERM of the parent itself.
 
     Args:
@@ -22,7 +24,8 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
             ports that a fork inherits would stay open until torch's own watch sees it, seconds later. False where
             that thread may end before the process does.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in {*STOPS} - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_heed, args=(parent,), daemon=True).start()

@@ -6,9 +6,9 @@ Python batch: a pickle of {"data": uint8 [n, 3072], "labels" or "fine_labels": l
 Source: A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
 """
 
+import os
 import tarfile
 import zlib
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,35 +16,15 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
+from manyhands.core.outside import open_file
+from manyhands.data.known import Layout
 from manyhands.data.plain_pickle import as_tensor, read_plain
 from manyhands.data.splits import ImagesInMemory, check_labels
 
 _PIXELS = 3 * 32 * 32
 _MOST_BYTES = 1 << 29  # of one file; the largest published one has 150 MB
+_MOST_PACKED_BYTES = 1 << 31  # of all that an archive unpacks to
 _MEND = ("fetch it again, or copy it anew",)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The files of one published form.
-
-    Attributes:
-        folder: what the archive unpacks to.
-        archive: the archive's name.
-        train: files of the training split, in order.
-        test: file of the test split.
-        names: file with the class names.
-        label_bytes: in front of each binary record; 0 for a pickle.
-        key: of labels, or of class names, in a pickle: "labels", "fine_labels".
-    """
-
-    folder: str
-    archive: str
-    train: tuple[str, ...]
-    test: str
-    names: str
-    label_bytes: int = 0
-    key: str = "labels"
 
 
 def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
@@ -62,12 +42,14 @@ def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
     try:
         if place.is_dir():
             for name in names:
-                if (place / name).is_file():
-                    _check_size(name, (place / name).stat().st_size, place)
-                    found[name] = (place / name).read_bytes()
+                if name and (place / name).exists():
+                    with open_file(place / name) as file:
+                        _check_size(name, os.fstat(file.fileno()).st_size, place)
+                        found[name] = file.read()
         else:
-            with tarfile.open(place) as archive:
+            with open_file(place) as there, tarfile.open(fileobj=there) as archive:
                 for member in archive:
+                    _check_size(place.name, member.offset_data + member.size, place, _MOST_PACKED_BYTES)
                     word = PurePosixPath(member.name).name
                     content = archive.extractfile(member) if member.isfile() and word in names else None
                     if content is not None:
@@ -81,10 +63,10 @@ def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
     return found
 
 
-def _check_size(name: str, size: int, place: Path) -> None:
-    """Raises UserError before memory is taken for a file that is none of CIFAR's, whatever its name."""
-    if size > _MOST_BYTES:
-        raise UserError(f"{name} has {size:,} bytes; CIFAR's files have {_MOST_BYTES:,} at most", str(place), _MEND)
+def _check_size(name: str, size: int, place: Path, most: int = _MOST_BYTES) -> None:
+    """Raises UserError before memory or time is taken for what is none of CIFAR's, whatever its name."""
+    if size > most:
+        raise UserError(f"{name} has {size:,} bytes; CIFAR's has {most:,} at most", str(place), _MEND)
 
 
 def read_split(files: dict[str, bytes], names: tuple[str, ...], layout: Layout, classes: int) -> ImagesInMemory:

@@ -2,14 +2,14 @@
 
 import math
 
-from manyhands.data.random import Draws
+from manyhands.data.random import SampleDraws
 
 _FIRST_DRAW, _ATTEMPTS = 16, 10
 _AREA = (0.08, 1.0)
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 
 
-def crop_box(width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
+def crop_box(width: int, height: int, draws: SampleDraws) -> tuple[int, int, int, int]:
     """Draws a box of 8 to 100 % of the area and of ratio 3:4 to 4:3; the middle where ten attempts don't fit.
 
     Returns:

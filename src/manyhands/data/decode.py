@@ -11,6 +11,7 @@ import numpy
 from PIL import Image, ImageOps
 
 from manyhands.core.errors import UserError
+from manyhands.core.outside import UnreadableError, open_file
 
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 _MORE_SUFFIXES = frozenset({".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
@@ -49,6 +50,8 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
         CorruptImageError: it is missing, empty, cut short, no picture, or of more than 89 megapixels.
     """
     try:
+        # From memory, since a file is asked for as many bytes as the picture says it has, be it four gigabytes.
+        content = _content_of(path) if content is None else content
         with _opened(path, content) as image:
             image.load()
             _turn_upright(image)
@@ -72,6 +75,14 @@ def probe(path: str) -> tuple[int, int, bool]:
         raise
     except Exception as error:
         raise corrupt(path, _reason(path, error, None)) from error
+
+
+def _content_of(path: str) -> bytes:
+    try:
+        with open_file(Path(path)) as file:
+            return file.read()
+    except (UnreadableError, IsADirectoryError) as error:
+        raise corrupt(path, "it is a folder, a pipe or a device") from error
 
 
 def _opened(path: str, content: bytes | None) -> Image.Image:

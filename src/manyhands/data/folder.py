@@ -9,7 +9,8 @@ from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
 from manyhands.data.walk import Identity, class_identities, folders_in, walk
 
-_TEST_NAMES = ("val", "validation", "valid", "test")
+_HELD_OUT = "test"
+_TEST_NAMES = ("val", "validation", "valid", _HELD_OUT)
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,43 @@ def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:
     return train, test
 
 
+def list_held_out(root: Path, train: Listing) -> tuple[Listing | None, tuple[str, ...]]:
+    """Lists root/test where another split is evaluated during training; its labels are those of the training classes.
+
+    Returns:
+        The pictures, None where there are none, and sentences for the user.
+
+    Raises:
+        UserError: it has classes that the training split lacks, or an empty one.
+    """
+    place = root / _HELD_OUT
+    if not is_divided(root) or not place.is_dir() or not any((root / word).is_dir() for word in _TEST_NAMES[:-1]):
+        return None, ()
+    classes = folders_in(place)
+    if not classes:
+        return None, (f"{_HELD_OUT}/ has no class folders, so that it can't be evaluated",)
+    unknown = sorted(set(classes) - set(train.classes))
+    if unknown:
+        shown = ", ".join(unknown[:8]) + (" …" if len(unknown) > 8 else "")
+        what = f"{_HELD_OUT}/ has {len(unknown)} class folders that {train.root.name}/ lacks: {shown}"
+        raise UserError(what, str(place), ("both need the same class folders",))
+    own = set(class_identities(place, classes))
+    others = [
+        each for word in ("train", *_TEST_NAMES[:-1]) if (root / word).is_dir()
+        for each in class_identities(root / word, folders_in(root / word))
+    ]  # fmt: skip
+    shared = own & set(others)
+    notes = (
+        (f"{len(shared)} class folder(s) of {_HELD_OUT}/ are those of other splits: this is no test of new pictures",)
+        if shared
+        else ()
+    )
+    found, _ = _list_classes(place, set(others) - own, least=1)
+    place_of = {label: train.classes.index(name) for label, name in enumerate(found.classes)}
+    labels = tuple(place_of[label] for label in found.labels)
+    return replace(found, classes=train.classes, labels=labels), notes
+
+
 def is_divided(root: Path) -> bool:
     """True where a folder has train/ with class folders in it."""
     return (root / "train").is_dir() and bool(folders_in(root / "train"))
@@ -99,6 +137,10 @@ def _list_classes(root: Path, taken: set[Identity], least: int = 2) -> tuple[Lis
     classes = folders_in(root)
     if not classes:
         raise _no_classes(root)
+    for name in classes:
+        if not _is_utf8(name):
+            mend = (f"rename it; of many: convmv -f gbk -t utf-8 -r --notest {root}, with the encoding it was made in",)
+            raise UserError(f'the name of the class folder "{_as_bytes(name)}" isn\'t UTF-8', str(root), mend)
     if len(classes) < least:
         mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
         raise UserError(f'{root} has only one class folder, "{classes[0]}"', str(root), mend)
@@ -114,6 +156,20 @@ def _list_classes(root: Path, taken: set[Identity], least: int = 2) -> tuple[Lis
     ignored = sum(found.others for found in below.classes)
     notes = _of_links(root, below.left_out)
     return Listing(root, classes, tuple(names), tuple(labels), ignored, notes), below.entered
+
+
+def _is_utf8(name: str) -> bool:
+    """False for a name from the disk whose bytes Python could only carry along."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _as_bytes(name: str) -> str:
+    """A name from the disk in characters that everything can show."""
+    return repr(os.fsencode(name))[2:-1]
 
 
 def _of_links(root: Path, left_out: list[str]) -> tuple[str, ...]:

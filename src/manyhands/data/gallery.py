@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, list_classes, list_splits
+from manyhands.data.folder import Listing, list_classes, list_held_out, list_splits
 from manyhands.data.memory import Decoded, decode_once, find_corrupt_once
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
@@ -35,7 +35,10 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
     Raises:
         UserError: the folder can't be used.
     """
-    return _open(list_splits(root, options.validation), root, options, title, usual)
+    train, test = list_splits(root, options.validation)
+    held_out, notes = list_held_out(root, train)
+    opened = _open((train, test, *([held_out] if held_out else [])), root, options, title, usual)
+    return replace(opened, notes=(*opened.notes, *notes))
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
@@ -50,9 +53,7 @@ def open_whole_folder(root: Path, options: DataOptions) -> Splits:
     return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)))
 
 
-def _open(
-    listings: tuple[Listing, Listing], root: Path, options: DataOptions, title: str, usual: Pixels | None
-) -> Splits:
+def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title: str, usual: Pixels | None) -> Splits:
     size, channels, equal = _look(listings[0], options.channels)
     opened = _in_memory(listings, size, channels, options) if equal else None
     if opened is None:
@@ -68,8 +69,10 @@ def _open(
     names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
     text += _left_out(sum(listing.ignored for listing in listings), len(names))
-    notes = (*listings[0].notes, *listings[1].notes)
-    return Splits(sources[0], sources[1], listings[0].classes, text, usual or pixels, names, notes)
+    notes = tuple(note for listing in listings for note in listing.notes)
+    held_out = sources[2] if len(sources) > 2 else None
+    text += f"; {len(held_out):,} more in test/ are kept for the end" if held_out is not None else ""
+    return Splits(sources[0], sources[1], listings[0].classes, text, usual or pixels, names, notes, held_out)
 
 
 def _left_out(ignored: int, skipped: int) -> str:
@@ -93,10 +96,8 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
     return max(sizes), channels or (1 if all(grey for _, _, grey in seen) else 3), equal
 
 
-def _in_memory(
-    listings: tuple[Listing, Listing], size: int, channels: int, options: DataOptions
-) -> list[Decoded] | None:
-    """Both splits' pixels, or None where they don't fit or aren't equal; the colours of one make all RGB."""
+def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
+    """All splits' pixels, or None where they don't fit or aren't equal; the colours of one make all RGB."""
     total = sum(map(len, listings)) * channels * size * size
     if total > options.memory_limit_mib << 20:
         return None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
+from manyhands.core.outside import UnreadableError, open_file
 from manyhands.data.splits import ImagesInMemory, check_labels
 
 _BYTES = 0x08
@@ -42,7 +43,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         UserError: it isn't such a file, is cut short, or holds more than it says.
     """
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        with open_file(path) as there, gzip.open(there) if path.suffix == ".gz" else there as file:
             shape = _read_shape(file, path, dimensions)
             wanted = math.prod(shape)
             if path.suffix == ".gz":
@@ -52,6 +53,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         raise UserError(f"{path.name} is not a whole gzip file: {error}", str(path), _MEND) from error
     except OSError as error:
         raise UserError(f"{path.name} can't be read: {error.strerror or error}", str(path)) from error
+    except UnreadableError as error:
+        raise UserError(f"{path.name} can't be read: {error}", str(path), _MEND) from error
     if len(content) != wanted:
         found = "more" if len(content) > wanted else f"{len(content):,}"
         raise UserError(f"{path.name}: expected {wanted:,} values ({_times(shape)}), found {found}", str(path), _MEND)

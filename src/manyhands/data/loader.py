@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from manyhands.data.gather import MemoryFeed
-from manyhands.data.samples import FileSamples, OwnSamples
+from manyhands.data.on_demand import FileSamples, OwnSamples
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
 from manyhands.data.transforms import Normalise, Pixels
 from manyhands.data.workers import WorkerFeed

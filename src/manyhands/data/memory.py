@@ -18,10 +18,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from manyhands.core.once import committed, one_at_a_time
 from manyhands.core.outside import read_object
 from manyhands.data.decode import CorruptImageError, decode, probe
 from manyhands.data.folder import Listing
-from manyhands.data.once import committed, one_at_a_time
 from manyhands.data.pictures import to_tensor
 from manyhands.data.places import cache_folder
 

@@ -10,9 +10,9 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import is_grey
+from manyhands.data.on_demand import as_picture, read_pair, restored_generators, seed_generators
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
-from manyhands.data.samples import as_picture, read_pair, restored_generators, seed_generators
 from manyhands.data.splits import ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
 from manyhands.data.statistics import measured_pixels, photograph_pixels
 from manyhands.data.transforms import Pixels
@@ -33,8 +33,17 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
     given = [("train", train)] if test is None else [("train", train), ("test", test)]
     for word, dataset in given:
         _check(dataset, word)
-    classes = _classes([dataset for _, dataset in given])
-    sources = [_source(dataset, len(classes), f"the {word} set") for word, dataset in given]
+    datasets = [dataset for _, dataset in given]
+    labels = [known_labels(dataset) for dataset in datasets]
+    classes = _named_classes(datasets)
+    if not classes:
+        # Each sample's must be read to count them; what has been read is known.
+        labels = [_read_labels(one) if known is None else known for one, known in zip(datasets, labels, strict=True)]
+        classes = _counted_classes([found for found in labels if found is not None])
+    sources = [
+        _source(dataset, known, len(classes), f"the {word} set")
+        for (word, dataset), known in zip(given, labels, strict=True)
+    ]
     if test is None:
         sources = _split(sources[0], options.validation)
     text = describe(title or f"your {type(train).__name__}", sources[0], sources[1])
@@ -50,8 +59,7 @@ def _check(dataset: Any, word: str) -> None:
         raise UserError(f"the {word} set is empty", word)
 
 
-def _source(dataset: Any, classes: int, place: str) -> Source:
-    labels = known_labels(dataset)
+def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> Source:
     if labels is not None:
         labels = check_labels(labels, classes, place)
     if type(dataset) is TensorDataset and labels is not None:
@@ -95,8 +103,8 @@ def _as_labels(found: Any, count: int) -> Tensor | None:
     return torch.from_numpy(values.astype(numpy.int64)) if values.ndim == 1 and values.dtype.kind in "iu" else None
 
 
-def _classes(datasets: list[Any]) -> tuple[str, ...]:
-    """Names of the classes: the data set's own, or the numbers up to the greatest label."""
+def _named_classes(datasets: list[Any]) -> tuple[str, ...]:
+    """The data sets' own names of the classes, or numbers where they say how many; else none."""
     for dataset in datasets:
         base = dataset
         while isinstance(base, Subset):
@@ -106,17 +114,19 @@ def _classes(datasets: list[Any]) -> tuple[str, ...]:
             return tuple(" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names)
         if isinstance(number, int) and number > 1:
             return tuple(str(label) for label in range(number))
-    greatest = max(int(labels.max()) for labels in map(_read_labels, datasets))
+    return ()
+
+
+def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
+    """The numbers up to the greatest label."""
+    greatest = max(int(labels.max()) for labels in found)
     if greatest < 1:
         raise UserError("the data has only one class", "train", ("labels are whole numbers from 0 on; two at least",))
     return tuple(str(label) for label in range(greatest + 1))
 
 
 def _read_labels(dataset: Any) -> Tensor:
-    """The labels, if need be by reading every sample once."""
-    labels = known_labels(dataset)
-    if labels is not None:
-        return labels
+    """The labels int64 [N], by reading every sample once."""
     with restored_generators():
         return torch.tensor([read_pair(dataset, sample)[1] for sample in range(len(dataset))])
 

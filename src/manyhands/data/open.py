@@ -9,10 +9,11 @@ from manyhands.core.errors import UserError
 from manyhands.core.plugins import is_object_reference, load_choice, module_names, unknown_choice
 from manyhands.data.folder import is_divided
 from manyhands.data.gallery import open_whole_folder
+from manyhands.data.known import named
 from manyhands.data.objects import splits_of_objects
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
-from manyhands.data.splits import Source, Splits, take
+from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
 
 _CHOICES = "manyhands.data.datasets"
@@ -25,13 +26,40 @@ def open_data(options: DataOptions) -> Splits:
     Raises:
         UserError: there is no such data set, or it can't be used as it is.
     """
+    known = named(options.name)
+    if known:
+        options = options.model_copy(update={"name": known[0], "dir": known[1]})
     choice = load_choice(_CHOICES, find_choice(options.name))
-    return _limited(choice.open(options.name, options), options)
+    return with_named_held_out(_limited(choice.open(options.name, options), options), options)
+
+
+def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
+    """With the third data set that `options.held_out` names, if it names one.
+
+    Raises:
+        UserError: it can't be used, or has classes that the training samples lack.
+    """
+    if not options.held_out:
+        return splits
+    own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
+    opened = open_whole(own) if is_plain_folder(own.name) else open_data(own)
+    return with_held_out(splits, opened, options.held_out)
+
+
+def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
+    """With another data set's evaluation split as what is evaluated once at the end; classes go by their names.
+
+    Raises:
+        UserError: it has classes that the training samples lack.
+    """
+    source = by_names(opened.test, opened.classes, splits.classes or opened.classes, place)
+    text = f"{splits.description}; {len(source):,} more of {place} are kept for the end"
+    return replace(splits, held_out=source, description=text)
 
 
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders that isn't divided into train/ and others."""
-    return find_choice(name) == "imagefolder" and not is_divided(Path(name).expanduser())
+    return not named(name) and find_choice(name) == "imagefolder" and not is_divided(Path(name).expanduser())
 
 
 def open_whole(options: DataOptions) -> Splits:
@@ -45,18 +73,22 @@ def open_whole(options: DataOptions) -> Splits:
     return replace(opened, train=test, test=test)
 
 
-def from_objects(train: Any, test: Any | None, options: DataOptions) -> Splits:
+def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
     """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index.
 
     Args:
         train: gives (x, y) for an index, see `UserSamples`.
         test: the same; None keeps `options.validation` of the training samples for evaluation.
         options: sizes and limits.
+        held_out: the same; evaluated once at the end.
 
     Raises:
         UserError: an object is no data set, or its samples can't be used.
     """
-    return _limited(splits_of_objects(train, test, options), options)
+    splits = with_named_held_out(_limited(splits_of_objects(train, test, options), options), options)
+    if held_out is None:
+        return splits
+    return with_held_out(splits, splits_of_objects(held_out, held_out, options), "the held-out set")
 
 
 def resolve_pixels(
@@ -92,6 +124,9 @@ def find_choice(name: str) -> str:
         known += names
     if is_object_reference(name):
         return "user"
+    known_place = named(name)
+    if known_place:
+        return find_choice(known_place[0])
     if Path(name).expanduser().is_dir():
         return "imagefolder"
     if "/" in name or "." in name:
@@ -105,10 +140,11 @@ def _limited(splits: Splits, options: DataOptions) -> Splits:
     """Keeps `train_samples` and `test_samples` of each split, spread evenly, always the same ones."""
     train = _first(splits.train, options.train_samples)
     test = _first(splits.test, options.test_samples)
-    if train is splits.train and test is splits.test:
+    held_out = _first(splits.held_out, options.test_samples) if splits.held_out is not None else None
+    if train is splits.train and test is splits.test and held_out is splits.held_out:
         return splits
     text = f"{splits.description}, of which {len(train):,} + {len(test):,} are used"
-    return replace(splits, train=train, test=test, description=text)
+    return replace(splits, train=train, test=test, description=text, held_out=held_out)
 
 
 def _first(source: Source, count: int) -> Source:

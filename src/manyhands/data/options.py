@@ -24,6 +24,11 @@ class DataOptions(Options):
     validation: float = Field(
         default=0.1, gt=0.0, lt=1.0, description="share kept for evaluation where a folder has no val/ or test/"
     )
+    held_out: str = Field(
+        default="",
+        description="a third data set, which decides nothing and is evaluated once at the end, as test: a folder of "
+        "class folders, a data set's name or file.py:function; empty: test/ of a folder that has val/ too",
+    )
     skip_corrupt: bool = Field(default=False, description="leave out pictures that can't be read, and count them")
     workers: int = Field(default=-1, ge=-1, le=256, description="decoding processes for each rank; -1: by the cores")
     machine_workers: int = Field(

@@ -9,7 +9,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,13 +79,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process takes of one pass.
+    """What one process takes of one micro-batch.
 
     Attributes:
         start: first sample, counted within the global batch.
         stop: sample after the last one; equal to start for a process that goes empty-handed.
         spans: the normalisation groups it holds, in order.
-        shared_groups: sizes of the groups of this pass that several processes hold; equal on all processes.
+        shared_groups: sizes of the groups of this micro-batch that several processes hold; equal on all processes.
     """
 
     start: int
@@ -100,12 +100,12 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How global batches are cut into passes and shares.
+class BatchSharing:
+    """How global batches are shared out, as micro-batches and each process's share of them.
 
     Attributes:
         processes: how many share the work.
-        micro_batch: most samples a process takes in one pass; 0 for no limit.
+        micro_batch: most samples a process takes in one micro-batch; 0 for no limit.
         group: samples in a normalisation group; 0 where there are none.
         aligned: shares may be of whole groups; False: of equal size, so that a share's halves are the shares of twice
             as many processes.
@@ -116,33 +116,40 @@ class Cut:
     group: int = 0
     aligned: bool = True
 
-    def passes(self, count: int) -> tuple[tuple[Share, ...], ...]:
-        """For a global batch of `count` samples: for each pass, each process's share.
+    def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
+        """For a global batch of `count` samples: for each micro-batch, each process's share.
 
         Raises:
-            UserError: a normalisation group doesn't fit into one pass.
+            UserError: a normalisation group doesn't fit into one micro-batch.
         """
-        return _passes(self, count)
+        return _micro_batches(self, count)
 
 
 @functools.lru_cache(maxsize=256)
-def shares_of_pass(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
-    """How so many processes share one pass equally, in a network whose ops are split over processes of their own.
+def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
+    """How processes share one micro-batch equally, in a network whose ops are split over processes of their own.
 
     Args:
         count: samples in the global batch.
         group: samples in a normalisation group; 0 where there are none.
-        bounds: first sample of the pass, and the one after its last; groups don't lie across them.
+        bounds: first sample of the micro-batch, and the one after its last; groups don't lie across them.
         processes: how many share it.
     """
-    return _shares(Cut(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
+    return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 
 
 @functools.lru_cache(maxsize=64)
-def _passes(cut: Cut, count: int) -> tuple[tuple[Share, ...], ...]:
-    edges = group_edges(count, cut.group)
-    limit = cut.micro_batch * cut.processes or count
-    return tuple(_shares(cut, edges, start, stop) for start, stop in _pass_bounds(edges, limit, cut))
+def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share, ...], ...]:
+    edges = group_edges(count, batch_sharing.group)
+    limit = batch_sharing.micro_batch * batch_sharing.processes or count
+    return tuple(
+        _shares(batch_sharing, edges, start, stop) for start, stop in _micro_batch_bounds(edges, limit, batch_sharing)
+    )
+
+
+def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
+    """What process number `index` of `parts` has of such a pass: a function of both."""
+    return lambda parts, index: shares_of_micro_batch(count, group, bounds, parts)[index]
 
 
 def group_edges(count: int, group: int) -> list[int]:
@@ -155,14 +162,14 @@ def group_edges(count: int, group: int) -> list[int]:
     return [count * number // groups for number in range(groups + 1)]
 
 
-def _pass_bounds(edges: list[int], limit: int, cut: Cut) -> list[tuple[int, int]]:
-    """Passes of whole groups, each of at most `limit` samples."""
+def _micro_batch_bounds(edges: list[int], limit: int, batch_sharing: BatchSharing) -> list[tuple[int, int]]:
+    """Micro-batches of whole groups, each of at most `limit` samples."""
     bounds = [edges[0]]
     for first, last in itertools.pairwise(edges):
         if last - first > limit:
             raise UserError(
-                f"BatchNorm needs {last - first} samples in one pass, and {cut.processes} process(es) "
-                f"with train.micro_batch = {cut.micro_batch} take {limit}",
+                f"BatchNorm needs {last - first} samples in one pass, and {batch_sharing.processes} process(es) "
+                f"with train.micro_batch = {batch_sharing.micro_batch} take {limit}",
                 "train.micro_batch",
                 ("a larger train.micro_batch", f"or --set train.norm_group={max(2, limit)}"),
             )
@@ -171,10 +178,10 @@ def _pass_bounds(edges: list[int], limit: int, cut: Cut) -> list[tuple[int, int]
     return list(itertools.pairwise([*bounds, edges[-1]]))
 
 
-def _shares(cut: Cut, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:
+def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:
     inner = [edge for edge in edges if start <= edge <= stop]
-    bounds = _boundaries(inner, cut)
-    if not cut.group:
+    bounds = _boundaries(inner, batch_sharing)
+    if not batch_sharing.group:
         return tuple(Share(first, last, (), ()) for first, last in bounds)
     cuts = {first for first, last in bounds if last > first} - set(inner)
     shared = sorted({bisect.bisect_right(inner, cut) - 1 for cut in cuts})
@@ -182,14 +189,14 @@ def _shares(cut: Cut, edges: list[int], start: int, stop: int) -> tuple[Share, .
     return tuple(Share(first, last, _spans(first, last, inner, shared), sizes) for first, last in bounds)
 
 
-def _boundaries(edges: list[int], cut: Cut) -> list[tuple[int, int]]:
+def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
     """Contiguous shares of equal size, or of whole groups where that costs little."""
-    first, count, groups, processes = edges[0], edges[-1] - edges[0], len(edges) - 1, cut.processes
+    first, count, groups, processes = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.processes
     fair = [first + count * rank // processes for rank in range(processes + 1)]
     aligned = [edges[groups * rank // processes] for rank in range(processes + 1)]
     largest_fair, largest_aligned = (max(b - a for a, b in itertools.pairwise(cuts)) for cuts in (fair, aligned))
-    most = min(ALIGNED_SHARE_LIMIT * largest_fair, cut.micro_batch or count)
-    return list(itertools.pairwise(aligned if cut.aligned and largest_aligned <= most else fair))
+    most = min(ALIGNED_SHARE_LIMIT * largest_fair, batch_sharing.micro_batch or count)
+    return list(itertools.pairwise(aligned if batch_sharing.aligned and largest_aligned <= most else fair))
 
 
 def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[Span, ...]:
@@ -202,6 +209,13 @@ def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[
         spans.append(Span(number, row - first, min(last, stop) - first, stop - start, place, first=row == start))
         row = min(last, stop)
     return tuple(spans)
+
+
+def told_of_batch(batch: int, length: int) -> str:
+    """A sentence for who asks for a larger batch than there are training samples; else empty."""
+    if batch <= length:
+        return ""
+    return f"each update takes all {length:,} training samples: the batch can't be {batch:,}"
 
 
 def evaluation_blocks(length: int, block: int) -> list[range]:

@@ -10,11 +10,11 @@ from PIL import Image
 from torch import Tensor
 
 from manyhands.data.crop import crop_box
-from manyhands.data.random import Draws
+from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, padding
 
 
-def prepare(image: Image.Image, pixels: Pixels, draws: Draws | None) -> Tensor:
+def prepare(image: Image.Image, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
     """Resizes, crops and mirrors.
 
     Args:
@@ -54,7 +54,7 @@ def _middle(image: Image.Image, pixels: Pixels) -> Image.Image:
     return image.crop((left, top, left + size, top + size)) if (wide, high) != (size, size) else image
 
 
-def _shifted(image: Image.Image, draws: Draws) -> Image.Image:
+def _shifted(image: Image.Image, draws: SampleDraws) -> Image.Image:
     """Moves by up to `padding` rows and columns; Pillow fills with black what lies outside."""
     margin = padding(image.width)
     left = draws.below(DRAW_RIGHT, 2 * margin + 1) - margin

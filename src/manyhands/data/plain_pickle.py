@@ -61,7 +61,7 @@ _ALLOWED = {
 }
 
 
-class _Reader(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _ALLOWED[module, name]
@@ -76,7 +76,7 @@ def read_plain(content: bytes, place: str) -> Any:
         UserError: it is torn, or holds anything else.
     """
     try:
-        return _Reader(io.BytesIO(content), encoding="bytes").load()
+        return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except (*_ERRORS, *_MORE_ERRORS, MemoryError, RecursionError, ImportError, RuntimeError) as error:
         mend = ("fetch the file again from its publisher",)
         raise UserError(f"{place} is no pickle of plain data: {error}", place, mend) from error

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from manyhands.core.errors import UserError
 from manyhands.data.download import fetch
+from manyhands.data.known import spelt
 from manyhands.data.options import DataOptions
 
 
@@ -14,12 +15,7 @@ def find_file(name: str, places: list[Path]) -> Path | None:
         name: as published, with .gz where it is packed.
         places: folders, the most likely first.
     """
-    plain = name.removesuffix(".gz")
-    for place in places:
-        for word in (name, plain, plain.replace("-idx", ".idx")):
-            if (place / word).is_file():
-                return place / word
-    return None
+    return next((there for place in places if (there := spelt(place, name))), None)
 
 
 def fetch_file(name: str, urls: tuple[str, ...], md5: str, folder: Path, options: DataOptions) -> Path:

@@ -1,6 +1,6 @@
 """Chance as a pure function of (seed, epoch, sample, draw): no generator, no state, the same in every process.
 
-The same numbers come out one at a time (`Draws`, in worker processes) and for a whole batch (`bits`).
+The same numbers come out one at a time (`SampleDraws`, in worker processes) and for a whole batch (`bits`).
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def below(drawn: Tensor, limit: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Draws:
+class SampleDraws:
     """The draws of one sample, in plain Python.
 
     Attributes:

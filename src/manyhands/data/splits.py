@@ -84,6 +84,7 @@ class Splits:
         pixels: what suits this data set where neither the user nor the model says otherwise.
         skipped: pictures that can't be read and were left out, because the user asked for that.
         notes: sentences for the user on what else isn't as it looks.
+        held_out: what decides nothing and is evaluated once, when training is over.
     """
 
     train: Source
@@ -93,6 +94,12 @@ class Splits:
     pixels: Pixels
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    held_out: Source | None = None
+
+    def named(self) -> list[tuple[str, Source]]:
+        """All sources, with a word for each."""
+        found = [("training", self.train), ("test" if self.held_out is None else "validation", self.test)]
+        return found if self.held_out is None else [*found, ("test", self.held_out)]
 
 
 def describe(title: str, train: Source, test: Source, place: str = "") -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.data.crop import crop_box
-from manyhands.data.random import Draws, below, bits, sample_states
+from manyhands.data.random import SampleDraws, below, bits, sample_states
 
 DRAW_DOWN, DRAW_RIGHT, DRAW_MIRROR = 0, 1, 2
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
@@ -100,7 +100,7 @@ def cut_parts(images: Tensor, size: int, key: int, samples: Tensor) -> Tensor:
     """Cuts a part out of each of uint8 [n, C, H, W] and resizes it: uint8 [n, C, size, size]."""
     parts = []
     for image, sample in zip(images, samples.tolist(), strict=True):
-        left, top, right, bottom = crop_box(image.shape[2], image.shape[1], Draws(key, sample))
+        left, top, right, bottom = crop_box(image.shape[2], image.shape[1], SampleDraws(key, sample))
         parts.append(resize(image[None, :, top:bottom, left:right], size, size))
     return torch.cat(parts)
 

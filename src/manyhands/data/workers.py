@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.data.child import begin_worker
-from manyhands.data.samples import Answer, FileSamples, OwnSamples, Request
+from manyhands.data.on_demand import Answer, FileSamples, OwnSamples, Request
 from manyhands.data.transforms import Normalise
 
 _MOST_WORKERS = 8

@@ -1,24 +1,16 @@
 """torchvision's published weights: looked up in torch hub's cache, or downloaded there once."""
 
-import hashlib
-import os
 import pickle
 import re
-import socket
-import threading
-import urllib.error
-import urllib.request
 import warnings
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
-from filelock import FileLock
 
+from manyhands.core.download import Digest, download
 from manyhands.core.errors import UserError
+from manyhands.core.once import one_at_a_time
 
-TIMEOUT_S = 5.0
-_CHUNK_BYTES = 1 << 20
 # torchvision's file names end in the first digits of their SHA-256.
 _DIGEST = re.compile(r"-([0-9a-f]{8,})\.")
 
@@ -33,8 +25,7 @@ def fetch_weights(url: str) -> Path:
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
+        with one_at_a_time(path):
             if not path.is_file():
                 _download(url, path)
     try:
@@ -47,47 +38,10 @@ def fetch_weights(url: str) -> Path:
 
 
 def _download(url: str, path: Path) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        _refuse_unknown_host(url)
-        digest = _stream(url, part)
-        expected = _DIGEST.search(path.name)
-        if expected and not digest.startswith(expected[1]):
-            raise OSError(f"its SHA-256 begins with {digest[:8]}, expected {expected[1]}")
-        part.replace(path)
-    except OSError as error:  # urllib's errors and time-outs are among them
-        reason = getattr(error, "reason", None) or error
-        raise UserError(f"{path.name} can't be downloaded: {reason}", url, _mend(url, path)) from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _stream(url: str, part: Path) -> str:
-    """Downloads to a file; returns its SHA-256 in hex."""
-    digest = hashlib.sha256()
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, part.open("wb") as file:
-        while chunk := answer.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            file.write(chunk)
-    return digest.hexdigest()
-
-
-def _refuse_unknown_host(url: str) -> None:
-    """Looks the host up, but not for longer than the time-out, which a resolver without network takes no heed of."""
-    host = urlsplit(url).hostname or ""
-    found: list[object] = []
-
-    def look_up() -> None:
-        try:
-            found.extend(socket.getaddrinfo(host, None))
-        except OSError:
-            return
-
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_S)
-    if not found and not urllib.request.getproxies():
-        raise urllib.error.URLError(f"{host} can't be found; is there a network?")
+    begin = _DIGEST.search(path.name)
+    problem = download(url, path, Digest("sha256", begin[1]) if begin else None)
+    if problem:
+        raise UserError(f"{path.name} can't be downloaded: {problem}", url, _mend(url, path))
 
 
 def _mend(url: str, path: Path) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from manyhands.report.read import RunData
@@ -20,29 +19,17 @@ if TYPE_CHECKING:
 BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6b7280"
 INK, HAIR = "#1f2933", "#e3e7ec"
 
-# Fonts with Chinese glyphs, by the names that systems give them; the first that is installed is taken.
-_CJK_FONTS = (
-    "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "Noto Sans CJK JP",
-    "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei",
-    "SimHei", "Droid Sans Fallback", "Arial Unicode MS",
-)  # fmt: skip
-
 # More points than this don't show on a page; they are averaged.
 _MOST_POINTS = 600
 
 
-@cache
-def fonts() -> list[str]:
-    """Matplotlib's own font, and behind it one with Chinese glyphs if this machine has one."""
-    from matplotlib import font_manager
-
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    return ["DejaVu Sans", *[name for name in _CJK_FONTS if name in installed][:1]]
-
-
 @contextmanager
-def house_style() -> Iterator[None]:
-    """Everything that is drawn or saved inside looks alike, and says nothing on the terminal."""
+def house_style(fonts: Sequence[str] = ("DejaVu Sans",)) -> Iterator[None]:
+    """Everything that is drawn or saved inside looks alike, and says nothing on the terminal.
+
+    Args:
+        fonts: for letters that one lacks the next is taken.
+    """
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -51,16 +38,16 @@ def house_style() -> Iterator[None]:
 
         with warnings.catch_warnings(), mpl.rc_context():
             mpl.rcdefaults()  # without what a matplotlibrc of the current folder says, which others may have written
-            mpl.rcParams.update(_settings())
+            mpl.rcParams.update(_settings(fonts))
             warnings.filterwarnings("ignore", message=r"Glyph \d+")
             yield
     finally:
         logger.setLevel(level)
 
 
-def _settings() -> Any:
+def _settings(fonts: Sequence[str]) -> Any:
     return {
-        "font.family": fonts(),
+        "font.family": list(fonts),
         "font.size": 10,
         "axes.titlesize": 11,
         "axes.titleweight": "bold",

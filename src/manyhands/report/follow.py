@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.folder import RunFolder
-from manyhands.core.outside import parse_json
+from manyhands.core.outside import open_file, parse_json
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.report.read import parse, parse_metrics
 
@@ -25,13 +25,13 @@ class Tail:
     def poll(self) -> list[dict[str, Any]]:
         """New lines as plain objects; a torn last line waits for its rest, a damaged one is left out."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 # A file that shrank was begun anew.
                 if file.seek(0, 2) < self.offset:
                     self.offset = 0
                 file.seek(self.offset)
                 text = file.read()
-        except OSError:
+        except (OSError, ValueError):
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self.offset += len(whole)

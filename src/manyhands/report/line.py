@@ -7,7 +7,7 @@ from rich.text import Text
 
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.report.read import STARTS
-from manyhands.report.words import ago, duration, epoch_name, number, percent, place, rate
+from manyhands.report.words import FEW_CLASSES, ago, duration, epoch_name, number, percent, place, rate, top5
 
 # Speed is taken over this long, so that the time left neither jumps nor lags.
 _WINDOW_S = 120.0
@@ -17,7 +17,7 @@ _BAR_MIN, _BAR_MAX = 8, 24
 
 
 @dataclass
-class Progress:
+class ScreenProgress:
     """What is known while a run goes on.
 
     Attributes:
@@ -60,7 +60,7 @@ class Progress:
         return max(0.0, left - max(0.0, now - end))
 
 
-def live_line(progress: Progress, now: float, width: int, *, ascii_only: bool = False) -> Text:
+def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: bool = False) -> Text:
     """One line of at most `width` columns; what matters least is left out first."""
     step = progress.last
     if step is None:
@@ -79,7 +79,7 @@ def live_line(progress: Progress, now: float, width: int, *, ascii_only: bool = 
     return line
 
 
-def _fields(progress: Progress, now: float) -> list[tuple[str, int]]:
+def _fields(progress: ScreenProgress, now: float) -> list[tuple[str, int]]:
     """The words behind the bar in their order, each with its importance (0 goes last)."""
     step = progress.last
     assert step is not None
@@ -112,7 +112,7 @@ def _bar(share: float, width: int, ascii_only: bool) -> Text:
     return Text(done, "cyan") + Text(rest * (width - len(done)), "dim")
 
 
-def step_line(progress: Progress) -> str:
+def step_line(progress: ScreenProgress) -> str:
     """The newest step for a log: words of the form key=value."""
     step = progress.last
     assert step is not None
@@ -128,10 +128,8 @@ def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     name = epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
     best = ", best" if record.best else ""
     trained = f", train loss {number(last.epoch_loss or 0.0)}" if last and _ends_epoch(last, record.step) else ""
-    return (
-        f"epoch {name}: top-1 {percent(record.top1)}, top-5 {percent(record.top5)}, loss {number(record.loss)}"
-        f"{trained}{best}"
-    )
+    fifth = top5(record.top5, record.classes, ", top-5 {}")
+    return f"epoch {name}: top-1 {percent(record.top1)}{fifth}, loss {number(record.loss)}{trained}{best}"
 
 
 def _ends_epoch(last: StepMetrics, step: int) -> bool:
@@ -153,7 +151,8 @@ def evaluation_log(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     """An evaluation for a log."""
     name = epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
     trained = f" train_loss={last.epoch_loss:.3f}" if last and _ends_epoch(last, record.step) else ""
+    fifth = "" if 0 < record.classes <= FEW_CLASSES else f"top5={100 * record.top5:.2f} "
     return (
-        f"epoch={name} evaluated={record.count} top1={100 * record.top1:.2f} top5={100 * record.top5:.2f} "
+        f"epoch={name} evaluated={record.count} top1={100 * record.top1:.2f} {fifth}"
         f"val_loss={record.loss:.3f}{trained}" + (" best" if record.best else "")
     )

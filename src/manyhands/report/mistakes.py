@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from manyhands.core.records import EvaluationDetail
+from manyhands.core.shown import plain
 from manyhands.report.drawing import BLUE, GREY, INK, VERMILION, new_figure
 from manyhands.report.read import RunData
-from manyhands.report.words import percent, plain, shorten
+from manyhands.report.words import percent, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from manyhands.core.folder import RunFolder
+from manyhands.core.private import private_files
+from manyhands.core.shown import plain, plain_lines, say
 from manyhands.report import summary, tables, words
 from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
 from manyhands.report.pictures import PICTURES, draw_all
@@ -16,6 +18,7 @@ from manyhands.report.read import RunData, read_run
 if TYPE_CHECKING:
     from jinja2 import Template
 
+_NO_FONT = "no font on this machine has {}, so the pictures show boxes there; install one (fonts-noto-cjk, say)"
 # A longer table is folded, with its first rows in sight.
 _ROWS_IN_SIGHT = 20
 
@@ -33,10 +36,13 @@ def write_report(path: Path) -> Path:
     """
     run = read_run(path)
     folder = RunFolder(path)
-    text = render(run, draw_all(run, folder.pictures))
-    temporary = folder.report.with_name(f".{folder.report.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder.report)
+    with private_files():
+        text = render(run, draw_all(run, folder.pictures))
+        temporary = folder.report.with_name(f".{folder.report.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder.report)
+    if run.unreadable:
+        say(f"report: {_NO_FONT.format(run.unreadable[:12])}")
     return folder.report
 
 
@@ -55,9 +61,15 @@ def _template() -> "Template":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     environment.filters.update(percent=words.percent, number=words.number)
     return environment.get_template("page.html.j2")
+
+
+def _shown(value: object) -> object:
+    """What others wrote as the page shows it: a name of a class may hold escapes, and marks that turn its direction."""
+    return plain_lines(value) if type(value) is str else value
 
 
 def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
@@ -69,6 +81,9 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "status": summary.status(run),
         "best": _evaluation(run, summary.best_evaluation(run)),
         "final": _evaluation(run, summary.final_evaluation(run)),
+        "tests": [(name, _evaluation(run, test)) for name, test in run.tests.items()],
+        "test_count": next((f"{test.count:,}" for test in run.tests.values()), ""),
+        "chosen": summary.CHOSEN[0].upper() + summary.CHOSEN[1:],
         "facts": facts(run),
         "pictures": {p.name: (p.title, Markup(pictures[p.name])) for p in PICTURES if p.name in pictures},
         "detail": detail,
@@ -77,9 +92,10 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "pairs": confused_pairs(detail, _ROWS_IN_SIGHT) if detail else [],
         "configuration": tables.configuration(run),
         "environment": tables.flat(run.environment),
-        "plan": tables.flat({key: value for key, value in run.plan.items() if key != "exceptions"}),
+        "plan": tables.flat(run.plan.model_dump(exclude_unset=True, exclude={"exceptions", "resolved"})),
         "exceptions": tables.exceptions(run),
         "time_line": tables.time_line(run),
+        "no_font": _NO_FONT.format(run.unreadable[:12]) if run.unreadable else "",
         "warnings": [event for event in run.events if event.kind == "warning"],
         "failures": run.failures,
         "consequences": [failure for failure in run.failures if failure.consequence],
@@ -89,14 +105,15 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
 def _job_value(run: RunData, section: str, key: str) -> str:
     values = run.job.get(section)
     value = values.get(key) if isinstance(values, dict) else None
-    return words.plain(str(value)) if value else f"unknown {section}"
+    return plain(str(value)) if value else f"unknown {section}"
 
 
 def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     name = summary.evaluation_name(run, evaluation)
-    return {"top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss, "epoch": name}
+    few = 0 < summary.classes_of(evaluation) <= words.FEW_CLASSES
+    return {"top1": evaluation.top1, "top5": None if few else evaluation.top5, "loss": evaluation.loss, "epoch": name}
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
@@ -109,7 +126,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("processes", _first(run, "processes", "world_size", "size")),
         ("device", _first(run, "device", "devices")),
         ("mode", _first(run, "mode")),
-        ("test samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
+        ("evaluation samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
     ]
     return [(name, value) for name, value in found if value]
 
@@ -126,8 +143,8 @@ def _epochs(run: RunData) -> str | None:
 
 def _first(run: RunData, *keys: str) -> str | None:
     """The first of `keys` that the plan or the environment tells."""
-    for source in (run.plan, run.environment):
+    for source in (run.plan.as_plain(), run.environment):
         for key in keys:
             if source.get(key) and not isinstance(source[key], dict):
-                return words.plain(tables.shown(source[key]))
+                return plain(tables.shown(source[key]))
     return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.report.curves import curves, learning_rate, throughput
 from manyhands.report.drawing import house_style
+from manyhands.report.fonts import fonts_for
 from manyhands.report.mistakes import confusion, per_class
 from manyhands.report.read import RunData
 
@@ -42,11 +43,14 @@ def draw_all(run: RunData, folder: Path) -> dict[str, str]:
         folder: where the PNG files go; a picture of an earlier report that is no longer drawn is removed.
 
     Returns:
-        SVG text by the picture's name, ready to stand in a page.
+        SVG text by the picture's name, ready to stand in a page. Where no font of this machine has some letter of a
+        class's name, the run's `unreadable` says which.
     """
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    with house_style():
+    names = [name for detail in (run.best, run.last) if detail for name in detail.classes]
+    fonts, run.unreadable = fonts_for(names)
+    with house_style(fonts):
         for picture in PICTURES:
             figure = picture.draw(run)
             file = folder / f"{picture.name}.png"

@@ -11,6 +11,7 @@ from manyhands.core import records
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.outside import parse_toml, read_bytes, read_object
+from manyhands.core.plan_record import PlanRecord, read_plan_record
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, Record, StepMetrics
 
 METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {
@@ -25,7 +26,7 @@ Measured = TypeVar("Measured", StepMetrics, EvaluationMetrics)
 
 
 @dataclass(frozen=True)
-class Session:
+class WorkPeriod:
     """A stretch of work without a pause, in seconds since 1970."""
 
     start: float
@@ -52,20 +53,24 @@ class RunData:
         sessions: the stretches of work, the repeated parts included.
         best: counts at the best evaluation.
         last: counts at the newest evaluation.
+        tests: of what was held out, with the "best" and the "last" weights; empty where nothing was.
+        unreadable: letters of class names that this machine can't draw; known once pictures were drawn.
         failures: the first causes before their consequences, by time.
     """
 
     folder: RunFolder
     job: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: PlanRecord = field(default_factory=PlanRecord)
     steps: list[StepMetrics] = field(default_factory=list)
     evaluations: list[EvaluationMetrics] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[WorkPeriod] = field(default_factory=list)
     best: EvaluationDetail | None = None
     last: EvaluationDetail | None = None
+    tests: dict[str, EvaluationDetail] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    unreadable: str = ""
 
 
 def read_run(path: Path) -> RunData:
@@ -86,13 +91,18 @@ def read_run(path: Path) -> RunData:
         folder=folder,
         job=_read_toml(folder.job),
         environment=_read_object(folder.environment),
-        plan=_read_object(folder.plan),
+        plan=_read_plan(folder.plan),
         steps=without_repeats(steps, events),
         evaluations=without_repeats(evaluations, events),
         events=events,
         sessions=sessions([record.time for record in measured], events),
         best=_read_record(EvaluationDetail, folder.evaluations / "best.json"),
         last=_read_record(EvaluationDetail, folder.evaluations / "last.json"),
+        tests={
+            name: found
+            for name in ("best", "last")
+            if (found := _read_record(EvaluationDetail, folder.evaluations / f"test-{name}.json"))
+        },
         failures=sorted((f for f in failures if f), key=lambda failure: (failure.consequence, failure.time)),
     )
 
@@ -117,15 +127,15 @@ def _forget(kept: list[Measured], from_step: int) -> None:
         kept.pop()
 
 
-def sessions(times: Iterable[float], events: Iterable[Event]) -> list[Session]:
+def sessions(times: Iterable[float], events: Iterable[Event]) -> list[WorkPeriod]:
     """Divides the run into stretches of work, by the events that begin one."""
     marks = sorted([(time, False) for time in times] + [(event.time, event.kind in STARTS) for event in events])
-    found: list[Session] = []
+    found: list[WorkPeriod] = []
     for time, starts in marks:
         if starts or not found:
-            found.append(Session(time, time))
+            found.append(WorkPeriod(time, time))
         else:
-            found[-1] = Session(found[-1].start, time)
+            found[-1] = WorkPeriod(found[-1].start, time)
     return found
 
 
@@ -157,6 +167,20 @@ def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecor
 def _read_record(schema: type[AnyRecord], file: Path) -> AnyRecord | None:
     content = _read_object(file)
     return parse(schema, content, file) if content else None
+
+
+def _read_plan(file: Path) -> PlanRecord:
+    try:
+        return read_plan_record(file)
+    except UserError:
+        pass
+    # What results depend on is told even where the rest is of another kind.
+    content = _read_object(file)
+    kept = {key: content[key] for key in ("exceptions", "resolved") if key in content}
+    try:
+        return PlanRecord.model_validate(kept)
+    except ValidationError:
+        return PlanRecord()
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """What came out of a run: the lines for people and the object for machines, every number from its records."""
 
 import math
+import shlex
 import statistics
 from typing import Any
 
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.report.read import STARTS, RunData
-from manyhands.report.words import duration, epoch_name, number, percent, rate
+from manyhands.report.words import duration, epoch_name, number, percent, rate, top5
 
 # The kinds of events that end a session, and what they make of the run.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
@@ -43,6 +44,11 @@ def images_per_s(run: RunData) -> float | None:
     return statistics.median(rates) if rates else None
 
 
+def classes_of(evaluation: EvaluationMetrics | EvaluationDetail) -> int:
+    """How many classes a guess is among; 0 where an older record doesn't say."""
+    return evaluation.classes if isinstance(evaluation, EvaluationMetrics) else len(evaluation.classes)
+
+
 def seconds(run: RunData) -> float:
     """How long the run worked, pauses between its sessions left out."""
     return sum(session.seconds for session in run.sessions)
@@ -70,6 +76,8 @@ def result_object(run: RunData) -> dict[str, Any]:
         "best_epoch": best.epoch if best else None,
         "final_top5": _finite(final.top5) if final else None,
         "final_loss": _finite(final.loss) if final else None,
+        "test_top1": _finite(run.tests["best"].top1) if "best" in run.tests else None,
+        "test_final_top1": _finite(run.tests["last"].top1) if "last" in run.tests else None,
         "images_per_s": images_per_s(run),
         "steps": step,
         "epochs": epoch,
@@ -82,6 +90,13 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+# What is to be known of a best figure where nothing was held out.
+CHOSEN = (
+    "the best epoch was chosen by this very figure; for one that chose nothing: "
+    "--data.held-out FOLDER, or test/ beside train/ and val/"
+)
+
+
 def result_lines(run: RunData) -> list[str]:
     """The last words to the user."""
     best, final, speed = best_evaluation(run), final_evaluation(run), images_per_s(run)
@@ -91,6 +106,9 @@ def result_lines(run: RunData) -> list[str]:
         lines.append(f"{'best and final' if same else 'best'}  {_scores(run, best)}")
         if not same:
             lines.append(f"final {_scores(run, final)}")
+        lines += [f"test  {_scores(run, test)}, the {name} weights" for name, test in run.tests.items()]
+        if not run.tests:
+            lines.append(CHOSEN)
     else:
         lines.append("no evaluation was made")
     words = {"finished": "finished in", "stopped": "stopped after", "failed": "failed after"}
@@ -100,12 +118,12 @@ def result_lines(run: RunData) -> list[str]:
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")
     if status(run) != "finished":
-        lines.append(f"go on  manyhands resume {run.folder.path}")
+        lines.append(f"go on  manyhands resume {shlex.quote(str(run.folder.path))}")
     return lines
 
 
 def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
     return (
-        f"top-1 {percent(evaluation.top1)}  top-5 {percent(evaluation.top5)}  "
+        f"top-1 {percent(evaluation.top1)}  {top5(evaluation.top5, classes_of(evaluation), 'top-5 {}  ')}"
         f"loss {number(evaluation.loss)}  (epoch {evaluation_name(run, evaluation)})"
     )

@@ -7,12 +7,13 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.records import Event
+from manyhands.core.shown import plain
 from manyhands.report.read import RunData
-from manyhands.report.words import duration, moment, plain
+from manyhands.report.words import duration, moment
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A name, its value, and what it means (empty if nobody said)."""
 
     name: str
@@ -34,17 +35,24 @@ class Moment:
 _LEVELS = {"warning": "warning", "stopping": "warning", "restarted": "warning", "failed": "error"}
 
 
-def configuration(run: RunData) -> list[tuple[str, list[Row]]]:
+def configuration(run: RunData) -> list[tuple[str, list[ReportRow]]]:
     """Every value of job.toml by section, with its description."""
-    groups: list[tuple[str, list[Row]]] = []
-    loose = [Row(name, shown(value)) for name, value in run.job.items() if not isinstance(value, dict)]
+    groups: list[tuple[str, list[ReportRow]]] = []
+    loose = [ReportRow(name, shown(value)) for name, value in run.job.items() if not isinstance(value, dict)]
     if loose:
         groups.append(("", loose))
     for section, values in run.job.items():
         if isinstance(values, dict):
             meanings = _meanings(section)
-            groups.append((section, [Row(row.name, row.value, meanings.get(row.name, "")) for row in flat(values)]))
+            rows = [ReportRow(row.name, _became(run, section, row), meanings.get(row.name, "")) for row in flat(values)]
+            groups.append((section, rows))
     return groups
+
+
+def _became(run: RunData, section: str, row: ReportRow) -> str:
+    """The value; of an option that left the choice to the program what it chose."""
+    found = run.plan.resolved.get(f"{section}.{row.name}")
+    return row.value if found is None else f"{plain(shown(found))} (chosen; asked for: {row.value})"
 
 
 def _meanings(section: str) -> dict[str, str]:
@@ -53,9 +61,9 @@ def _meanings(section: str) -> dict[str, str]:
     return {name: about.description or "" for name, about in options.items()}
 
 
-def flat(content: Mapping[str, Any], prefix: str = "") -> list[Row]:
+def flat(content: Mapping[str, Any], prefix: str = "") -> list[ReportRow]:
     """Nested objects as rows with dotted names; lists of plain values stay on one row."""
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     for key, value in content.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -63,7 +71,7 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> list[Row]:
         elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
             rows += flat({str(number): entry for number, entry in enumerate(value)}, f"{name}.")
         else:
-            rows.append(Row(plain(name), shown(value)))
+            rows.append(ReportRow(plain(name), shown(value)))
     return rows
 
 
@@ -108,5 +116,4 @@ def _condensed(events: list[Event]) -> list[list[Event]]:
 
 def exceptions(run: RunData) -> list[str]:
     """The exceptions in force: where the result depends on how the work was split."""
-    listed = run.plan.get("exceptions")
-    return [plain(entry) for entry in listed if isinstance(entry, str)] if isinstance(listed, list) else []
+    return [plain(entry) for entry in run.plan.exceptions]

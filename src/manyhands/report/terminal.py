@@ -15,16 +15,26 @@ from rich.text import Text
 from manyhands.core.errors import UserError
 from manyhands.core.folder import is_full
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
+from manyhands.core.shown import plain
 from manyhands.core.streams import Tolerant
 from manyhands.report.follow import Follower
-from manyhands.report.line import Progress, epoch_line, epoch_log, evaluation_line, evaluation_log, live_line, step_line
-from manyhands.report.words import moment, plain
+from manyhands.report.line import (
+    ScreenProgress,
+    epoch_line,
+    epoch_log,
+    evaluation_line,
+    evaluation_log,
+    live_line,
+    step_line,
+)
+from manyhands.report.words import moment
 
 _PLAIN_EVERY_S = 30.0
 # The processes can't say on a full disk that it is full, so the screen looks now and then.
 _DISK_EVERY_S = 5.0
 # Events that are told, and how loud. All others are only in events.jsonl.
 LEVELS = {
+    "changed": "INFO",
     "note": "INFO",
     "decision": "INFO",
     "resumed": "INFO",
@@ -34,6 +44,7 @@ LEVELS = {
     "stopping": "INFO",
     "stopped": "INFO",
     "sync": "INFO",
+    "tested": "INFO",
     "warning": "WARNING",
 }
 _STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}
@@ -74,7 +85,7 @@ class Screen:
             emoji=False,
             soft_wrap=True,
         )
-        self._progress = Progress()
+        self._progress = ScreenProgress()
         self._stopping = False
         self._told: set[tuple[str, str]] = set()
         self._plain_at = clock()

@@ -1,19 +1,12 @@
-"""Numbers and texts as people read them, and texts made safe to show."""
+"""Numbers and texts as people read them."""
 
 import math
-import re
 from datetime import UTC, datetime
 
 from manyhands.core.records import StepMetrics
 
-# Everything that could move a terminal's cursor, change its colours or end a log line.
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-
-
-def plain(text: str) -> str:
-    """A text of one line without anything that a terminal would obey."""
-    lines = [_CONTROL.sub("", line.replace("\t", " ")).strip() for line in re.split(r"[\r\n]+", text)]
-    return " | ".join(line for line in lines if line)
+# Of so few classes five guesses miss none.
+FEW_CLASSES = 5
 
 
 def shorten(text: str, width: int) -> str:
@@ -49,6 +42,11 @@ def ago(seconds: float) -> str:
 def percent(share: float) -> str:
     """A share of one: 46.2 %."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else "?"
+
+
+def top5(share: float, classes: int, form: str) -> str:
+    """A top-5 share in a form such as "top-5 {}  "; nothing where five guesses are all, as `classes` says if known."""
+    return form.format(percent(share)) if not 0 < classes <= FEW_CLASSES else ""
 
 
 def number(value: float) -> str:

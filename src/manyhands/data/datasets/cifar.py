@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.data.archive import unpack_once
-from manyhands.data.cifar import Layout, read_class_names, read_files, read_split
+from manyhands.data.cifar import read_class_names, read_files, read_split
 from manyhands.data.gallery import open_folder
+from manyhands.data.known import CIFAR, Layout
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
 from manyhands.data.published import fetch_file
@@ -13,11 +14,10 @@ from manyhands.data.splits import Splits, describe
 from manyhands.data.transforms import Pixels
 
 _URL = "https://www.cs.toronto.edu/~kriz/"
-_FIVE = range(1, 6)
 
 
 @dataclass(frozen=True)
-class _Published:
+class _CifarSet:
     """One of the two sets: title, classes, forms (the first is fetched), its checksum, pixels, names if known."""
 
     title: str
@@ -29,44 +29,18 @@ class _Published:
 
 
 _SETS = {
-    "cifar10": _Published(
+    "cifar10": _CifarSet(
         "CIFAR-10",
         10,
-        (
-            Layout(
-                "cifar-10-batches-py",
-                "cifar-10-python.tar.gz",
-                tuple(f"data_batch_{number}" for number in _FIVE),
-                "test_batch",
-                "batches.meta",
-            ),
-            Layout(
-                "cifar-10-batches-bin",
-                "cifar-10-binary.tar.gz",
-                tuple(f"data_batch_{number}.bin" for number in _FIVE),
-                "test_batch.bin",
-                "batches.meta.txt",
-                label_bytes=1,
-            ),
-        ),
+        CIFAR["cifar10"],
         "c58f30108f718f92721af3b95e74349a",
         Pixels(32, 3, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop-flip"),
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     ),
-    "cifar100": _Published(
+    "cifar100": _CifarSet(
         "CIFAR-100",
         100,
-        (
-            Layout("cifar-100-python", "cifar-100-python.tar.gz", ("train",), "test", "meta", key="fine_labels"),
-            Layout(
-                "cifar-100-binary",
-                "cifar-100-binary.tar.gz",
-                ("train.bin",),
-                "test.bin",
-                "fine_label_names.txt",
-                label_bytes=2,
-            ),
-        ),
+        CIFAR["cifar100"],
         "eb9058c3a382ffc7106e4002c42a8d85",
         Pixels(32, 3, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "crop-flip"),
     ),
@@ -86,17 +60,17 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
             for there in (place / layout.folder, place / layout.archive):
                 if there.exists():
                     return _read(published, layout, there)
+            if layout.lies_in(place):
+                return _read(published, layout, place)
     pictures = _folder_of_pictures(folder)
     if pictures is not None:
         return open_folder(pictures, options, published.title, published.pixels)
-    if all((folder / file).is_file() for file in published.layouts[1].train):
-        return _read(published, published.layouts[1], folder)
     first = published.layouts[0]
     archive = fetch_file(first.archive, (_URL + first.archive,), published.md5, folder, options)
     return _read(published, first, archive)
 
 
-def _read(published: _Published, layout: Layout, place: Path) -> Splits:
+def _read(published: _CifarSet, layout: Layout, place: Path) -> Splits:
     files = read_files(place, layout)
     train = read_split(files, layout.train, layout, published.classes)
     test = read_split(files, (layout.test,), layout, published.classes)

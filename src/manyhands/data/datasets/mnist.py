@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from manyhands.data.idx import read_pair
+from manyhands.data.known import mnist_places
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
 from manyhands.data.published import fetch_file, find_file
@@ -11,11 +12,10 @@ from manyhands.data.transforms import Pixels
 
 
 @dataclass(frozen=True)
-class _Published:
-    """One of the two sets: title, torchvision's folder, addresses, checksums by file, classes, pixels."""
+class _MnistSet:
+    """One of the two sets: title, addresses, checksums by file, classes, pixels."""
 
     title: str
-    folder: str
     bases: tuple[str, ...]
     checksums: dict[str, str]
     classes: tuple[str, ...]
@@ -23,8 +23,7 @@ class _Published:
 
 
 _SETS = {
-    "mnist": _Published(
-        "MNIST",
+    "mnist": _MnistSet(
         "MNIST",
         ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
         {
@@ -36,9 +35,8 @@ _SETS = {
         tuple("0123456789"),
         Pixels(28, 1, (0.1307,), (0.3081,), "none"),
     ),
-    "fashion-mnist": _Published(
+    "fashion-mnist": _MnistSet(
         "Fashion-MNIST",
-        "FashionMNIST",
         ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
         {
             "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -67,7 +65,7 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
 
 def _read(name: str, part: str, options: DataOptions) -> ImagesInMemory:
     published, folder = _SETS[name], data_folder(options) / name
-    inside = [folder, folder / "raw", folder / published.folder / "raw", folder.parent / published.folder / "raw"]
+    inside = mnist_places(folder.parent, name)
     found = []
     for file in (f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz"):
         urls = tuple(base + file for base in published.bases)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
+from manyhands.core.outside import typed_number
 from manyhands.core.seeds import derive
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImagesInMemory, Splits, describe
@@ -33,7 +34,7 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001, ARG001
 
 def _shape(name: str) -> list[int]:
     text = name.partition(":")[2] or _USUAL
-    sizes = [int(word) if word.isdecimal() else 0 for word in text.split("x")]
+    sizes = [typed_number(word) or 0 for word in text.split("x")]
     mend = (f"write synthetic:{_USUAL}: samples x channels x height x width x classes",)
     if len(sizes) != 5 or min(sizes) < 1 or sizes[1] not in (1, 3) or sizes[4] < 2:
         raise UserError(f'"{name}" is no synthetic data set', "data.name", mend)

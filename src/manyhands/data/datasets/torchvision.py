@@ -4,9 +4,9 @@ import inspect
 from typing import Any
 
 from manyhands.core.errors import UserError
+from manyhands.core.once import one_at_a_time
 from manyhands.core.plugins import unknown_choice
 from manyhands.data.objects import splits_of_objects
-from manyhands.data.once import one_at_a_time
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
 from manyhands.data.splits import Splits

@@ -5,6 +5,7 @@ or the error, which the asking process raises: an exception that passes through 
 """
 
 import random
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.blame import users_line, users_traceback
+from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.seeds import derive
 from manyhands.data.decode import decode, to_mode
 from manyhands.data.pictures import prepare
-from manyhands.data.random import Draws, augmentation_key
+from manyhands.data.random import SampleDraws, augmentation_key
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
 
@@ -44,7 +46,7 @@ class FileSamples:
 
     def _one(self, key: int, sample: int) -> Tensor:
         image = decode(self._source.paths[sample], self._pixels.channels)
-        return prepare(image, self._pixels, Draws(key, sample) if self._train else None)
+        return prepare(image, self._pixels, SampleDraws(key, sample) if self._train else None)
 
 
 class OwnSamples:
@@ -72,7 +74,7 @@ class OwnSamples:
             self._refuse_other_labels([label for _, label in pairs], samples)
             return _stack([image for image, _ in pairs], samples), torch.tensor([label for _, label in pairs])
         except ManyhandsError as error:
-            return error
+            return _with_excerpt(error)
 
     def _refuse_other_labels(self, labels: list[int], samples: list[int]) -> None:
         """What a data set knows of its labels is checked when it is opened; what it tells by the sample, here."""
@@ -85,7 +87,7 @@ class OwnSamples:
     def _one(self, epoch: int, sample: int) -> tuple[Tensor, int]:
         seed_generators(derive(self._seed, "sample", epoch, sample))
         image, label = read_pair(self._dataset, sample)
-        draws = Draws(augmentation_key(self._seed, epoch), sample) if self._train else None
+        draws = SampleDraws(augmentation_key(self._seed, epoch), sample) if self._train else None
         picture = as_picture(image)
         if picture is not None:
             return prepare(to_mode(picture, self._pixels.channels), self._pixels, draws), label
@@ -102,9 +104,16 @@ def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
     """Reads (x, y) and turns y into an int.
 
     Raises:
+        RunError: the data set raised something.
         UserError: the sample isn't a pair, or y is no whole number.
     """
-    content = dataset[sample]
+    try:
+        content = dataset[sample]
+    except (ManyhandsError, MemoryError):
+        raise
+    except Exception as error:
+        what = f"the data set raised {type(error).__name__} for sample {sample:,}: {error}"
+        raise RunError(what, users_line(error)) from error
     mend = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
     if not isinstance(content, tuple | list) or len(content) != 2:
         raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", mend)
@@ -113,6 +122,14 @@ def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
     if isinstance(number, bool) or not isinstance(number, int):
         raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", mend)
     return image, number
+
+
+def _with_excerpt(error: ManyhandsError) -> ManyhandsError:
+    """An error on its way from a worker process, where its cause stays: with what of that is the user's own."""
+    if error.__cause__ is not None:
+        cause = error.__cause__
+        error.add_note(users_traceback(cause) or "".join(traceback.format_exception(cause)).rstrip())
+    return error
 
 
 def as_picture(image: Any) -> Image.Image | None:

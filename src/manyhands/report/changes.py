@@ -1,0 +1,142 @@
+"""What a job says otherwise than the one that a run folder was trained by."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, Job
+from manyhands.config.load import LoadedJob, written_values
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder, free_name
+from manyhands.report.read import read_run
+from manyhands.report.summary import status
+
+# Where the run lies and how it is found again, which every start says anew.
+_OF_THE_START = {"run.out", "checkpoint.resume"}
+# Sections that decide what is trained, and what of them does not.
+_DECIDING = {"data", "model", "train", "parallel", "sync"}
+_NOT_DECIDING = {
+    "data.dir", "data.download", "data.workers", "data.machine_workers", "data.memory_limit_mib",
+    "train.evaluate_batch", "train.audit_every", "parallel.measure",
+}  # fmt: skip
+_MOST_SHOWN = 4
+
+
+class Change(NamedTuple):
+    """An option that is otherwise than it was."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def decides(self) -> bool:
+        """True where it decides what is trained."""
+        return self.key.partition(".")[0] in _DECIDING and self.key not in _NOT_DECIDING
+
+    def __str__(self) -> str:
+        return f"{self.key} is {_shown(self.new)}, and was {_shown(self.old)}"
+
+
+def changes_since(folder: RunFolder, job: Job) -> list[Change]:
+    """Options that differ from the folder's job.toml, which says what was trained last.
+
+    Two spellings of one path are no change.
+
+    Raises:
+        UserError: job.toml is not TOML.
+    """
+    if not folder.exists():
+        return []
+    former = written_values(folder.job)
+    sections = job.model_dump(mode="json").items()
+    now = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+    return [
+        Change(key, former[key], value)
+        for key, value in now.items()
+        if key in former and key not in _OF_THE_START and not _same(former[key], value)
+    ]
+
+
+def refuse_changes(loaded: LoadedJob, *, to_go_on: bool = False) -> None:
+    """Refuses to go on with a finished run under other options than it was trained by: nothing would be trained.
+
+    Args:
+        loaded: the job.
+        to_go_on: the user has asked for going on with changes; then only those that come too late are refused.
+
+    Raises:
+        UserError: the job names such a run.
+    """
+    job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
+    if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
+        return
+    found = [change for change in changes_since(folder, job) if change.decides]
+    if not found or status(run := read_run(folder.path)) != "finished":
+        return
+    if not to_go_on and "checkpoint.resume" not in loaded.origins:
+        raise UserError(
+            f"the run in {folder.path} has finished, with other options: {_listed(found)}",
+            "--out",
+            (*_go_on(folder, job, found), f"train another one, from the start: the same with --out {_another(folder)}"),
+        )
+    longer = any(change.key in {"train.max_steps", "train.batch"} or _more_epochs(change) for change in found)
+    if run.steps and not longer:
+        refuse_idle(folder, found, run.steps[-1].step, run.steps[-1].total_steps)
+
+
+def _more_epochs(change: Change) -> bool:
+    return change.key == "train.epochs" and change.new > change.old
+
+
+def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
+    """Refuses changes that have no update left to act on.
+
+    Raises:
+        UserError: one of them decides what is trained.
+    """
+    deciding = [change for change in found if change.decides]
+    if deciding:
+        raise UserError(
+            f"this run has made {step} updates, and its job has no more than {total}, so that nothing would be trained "
+            f"as asked for: {_listed(deciding)}",
+            str(folder.path),
+            ("train longer: a larger --epochs", "or another --out trains from the start"),
+        )
+
+
+def _go_on(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
+    """The command that trains the finished run longer under the new options; none for another network."""
+    if any(change.key.startswith("model.") for change in found):
+        return []
+    former = written_values(folder.job).get("train.epochs")
+    before = former if isinstance(former, int) else job.train.epochs
+    epochs = job.train.epochs if job.train.epochs > before else 2 * max(1, before)
+    if job.data.name == "objects":
+        return [f'train this one longer: fit(…, epochs={epochs}, checkpoint__resume="auto")']
+    lost = () if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS
+    rest = [change for change in found if change.key != "train.epochs" and change.key not in lost]
+    words = ["manyhands", "resume", str(folder.path), "--epochs", str(epochs)]
+    for change in rest:
+        words += ["--set", f"{change.key}={json.dumps(change.new, ensure_ascii=False)}"]
+    return [f"train this one longer: {shlex.join(words)}"]
+
+
+def _another(folder: RunFolder) -> str:
+    return shlex.quote(str(free_name(folder.path.parent, folder.path.name, first=2)))
+
+
+def _listed(found: list[Change]) -> str:
+    more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    return "; ".join(map(str, found[:_MOST_SHOWN])) + more
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _same(old: Any, new: Any) -> bool:
+    paths = [os.path.abspath(Path(value).expanduser()) for value in (old, new) if isinstance(value, str) and value]  # noqa: PTH100
+    return old == new or (len(paths) == 2 and paths[0] == paths[1])
