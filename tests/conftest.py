@@ -1,7 +1,9 @@
 """Settings for all tests."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +14,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# What tests start hears Ctrl-C and a closed terminal, also where the tests run in the background or under nohup.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # A deadline would be an assertion about time.
 hypothesis.settings.register_profile("manyhands", deadline=None)
 hypothesis.settings.load_profile("manyhands")
@@ -44,8 +49,11 @@ def fill():
 
     def filled(folder):
         filler = folder / "filler"
-        filler.write_bytes(bytes(shutil.disk_usage(folder).free))
-        assert shutil.disk_usage(folder).free == 0
+        with filler.open("wb", buffering=0) as stream:
+            # Others may write and remove their own files there meanwhile.
+            while free := shutil.disk_usage(folder).free:
+                with contextlib.suppress(OSError):
+                    stream.write(bytes(free))
         return filler
 
     return filled

@@ -1,13 +1,15 @@
 """Random networks, meshes and ways to cut the one over the other."""
 
+import json
 import math
 
 import torch
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from manyhands.checkpoint import commit, layout
 from manyhands.checkpoint.held import held_contents
-from manyhands.checkpoint.pieces import Cut
+from manyhands.checkpoint.pieces import NetworkLayout
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import slices
 from manyhands.checkpoint.write import finish_pieces, write_pieces
@@ -19,6 +21,12 @@ MESHES = [
     Mesh(tuple(zip(("a", "b", "c"), sizes, strict=False)))
     for sizes in ((1,), (2,), (3,), (4,), (2, 2), (1, 3), (4, 1), (2, 1, 2))
 ]
+
+
+def write_tensors(path, tensors):
+    """A file as the safetensors library writes it, with the tensors' order as ours have it."""
+    plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(plain, path, metadata={"order": json.dumps(list(tensors))})
 
 
 def random_tensor(shape, kind, seed):
@@ -53,7 +61,7 @@ def cuts(draw, shapes):
     """A mesh, and a layout of some of the tensors."""
     mesh = draw(st.sampled_from(MESHES))
     named = {name: draw(layouts(shape, mesh)) for name, shape in shapes.items() if draw(st.integers(0, 4))}
-    return Cut(mesh, named)
+    return NetworkLayout(mesh, named)
 
 
 def piece_of(tensor, lies, mesh, rank):

@@ -1,5 +1,7 @@
 import argparse
+import os
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,61 @@ def test_whole_objects_are_refused_on_one_screen(tmp_path: Path, content: object
         read_foreign(tmp_path / "object.pth")
     assert "state_dict()" in str(caught.value)
     assert len(str(caught.value).splitlines()) < 8
+
+
+class _Runs:
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.parametrize("how", ["zip", "older torch", "pickle 0", "pickle 5", "the whole file"])
+def test_code_is_told_as_what_it_is(tmp_path: Path, how: str):
+    file, code = tmp_path / "model_best.pth.tar", _Runs(tmp_path / "mark")
+    content = code if how == "the whole file" else {"state_dict": {"a": torch.ones(2)}, "x": code}
+    if how in {"zip", "older torch"}:
+        torch.save(content, file, _use_new_zipfile_serialization=how == "zip")
+    else:
+        content = code if how == "the whole file" else {"x": code}
+        file.write_bytes(pickle.dumps(content, protocol=int(how[-1]) if how[-1].isdigit() else 2))
+    with pytest.raises(UserError, match=r"holds Python objects \(posix\.system\), which are not loaded") as raised:
+        read_foreign(file)
+    assert "could run code" in raised.value.mend[0]
+    assert not code.mark.exists()
+
+
+def test_noise_is_damaged_and_never_code(tmp_path: Path):
+    chance = random.Random(0)
+    for _ in range(50):
+        (tmp_path / "x.pth").write_bytes(chance.randbytes(chance.randrange(400)))
+        with pytest.raises(UserError):
+            read_foreign(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"epoch": "three"}, "epoch in checkpoint.pth.tar is 'three', not a number"),
+        ({"epoch": None}, "epoch"),
+        ({"epoch": -1}, "epoch"),
+        ({"epoch": float("nan")}, "epoch"),
+        ({"epoch": 10**400}, "epoch"),
+        ({"best_acc1": torch.ones(3)}, "best_acc1 in checkpoint.pth.tar is a tensor of 3 numbers"),
+        ({"best_acc1": [1]}, "best_acc1"),
+        ({"optimizer": {"state": {}}}, "optimizer's state in checkpoint.pth.tar has another form"),
+        ({"optimizer": {"state": [], "param_groups": []}}, "optimizer"),
+        ({"optimizer": {"state": {9: {}}, "param_groups": [{"params": [0]}]}}, "optimizer"),
+        ({"optimizer": {"state": {}, "param_groups": [{"params": ["0"]}]}}, "optimizer"),
+    ],
+)
+def test_values_of_wrong_kinds_are_named(tmp_path: Path, wrong: dict, told: str):
+    model = network()
+    file = tmp_path / "checkpoint.pth.tar"
+    torch.save({**main_checkpoint(model, sgd(model), "", 50.0), **wrong}, file)
+    with pytest.raises(UserError, match=told):
+        read_foreign(file)
 
 
 def test_damaged_and_other_files_are_refused(tmp_path: Path):

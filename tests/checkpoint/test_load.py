@@ -8,9 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.checkpoint import layout
-from manyhands.checkpoint.load import TornCheckpointError, load, newest, resolve, verify
+from manyhands.checkpoint.find import choose, newest, resolve
+from manyhands.checkpoint.load import load
 from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.verify import TornCheckpointError, verify
 from manyhands.core.errors import UserError
 
 PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -125,9 +127,70 @@ def test_resolve_refuses_the_rest(tmp_path: Path, snapshot: Snapshot):
     assert "manifest.json is missing" in str(caught.value)
 
 
-def test_a_best_that_is_gone_is_said(tmp_path: Path, snapshot: Snapshot):
-    best = save(tmp_path, 5, snapshot)
-    save(tmp_path, 8, snapshot)
+def _save_as(folder: Path, step: int, best: int | None, snapshot: Snapshot) -> Path:
+    state = {"step": step, "best": {"step": best, "top1": step / 100}}
+    return save(folder, step, Snapshot(snapshot.model, None, state))
+
+
+def test_for_a_damaged_best_the_best_of_the_others_is_taken_and_said(tmp_path: Path, snapshot: Snapshot):
+    second = _save_as(tmp_path, 3, 3, snapshot)
+    best = _save_as(tmp_path, 5, 5, snapshot)
+    last = _save_as(tmp_path, 8, 5, snapshot)
+    assert choose(tmp_path, "best") == (best, [])
+    (best / "model.safetensors").write_bytes(b"")
+    path, told = choose(tmp_path, "best")
+    assert path == second
+    assert told == [
+        "step-00000005, the best, was passed over: model.safetensors has 0 bytes, expected "
+        f"{(last / 'model.safetensors').stat().st_size}",
+        "step-00000003 is taken instead",
+    ]
+    shutil.rmtree(second)
     shutil.rmtree(best)
-    with pytest.raises(TornCheckpointError, match="step-00000005 is missing"):
-        resolve(tmp_path, "best")
+    path, told = choose(tmp_path, "best")
+    assert path == last
+    assert "step-00000005 is missing" in told[0]
+
+
+def test_an_older_one_than_the_newest_is_said(tmp_path: Path, snapshot: Snapshot):
+    older = _save_as(tmp_path, 5, 5, snapshot)
+    newer = _save_as(tmp_path, 8, 8, snapshot)
+    (newer / "state.json").unlink()
+    for which in ("best", "last"):
+        path, told = choose(tmp_path, which)
+        assert path == older
+        assert told == ["step-00000008 was passed over: state.json is missing", "step-00000005 is taken instead"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [], 7, {}, {"files": 5}, {"format": "1", "files": {}}, {"format": 1, "files": {"model.safetensors": 5}},
+        {"format": 1, "files": {"model.safetensors": {"size": "1", "sha256": 2}, "state.json": {}}},
+        {"format": 1, "files": ["model.safetensors", "state.json"]}, {"format": {}, "files": {"../x": {}}},
+    ],
+)  # fmt: skip
+def test_a_manifest_of_wrong_types_is_passed_over(tmp_path: Path, snapshot: Snapshot, content):
+    older = _save_as(tmp_path, 5, 5, snapshot)
+    newer = _save_as(tmp_path, 8, 8, snapshot)
+    sealed = layout.manifest_text(content) if isinstance(content, dict) else json.dumps(content).encode()
+    (newer / "manifest.json").write_bytes(sealed)
+    path, told = choose(tmp_path, "last")
+    assert path == older
+    assert "step-00000008 was passed over" in told[0]
+
+
+def test_a_file_of_a_damaged_checkpoint_is_refused(tmp_path: Path, snapshot: Snapshot):
+    file = save(tmp_path, 5, snapshot) / "model.safetensors"
+    assert choose(file, "best") == (file, [])
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(TornCheckpointError):
+        choose(file, "best")
+
+
+def test_a_state_of_wrong_types_is_passed_over(tmp_path: Path, snapshot: Snapshot):
+    older = _save_as(tmp_path, 5, 5, snapshot)
+    save(tmp_path, 8, Snapshot(snapshot.model, None, {"step": "eight", "best": 3}))
+    assert choose(tmp_path, "best")[0] == older

@@ -9,19 +9,32 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from manyhands.checkpoint import layout
+from manyhands.checkpoint.find import newest, read_state, resolve
 from manyhands.checkpoint.held import held_contents
-from manyhands.checkpoint.load import TornCheckpointError, load, newest, read_state, resolve, verify
-from manyhands.checkpoint.pieces import Cut, first_held, size_of
-from manyhands.checkpoint.reshard import merge, read_plan, reshard
-from manyhands.checkpoint.save import prune, save
+from manyhands.checkpoint.kept import prune
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.pieces import NetworkLayout, first_held, size_of
+from manyhands.checkpoint.reshard import merge, read_cut, reshard
+from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.stream import Spec, write_stream
-from manyhands.checkpoint.tensors import read_tensors, write_tensors
+from manyhands.checkpoint.tensors import read_tensors
+from manyhands.checkpoint.verify import TornCheckpointError, verify
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
-from tests.checkpoint.cuts import assert_same, bits, cuts, local, networks, piece_of, save_one_by_one, with_optimizer
+from tests.checkpoint.cuts import (
+    assert_same,
+    bits,
+    cuts,
+    local,
+    networks,
+    piece_of,
+    save_one_by_one,
+    with_optimizer,
+    write_tensors,
+)
 
 TP2 = Mesh((("tp", 2),))
 
@@ -115,8 +128,8 @@ def test_a_streamed_file_is_what_the_library_writes(network, tmp_path_factory):
 def in_pieces(tmp_path):
     """A saved network, the cut, and its folder."""
     whole = with_optimizer({"fc.weight": torch.randn(5, 3), "fc.bias": torch.randn(5), "count": torch.tensor(4)})
-    cut = Cut(TP2, {"fc.weight": TensorLayout((5, 3), (5, 3), ((0, (0,)),))})
-    return whole, cut, save_one_by_one(tmp_path / "run", whole, cut)
+    network_layout = NetworkLayout(TP2, {"fc.weight": TensorLayout((5, 3), (5, 3), ((0, (0,)),))})
+    return whole, network_layout, save_one_by_one(tmp_path / "run", whole, network_layout)
 
 
 def test_the_folder_is_readable(in_pieces):
@@ -230,20 +243,22 @@ def test_pieces_are_found_kept_and_removed_as_whole_ones_are(in_pieces, tmp_path
 
 
 def test_a_state_that_is_cut_in_no_known_way_is_refused():
-    cut = Cut(TP2, {"w": TensorLayout((4, 3), (4, 3), ((0, (0,)),))})
+    network_layout = NetworkLayout(TP2, {"w": TensorLayout((4, 3), (4, 3), ((0, (0,)),))})
     state = {"state": {"w": {"row_var": torch.zeros(4, 1)}}, "param_groups": []}
     with pytest.raises(RunError, match=r"row_var, its layout says \[2, 3\]"):
-        held_contents(1, Snapshot({"w": torch.zeros(2, 3)}, state), cut, 0)
+        held_contents(1, Snapshot({"w": torch.zeros(2, 3)}, state), network_layout, 0)
     with pytest.raises(RunError, match=r"holds \[4, 3\] of w"):
-        held_contents(1, Snapshot({"w": torch.zeros(4, 3)}), cut, 0)
+        held_contents(1, Snapshot({"w": torch.zeros(4, 3)}), network_layout, 0)
 
 
 def test_a_piece_with_two_names_needs_two_layouts():
     lies = TensorLayout((4, 3), (4, 3), ((0, (0,)),))
     tied = torch.zeros(2, 3)
     with pytest.raises(RunError, match="embedding shares its values with head"):
-        held_contents(1, Snapshot({"head": tied, "embedding": tied}), Cut(TP2, {"head": lies}), 0)
-    both = held_contents(1, Snapshot({"head": tied, "embedding": tied}), Cut(TP2, {"head": lies, "embedding": lies}), 0)
+        held_contents(1, Snapshot({"head": tied, "embedding": tied}), NetworkLayout(TP2, {"head": lies}), 0)
+    both = held_contents(
+        1, Snapshot({"head": tied, "embedding": tied}), NetworkLayout(TP2, {"head": lies, "embedding": lies}), 0
+    )
     assert both.tensors["model"]["embedding"].layout == lies
 
 
@@ -262,7 +277,7 @@ def test_a_cut_of_another_network_is_refused(in_pieces, tmp_path):
     source = open_checkpoint(path)
     for name, shape in (("fc.weight", (3, 5)), ("head.weight", (5, 3))):
         with pytest.raises(UserError, match=name):
-            reshard(source, tmp_path / "out", Cut(TP2, {name: TensorLayout(shape, shape)}))
+            reshard(source, tmp_path / "out", NetworkLayout(TP2, {name: TensorLayout(shape, shape)}))
     assert not (tmp_path / "out").exists()
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
@@ -307,7 +322,12 @@ def test_single_files(in_pieces, tmp_path):
 
 def test_main_py_files_lose_their_prefix_and_say_what_is_left_out(tmp_path):
     weight = torch.randn(4, 2)
-    content = {"epoch": 3, "arch": "x", "state_dict": {"module.w": weight}, "optimizer": {"state": {}}}
+    content = {
+        "epoch": 3,
+        "arch": "x",
+        "state_dict": {"module.w": weight},
+        "optimizer": {"state": {}, "param_groups": []},
+    }
     torch.save(content, tmp_path / "c.pth.tar")
     source = open_checkpoint(tmp_path / "c.pth.tar")
     assert torch.equal(source.model.read("w"), weight)
@@ -321,11 +341,12 @@ def test_main_py_files_lose_their_prefix_and_say_what_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
-        ("[]", 'no "mesh"'),
+        ("{", "not JSON"),
+        ("[]", 'with a "mesh"'),
+        ("{}", 'no "mesh"'),
         ('{"mesh": {"tp": 2}}', 'no "layouts"'),
         ('{"mesh": {"tp": 0}, "layouts": {}}', "tp has size 0"),
-        ('{"mesh": {"tp": "2"}, "layouts": {}}', "tp has size '2'"),
+        ('{"mesh": {"tp": "2"}, "layouts": {}}', "tp has size 2"),
         ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4]}}}', "no layout"),
         ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [4], "cuts": [[0, [1]]]}}}', "doesn't fit"),
         ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [2, 3], "cuts": []}}}', "doesn't fit"),
@@ -334,18 +355,18 @@ def test_main_py_files_lose_their_prefix_and_say_what_is_left_out(tmp_path):
 def test_a_plan_that_is_none_is_refused(tmp_path, text, said):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match=said) as caught:
-        read_plan(tmp_path / "plan.json")
+        read_cut(tmp_path / "plan.json")
     assert "plan.json" in str(caught.value)
     with pytest.raises(UserError, match="can't be read"):
-        read_plan(tmp_path / "none.json")
+        read_cut(tmp_path / "none.json")
 
 
 def test_heads_within_a_dimension(tmp_path):
     """in_proj of attention: [3·H·d, E] cut by heads, H uneven over 4, then by 2, then whole."""
     weight = torch.randn(3 * 6 * 2, 5)
     view = (3, 6, 2, 5)
-    cut = Cut(Mesh((("tp", 4),)), {"w": TensorLayout((36, 5), view, ((1, (0,)),))})
-    path = save_one_by_one(tmp_path, Snapshot({"w": weight}, None, {"step": 1}), cut)
+    network_layout = NetworkLayout(Mesh((("tp", 4),)), {"w": TensorLayout((36, 5), view, ((1, (0,)),))})
+    path = save_one_by_one(tmp_path, Snapshot({"w": weight}, None, {"step": 1}), network_layout)
     other = TensorLayout((36, 5), view, ((1, (0,)),))
     read = open_checkpoint(path).model.piece("w", other, TP2, 1)
     assert read.shape == (18, 5)

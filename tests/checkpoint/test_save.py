@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 
-from manyhands.checkpoint import commit, layout
+from manyhands.checkpoint import commit, kept, layout, refuse
 from manyhands.checkpoint import save as saving
-from manyhands.checkpoint.load import load, newest, verify
-from manyhands.checkpoint.save import SaveError, prune, save
+from manyhands.checkpoint.find import newest
+from manyhands.checkpoint.kept import prune
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.refuse import SaveError
+from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.verify import verify
 from manyhands.core.errors import RunError
 
 
@@ -144,12 +148,12 @@ def test_prune_counts_only_what_verifies(tmp_path: Path, snapshot: Snapshot):
 
 def test_prune_hashes_each_checkpoint_once(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
     hashed = []
-    monkeypatch.setattr(saving, "verify", hashed.append)
+    monkeypatch.setattr(kept, "verify", hashed.append)
     for step in range(5):
         save(tmp_path, step, snapshot)
         prune(tmp_path, 2, None)
     assert hashed == []
-    monkeypatch.setattr(saving, "_known_good", {})
+    monkeypatch.setattr(kept, "_known_good", {})
     prune(tmp_path, 2, None)
     prune(tmp_path, 2, None)
     assert hashed == layout.step_folders(tmp_path)
@@ -185,7 +189,7 @@ def test_prune_sweeps_leftovers_but_no_live_save(tmp_path: Path, snapshot: Snaps
 
 
 def test_too_little_space_is_seen_before_writing(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    monkeypatch.setattr(refuse.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(SaveError, match="disk is full") as caught:
         save(tmp_path, 5, snapshot)
     assert "training can go on" in str(caught.value)
@@ -217,7 +221,7 @@ def small_disk(tmp_path: Path):
 @pytest.mark.parametrize("foresight", [True, False], ids=["checked first", "full while writing"])
 def test_a_full_disk_keeps_the_older_checkpoint(small_disk: Path, monkeypatch: pytest.MonkeyPatch, foresight: bool):
     if not foresight:
-        monkeypatch.setattr(saving, "_refuse_too_little_space", lambda folder, contents: None)
+        monkeypatch.setattr(saving, "refuse_too_little_space", lambda folder, size_bytes: None)
     old = save(small_disk, 1, Snapshot({"w": torch.zeros(50_000)}))
     with pytest.raises(SaveError, match="disk is full"):
         save(small_disk, 2, Snapshot({"w": torch.zeros(400_000)}))
@@ -229,7 +233,8 @@ def test_a_full_disk_keeps_the_older_checkpoint(small_disk: Path, monkeypatch: p
 SAVE_FOREVER = """
 import os, sys, torch
 from pathlib import Path
-from manyhands.checkpoint.save import prune, save
+from manyhands.checkpoint.kept import prune
+from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
 def save_forever(folder, step):
     print("pid", os.getpid(), flush=True)

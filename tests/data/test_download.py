@@ -1,3 +1,4 @@
+import base64
 import dataclasses
 import functools
 import hashlib
@@ -9,11 +10,12 @@ import time
 import pytest
 import torch
 
+from manyhands.core.download import download
 from manyhands.core.errors import UserError
+from manyhands.core.once import one_at_a_time
 from manyhands.data.datasets import mnist
 from manyhands.data.download import fetch
 from manyhands.data.idx import write_idx
-from manyhands.data.once import one_at_a_time
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 
@@ -24,12 +26,17 @@ MD5 = hashlib.md5(CONTENT).hexdigest()
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """A server on loopback that counts what it is asked for; `folder` is what it serves."""
-    asked = []
+    asked, wanted = [], [""]
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            super().do_GET()
+            if self.headers.get("Authorization", wanted[0]) != wanted[0] or (
+                wanted[0] and not self.headers["Authorization"]
+            ):
+                self.send_error(401)
+            else:
+                super().do_GET()
 
         def log_message(self, *_):
             pass
@@ -40,7 +47,7 @@ def server(tmp_path, monkeypatch):
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     thread = threading.Thread(target=serving.serve_forever)
     thread.start()
-    serving.asked, serving.folder = asked, folder
+    serving.asked, serving.folder, serving.wanted = asked, folder, wanted
     monkeypatch.setenv("MANYHANDS_MIRROR", f"http://127.0.0.1:{serving.server_port}/")
     yield serving
     serving.shutdown()
@@ -79,6 +86,54 @@ def test_a_missing_file_and_a_dead_server_are_told(server, tmp_path, monkeypatch
         fetch("mnist/x.gz", urls, MD5, tmp_path / "x.gz")
     assert time.monotonic() - began < 15
     assert all(url in str(caught.value) for url in urls)
+
+
+def test_a_mirror_with_a_password_works_and_its_password_is_nowhere(server, tmp_path, monkeypatch):
+    into = tmp_path / "data" / "x.gz"
+    server.wanted[0] = f"Basic {base64.b64encode(b'anna:s3cr:t/word').decode()}"
+    monkeypatch.setenv("MANYHANDS_MIRROR", f"http://anna:s3cr%3At%2Fword@127.0.0.1:{server.server_port}/")
+    assert fetch("mnist/x.gz", (), MD5, into).read_bytes() == CONTENT
+    into.unlink()
+    for mirror in (
+        "anna:wr0ngword@127.0.0.1:PORT",
+        "anna:wr0ngword/x@127.0.0.1:PORT",
+        "anna:wr0ng#word@127.0.0.1:PORT",
+        "anna:wr0ngword@127.0.0.1:wr0ngword",
+        "anna:wr0ngword@[::1",
+        "anna:wr0ng@word@127.0.0.1:PORT",
+    ):
+        monkeypatch.setenv("MANYHANDS_MIRROR", f"http://{mirror}/".replace("PORT", str(server.server_port)))
+        with pytest.raises(UserError, match="can't be fetched") as caught:
+            fetch("mnist/x.gz", (), MD5, into)
+        kept = "".join(path.read_text() for path in into.parent.iterdir() if path.is_file())
+        told = str(caught.value).replace(mirror.rpartition("@")[2], "")
+        assert "wr0ng" not in told
+        assert "anna" not in told
+        assert "wr0ng" not in kept.replace(mirror.rpartition("@")[2], "")
+
+
+def test_a_password_is_for_its_own_server(server, tmp_path):
+    """A mirror may answer with another server's address; that one learns nothing."""
+    heard = []
+
+    class Elsewhere(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            heard.append(self.headers.get("Authorization"))
+            if self.path == "/first":
+                self.send_response(302)
+                self.send_header("Location", f"http://localhost:{other.server_port}/second")
+            else:
+                self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        assert download(f"http://anna:word@127.0.0.1:{other.server_port}/first", tmp_path / "x", None)
+        other.shutdown()
+    assert heard == [f"Basic {base64.b64encode(b'anna:word').decode()}", None]
 
 
 def _fetch_in_process(into, md5, results):

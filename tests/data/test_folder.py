@@ -290,3 +290,13 @@ def test_a_pipe_with_a_pictures_name_is_not_waited_for(tmp_path):
     assert "2 other files ignored" in splits.description
     with pytest.raises(CorruptImageError, match="a folder, a pipe or a device"):
         decode(str(tmp_path / "cat" / "f.png"), 3)
+
+
+def test_a_class_folder_whose_name_is_not_utf8_is_refused_and_a_picture_of_such_a_name_is_taken(tmp_path):
+    make(tmp_path)
+    (tmp_path / "cat" / "00.png").rename(tmp_path / "cat" / "\udce9.png")
+    splits = opened(tmp_path)
+    assert len(splits.train) + len(splits.test) == 20
+    (tmp_path / "cat").rename(tmp_path / "caf\udce9")
+    with pytest.raises(UserError, match=r'class folder "caf\\xe9" isn\'t UTF-8'):
+        opened(tmp_path)

@@ -68,6 +68,16 @@ def test_limits_are_spread_and_nested():
     assert len(open_data(DataOptions(train_samples=10**6)).train) == 1437
 
 
+def test_a_limit_on_samples_to_evaluate_is_one_on_those_kept_for_the_end_too(tmp_path):
+    for split, count in (("train", 5), ("val", 2), ("test", 5)):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (4, 4), number).save(tmp_path / split / name / f"{number}.png")
+    found = open_data(DataOptions(name=str(tmp_path), test_samples=6))
+    assert (len(found.train), len(found.test), len(found.held_out)) == (10, 4, 6)
+
+
 def test_synthetic_pictures_are_always_the_same():
     first, second = (open_data(DataOptions(name="synthetic:50x1x6x6x5")) for _ in range(2))
     assert torch.equal(first.train.images, second.train.images)

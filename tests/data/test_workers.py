@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.loader import Loader
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
+from manyhands.train.failing import describe_failure
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")
 
@@ -117,22 +118,6 @@ def test_a_corrupt_picture_is_named_and_the_loader_goes_on(files, workers, tmp_p
         next(served)
     assert caught.value.where == str(bad)
     assert len(list(loader.batches(0, requests()))) == len(REQUESTS)
-    loader.close()
-
-
-class Failing(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        raise KeyError("the user's own mistake")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_users_own_exception_comes_through(workers):
-    loader = Loader(UserSamples(Failing()), PIXELS, train=False, seed=0, workers=workers)
-    with pytest.raises(KeyError, match="the user's own mistake"):
-        list(loader.batches(0, [torch.tensor([1])]))
     loader.close()
 
 
@@ -251,3 +236,30 @@ def test_a_stop_signal_to_all_leaves_the_workers_to_their_parent():
     parent.wait()
     parent.stdout.close()
     assert not psutil.wait_procs(workers, timeout=10)[1]
+
+
+class OwnError(Exception):
+    """One that can't be made of a message alone, as torch tries to."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+class Raising(Chancy):
+    def __getitem__(self, index):
+        if index == 3:
+            raise OwnError("this", "that")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_users_own_data_set_raises_keeps_its_name_sample_and_line(workers):
+    loader = Loader(UserSamples(Raising()), PIXELS, train=True, seed=0, workers=workers)
+    with pytest.raises(RunError, match="raised OwnError for sample 3: this and that") as raised:
+        list(loader.batches(0, [torch.tensor([1, 2]), torch.tensor([3])]))
+    loader.close()
+    assert raised.value.where.startswith(f"{__file__}:")
+    record = describe_failure(raised.value, rank=0, step=1, phase="train")
+    assert 'raise OwnError("this", "that")' in record.excerpt
+    assert "DataLoader worker" not in record.excerpt + record.what
+    assert "_worker_loop" not in record.excerpt

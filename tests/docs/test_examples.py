@@ -17,7 +17,7 @@ import pytest
 from manyhands.cli.main import main, make_app
 from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links, table_commands
 
-SECONDS = 100
+SECONDS = 250
 
 
 def _name(page):
@@ -108,7 +108,7 @@ def _parse(arguments):
         make_app().parse_args(arguments, exit_on_error=False, print_error=False)
         return
     with pytest.raises(SystemExit) as ended:
-        main(arguments if "--show-config" in arguments else [*arguments, "--show-config"])
+        main(arguments if "--show-config" in arguments else [arguments[0], "--show-config", *arguments[1:]])
     assert ended.value.code == 0
 
 

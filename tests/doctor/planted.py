@@ -1,7 +1,7 @@
 """A healthy cluster as facts, for tests to plant one fault in."""
 
-from manyhands.cluster.addresses import choose_addresses
-from manyhands.cluster.findings import Attempt, Collective, Needs, Survey
+from manyhands.cluster.doctor.addresses import choose_addresses
+from manyhands.cluster.doctor.findings import AllReduceTest, Attempt, Needs, Survey
 
 GIB = 1 << 30
 
@@ -34,7 +34,7 @@ def machine(number, **changes):
                  "whole": True, "revision": "abc"},
         "data": {"kind": "folder", "path": "/data", "exists": True, "files": 10, "bytes": 1000, "hash": "da7a",
                  "whole": True},
-        "boot": str(number),
+        "machine": f"n{number} 0123",
         "user": "ada",
         "open_files": 20000,
         "environment": {},
@@ -58,7 +58,7 @@ def healthy(count=3, needs=None):
     survey.mbps = dict.fromkeys(pairs, 941.0)
     survey.latency_ms = dict.fromkeys(pairs, 0.2)
     survey.clock_s = dict.fromkeys(hosts, (0.001, 0.002))
-    survey.collective = Collective("ok", seconds=1.0)
+    survey.collective = AllReduceTest("ok", seconds=1.0)
     return survey
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.doctor import CHECKS, WORST_FIRST, examine, fails, sort_out
-from manyhands.cluster.findings import Attempt, Collective, Contact, Finding, Needs
+from manyhands.cluster.doctor.examine import CHECKS, WORST_FIRST, examine, fails, sort_out
+from manyhands.cluster.doctor.findings import AllReduceTest, Attempt, Contact, DoctorFinding, Needs
 from manyhands.core.plugins import load_choice, module_names
 from tests.doctor.planted import GIB, change, gpu, healthy
 
@@ -31,6 +31,21 @@ def only(survey):
 @given(st.integers(1, 6), st.sampled_from(["auto", "cpu"]), st.booleans())
 def test_a_healthy_cluster_has_nothing_wrong(count, device, code):
     assert wrong(healthy(count, Needs(device=device, code=code, processes={"n1": 4}))) == []
+
+
+def test_what_to_type_on_another_machine_has_the_users_ssh_its_port_and_user():
+    survey = healthy(3, Needs(reach={"n2": "ssh -F mine -p 31234 root@n2"}))
+    survey.clock_s["n2"] = (100.0, 0.01)
+    assert only(survey).mend == ("ssh -F mine -p 31234 root@n2 sudo timedatectl set-ntp true",)
+
+
+def test_two_names_of_one_machine():
+    survey = healthy(3)
+    change(survey, "n2", "machine", survey.facts["n1"]["machine"])
+    finding = only(survey)
+    assert (finding.check, finding.severity, finding.hosts) == ("twice", "fail", ("n1", "n2"))
+    assert finding.what == "n1 and n2 are one machine"
+    assert finding.mend == ('name it once, for 2 processes as "n1 slots=2"',)
 
 
 FACTS = [
@@ -166,7 +181,7 @@ def test_a_card_without_a_driver_is_named_with_its_mend():
 def test_a_machine_that_cannot_be_asked_is_one_finding(kind):
     survey = without(healthy(), "n2")
     survey.errors["n2"] = Contact(kind, "n2 can't be reached", ("is it switched on?",))
-    survey.collective = Collective("failed", "n2 did not come", missing=("n2",))
+    survey.collective = AllReduceTest("failed", "n2 did not come", missing=("n2",))
     finding = only(survey)
     assert (finding.check, finding.what, finding.hosts) == ("contact", "n2 can't be reached", ("n2",))
 
@@ -189,7 +204,7 @@ def test_a_closed_machine_is_blamed_once(host, result, way):
     for (one, two), (attempt,) in survey.reach.items():
         if (way in {"to", "both"} and two == host) or (way in {"from", "both"} and one == host):
             survey.reach[one, two] = (Attempt(attempt.address, result, port=4711),)
-    survey.collective = Collective("failed", "timeout")
+    survey.collective = AllReduceTest("failed", "timeout")
     finding = only(survey)
     assert (finding.check, finding.severity, finding.hosts[0]) == ("reach", "fail", host)
     assert "4711" in finding.what
@@ -275,7 +290,7 @@ def test_clocks_apart(host, by, ahead):
 
 def test_a_collective_that_fails_where_all_else_is_well():
     survey = healthy()
-    survey.collective = Collective("failed", "gloo: no device", missing=())
+    survey.collective = AllReduceTest("failed", "gloo: no device", missing=())
     assert "gloo: no device" in only(survey).what
 
 
@@ -295,7 +310,7 @@ def test_a_check_bears_its_files_name_and_stands_missing_facts(name):
 
 findings = st.lists(
     st.builds(
-        Finding,
+        DoctorFinding,
         st.sampled_from(["reach", "links", "cpu"]),
         st.sampled_from(WORST_FIRST),
         st.just(("n1",)),

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.facts import gather
-from manyhands.cluster.facts.devices import cards
-from manyhands.cluster.facts.files import code, dataset
-from manyhands.cluster.facts.load import other_jobs
+from manyhands.cluster.doctor.facts import gather
+from manyhands.cluster.doctor.facts.devices import cards
+from manyhands.cluster.doctor.facts.files import code, dataset
+from manyhands.cluster.doctor.facts.load import other_jobs
+from manyhands.cluster.doctor.questions import FactsWanted
 
+CARDS = ("accelerators", "cards", "torch_devices")
 WAITING = ["-c", "import time; print(flush=True); time.sleep(100)"]
 
 
 def test_facts_are_json_and_true_of_this_machine(tmp_path):
-    facts = json.loads(json.dumps(gather({"workdir": str(tmp_path), "data": "digits"})))
+    facts = json.loads(json.dumps(gather(FactsWanted(workdir=str(tmp_path), data="digits"))))
     assert facts["errors"] == {}
     assert facts["name"]["host"] == socket.gethostname()
     addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET}
@@ -35,7 +37,8 @@ def test_facts_are_json_and_true_of_this_machine(tmp_path):
 
 def test_torch_is_not_imported_for_them():
     program = (
-        "import sys; from manyhands.cluster.facts import gather; gather({}); import manyhands.cluster.probe;"
+        "import sys; from manyhands.cluster.doctor.facts import FactsWanted, gather; gather(FactsWanted()); "
+        "import manyhands.cluster.doctor.probe; "
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -46,7 +49,7 @@ def test_a_fact_that_cannot_be_found_is_told_and_hides_no_other(monkeypatch, tmp
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    facts = gather({})
+    facts = gather(FactsWanted())
     assert "version mismatch" in facts["errors"]["accelerators"]
     assert facts["cores"]
 
@@ -62,7 +65,7 @@ def test_what_nvidias_tool_says_is_read(monkeypatch, tmp_path):
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    one, two = gather({})["accelerators"]
+    one, two = gather(FactsWanted())["accelerators"]
     assert (one["name"], one["used_mib"], one["busy_percent"]) == ("NVIDIA H200", 90001, 98)
     assert one["processes"] == [{"pid": 4711, "used_mib": 90000, "name": "python, with a comma"}]
     assert (two["index"], two["busy_percent"], two["processes"]) == (1, 0, [])
@@ -90,14 +93,14 @@ def test_torch_is_asked_only_where_there_is_a_card_and_somebody_wants_it(monkeyp
     tool.write_text("#!/bin/sh\ncase $1 in --query-gpu=*) echo '0, GPU-a1, NVIDIA A100, 81920, 4, 0';; esac\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    facts = gather({"only": ["accelerators", "cards", "torch_devices"], "torch": True})
+    facts = gather(FactsWanted(torch=True, only=CARDS))
     seen = facts["torch_devices"]
     assert set(seen) == {"count", "built_for", "version", "said"}
     assert seen["version"] == importlib.metadata.version("torch") or "+" in seen["version"]
-    assert gather({"only": ["accelerators", "cards", "torch_devices"]})["torch_devices"] is None
+    assert gather(FactsWanted(only=CARDS))["torch_devices"] is None
     tool.unlink()
     if not cards():
-        assert gather({"only": ["accelerators", "cards", "torch_devices"], "torch": True})["torch_devices"] is None
+        assert gather(FactsWanted(torch=True, only=CARDS))["torch_devices"] is None
 
 
 names = st.text("abcdef", min_size=1, max_size=4)

@@ -1,13 +1,14 @@
 """Probes over real sockets: who is reached, who is not, and nothing stays open."""
 
-import json
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
-from manyhands.cluster.findings import Attempt
-from manyhands.cluster.probe import Probe
+from manyhands.cluster.doctor.probe import Probe
+from manyhands.cluster.doctor.questions import Connect, Listen, Listener, Measure, Unlisten
+from manyhands.cluster.messages import decode, encode
 
 
 @pytest.fixture
@@ -17,18 +18,22 @@ def probe():
     made.close()
 
 
-def ask(probe, **request):
-    """As over a wire: plain JSON both ways."""
-    return json.loads(json.dumps(probe.answer(json.loads(json.dumps(request)))))
+def ask(probe, request):
+    """As over a wire."""
+
+    def sent(message):
+        return decode(encode(message))[1]
+
+    return sent(probe.answers[type(request)](sent(request)))
 
 
-def listen(probe, address="127.0.0.1"):
-    return {"address": address, **ask(probe, do="listen", addresses=[address])["listeners"][address]}
+def listen(probe, address="127.0.0.1", **more):
+    (listener,) = ask(probe, Listen((address,), **more)).listeners
+    return listener
 
 
 def attempts(probe, *targets):
-    answer = ask(probe, do="connect", targets=list(targets), timeout_s=2)
-    return [Attempt.read(attempt) for attempt in answer["attempts"]]
+    return ask(probe, Connect(targets, timeout_s=2)).attempts
 
 
 def test_a_listener_is_reached_and_the_time_of_a_message_measured(probe):
@@ -38,13 +43,13 @@ def test_a_listener_is_reached_and_the_time_of_a_message_measured(probe):
 
 
 def test_what_is_measured_went_through(probe):
-    assert ask(probe, do="measure", target=listen(probe), seconds=0.2)["mbps"] > 1
+    assert ask(probe, Measure(listen(probe), 0.2)).mbps > 1
 
 
 def test_another_token_is_another_machine(probe):
     one, two = listen(probe), listen(probe)
-    assert [a.result for a in attempts(probe, {**one, "token": two["token"]}, two)] == ["other", "ok"]
-    assert "something else" in ask(probe, do="measure", target={**one, "token": "00" * 16}, seconds=0.2)["error"]
+    assert [a.result for a in attempts(probe, replace(one, token=two.token), two)] == ["other", "ok"]
+    assert "something else" in ask(probe, Measure(replace(one, token="00" * 16), 0.2)).error
 
 
 def test_a_program_that_speaks_first_is_another(probe):
@@ -58,21 +63,21 @@ def test_a_program_that_speaks_first_is_another(probe):
 
         thread = threading.Thread(target=greet)
         thread.start()
-        target = {"address": "127.0.0.1", "port": server.getsockname()[1], "token": "00" * 16}
+        target = Listener("127.0.0.1", server.getsockname()[1], "00" * 16)
         assert attempts(probe, target)[0].result == "other"
         thread.join()
 
 
 def test_only_the_addresses_asked_for_are_listened_on(probe):
     target = listen(probe, "127.0.0.2")
-    assert [a.result for a in attempts(probe, target, {**target, "address": "127.0.0.3"})] == ["ok", "refused"]
+    assert [a.result for a in attempts(probe, target, replace(target, address="127.0.0.3"))] == ["ok", "refused"]
 
 
 def test_nothing_stays_open(probe):
     before = threading.active_count()
     target = listen(probe)
     assert attempts(probe, target)[0].result == "ok"
-    ask(probe, do="unlisten")
+    ask(probe, Unlisten())
     assert attempts(probe, target)[0].result == "refused"
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon:
@@ -81,20 +86,13 @@ def test_nothing_stays_open(probe):
 
 
 def test_a_listener_that_nobody_closes_closes_itself(probe):
-    target = {"address": "127.0.0.1", **ask(probe, do="listen", addresses=["127.0.0.1"], seconds=0.2)
-              ["listeners"]["127.0.0.1"]}  # fmt: skip
+    target = listen(probe, seconds=0.2)
     probe._open[0]._timer.join(10)
     assert attempts(probe, target)[0].result == "refused"
 
 
 def test_an_address_that_is_not_ours_and_a_port_that_is_taken_are_said(probe):
-    assert ask(probe, do="listen", addresses=["192.0.2.1"])["listeners"]["192.0.2.1"]["error"]
-    taken = listen(probe)["port"]
-    told = ask(probe, do="listen", addresses=["127.0.0.1"], port=taken)["listeners"]["127.0.0.1"]
-    assert "in use" in told["error"]
-    assert "python" in told["holder"] or "pytest" in told["holder"]
-
-
-def test_an_unknown_request_is_refused(probe):
-    with pytest.raises(ValueError, match="dance"):
-        ask(probe, do="dance")
+    assert listen(probe, "192.0.2.1").error
+    told = listen(probe, port=listen(probe).port)
+    assert "in use" in told.error
+    assert "python" in told.holder or "pytest" in told.holder

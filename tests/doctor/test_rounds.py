@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.rounds import rounds
+from manyhands.cluster.doctor.rounds import rounds
 
 hosts = st.integers(0, 20).map(lambda count: [f"n{number}" for number in range(count)])
 

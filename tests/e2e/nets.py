@@ -111,6 +111,16 @@ class Sleepy(Net):
                 time.sleep(0.1)
 
 
+class SlowToEvaluate(Net):
+    """Takes its time over each block of an evaluation, and notes that one has begun."""
+
+    def forward(self, images):
+        if not self.training and len(images) == 8 and "FAULT_QUICK" not in os.environ:
+            Path("evaluating").touch()
+            time.sleep(0.5)
+        return super().forward(images)
+
+
 def wide(num_classes):
     """A head whose weights outweigh all else: 1024 features, and as many classes as the data has."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, num_classes))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from manyhands.cli.main import main
 from manyhands.data.idx import write_idx
-from tests.e2e.command import NETS, QUICK, assert_one_screen, events
+from tests.e2e.command import NETS, QUICK, assert_one_screen, events, run
 
 
 def call(capsys, *arguments):
@@ -223,7 +223,7 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(how, trained, capsys):
     copy = Path(shutil.copytree(trained, "copy"))
     first, torn = checkpoints(copy)
     flip_a_byte(torn / "model.safetensors")
-    where = ["--out", copy] if how == "auto" else ["--out", "new", "--resume", copy]
+    where = ["--out", copy, "--resume", "auto"] if how == "auto" else ["--out", "new", "--resume", copy]
     code, err = call(capsys, "train", "digits", "mlp", "--epochs", "3", *where)
     assert code == 0, err
     folder = copy if how == "auto" else Path("new")
@@ -236,7 +236,7 @@ def test_a_run_with_torn_checkpoints_alone_is_not_begun_anew(trained, capsys):
     copy = Path(shutil.copytree(trained, "copy"))
     for path in checkpoints(copy):
         flip_a_byte(path / "model.safetensors")
-    code, err = call(capsys, "train", "digits", "mlp", "--out", copy, "--epochs", "3")
+    code, err = call(capsys, "train", "digits", "mlp", "--out", copy, "--epochs", "3", "--resume", "auto")
     assert code == 2
     assert_one_screen(err)
     assert "can be read" in err
@@ -258,3 +258,11 @@ def test_a_short_flag_is_not_the_value_of_a_switch(capsys):
         main(["train", "digits", "mlp", "--data.skip-corrupt", "-n", "2", "--train.lr", "0.5", "--dry-run"])
     assert ended.value.code == 0
     assert "2 processes" in capsys.readouterr().out
+
+
+def test_one_machine_by_two_names_is_told_before_anything_starts(here):
+    ended = run("launch", "digits", "mlp", "--hosts", "localhost,127.0.0.1", "--out", "run")
+    assert ended.code == 3
+    assert "localhost and 127.0.0.1 are one machine" in ended.err
+    assert 'do:    name it once, for 2 processes as "localhost slots=2"' in ended.err
+    assert not Path("run").exists()

@@ -135,7 +135,7 @@ def test_a_changed_piece_is_named(trained, tmp_path, checkpoint):
     newest = max((trained / "checkpoints").glob("step-*"))
     other = plan(tmp_path / "plan.json", shapes_of(load(newest).model), {"tp": 2})
     ended = run("checkpoint", "split", newest, tmp_path / "pieces", "--plan", other)
-    assert (ended.code, ended.out, ended.err) == (0, "", f"wrote {tmp_path / 'pieces'}\n")
+    assert (ended.code, ended.out, ended.err) == (0, "", f"manyhands: wrote {tmp_path / 'pieces'}\n")
     file = tmp_path / "pieces" / "model-00001-of-00002.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

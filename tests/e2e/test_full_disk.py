@@ -5,8 +5,9 @@ import pytest
 from tests.e2e.command import QUICK, assert_one_screen, events, finish, run, running, wait_until
 
 pytestmark = pytest.mark.timeout(300)
+# Of many samples, so that what is recorded of each epoch doesn't fill the disk by itself.
 ENDLESS = [
-    "synthetic:600x1x8x8x10",
+    "synthetic:60000x1x8x8x10",
     "mlp",
     "--epochs",
     "100000",

@@ -100,7 +100,7 @@ def on_nodes(here, count, *words, **others):
 
 
 # Two accelerators on each node, as far as the command knows; the processes find none and take the CPU.
-TWO_EACH = "import manyhands.cluster.accelerators as a, sys; a.count_accelerators = lambda: 2; \
+TWO_EACH = "import manyhands.cluster.doctor.accelerators as a, sys; a.count_accelerators = lambda: 2; \
 from manyhands.cli.main import main; main(sys.argv[1:])"
 
 
@@ -207,6 +207,16 @@ def test_mistakes_are_one_screen_and_leave_nothing(words, says, images, here):
     assert_one_screen(ended.err)
     assert says in ended.err
     assert {path.name for path in here.iterdir()} == {"images"}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="would have named a GPU that isn't there")
+def test_a_gpu_that_is_not_there_is_told_in_main_pys_flags(images, here):
+    ended = run(*JOB, "--epochs", "30", "--gpu", "0")
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    assert "where: --gpu" in ended.err
+    assert "--no-accel" in ended.err
+    assert "--device" not in ended.err
 
 
 @pytest.mark.slow

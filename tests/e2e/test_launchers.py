@@ -30,6 +30,7 @@ def test_two_processes_are_one_run(program, here):
     assert json.loads(line)["run"].endswith("run")
     assert json.loads((here / "run" / "env.json").read_text())["processes"] == 2
     assert ended.err.count("evaluated=360") == 2
+    assert ended.err.count("itself listens on every interface, port ") == 1
 
 
 @pytest.mark.slow

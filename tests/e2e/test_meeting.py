@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from manyhands.cli.main import main
+from manyhands.config.load import load_job
 from manyhands.parallel import meet
+from manyhands.worker.shared_options import shared_options
 from tests.e2e.command import NETS, QUICK, assert_one_screen, events, finish, free_port, running, start, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -94,7 +96,7 @@ def test_an_earlier_runs_init_file(capsys):
     meeting = Path.cwd() / "meet"
     names = dist.PrefixStore("present/0", dist.FileStore(str(meeting), 2))
     names.add("count/0", 1)
-    names.set("0", json.dumps({"host": "here", "machine": meet._machine(), "pid": 2**22 + 1, "size": 2}))
+    names.set("0", json.dumps({"host": "here", "machine": meet.this_machine(), "pid": 2**22 + 1, "size": 2}))
     for rank, text in ((0, "already has a rank 0"), (1, "is an earlier run's")):
         code, err = alone(capsys, *SOON, *place(f"file://{meeting}", 2, rank))
         assert code == 2
@@ -119,12 +121,14 @@ def test_one_rank_twice():
         running(*by_hand(address, 3, 1, *LATE)) as other,
     ):
         wait_until(lambda: one.poll() is not None or other.poll() is not None)
-        refused, waiting = (one, other) if one.poll() is not None else (other, one)
-        ended = finish(refused)
-        assert ended.code == 2, ended.err
-        assert_one_screen(ended.err)
-        assert f"rank 1 is taken by process {waiting.pid}" in ended.err
-        assert first.poll() is None
+        ended = {process.pid: finish(process) for process in (first, one, other)}
+    for each in ended.values():
+        assert each.code == 2, each.err
+        assert_one_screen(each.err)
+    # Rank 2 would never come, which is said at once: by the second one of rank 1, and to all that wait.
+    (refused,) = [pid for pid, each in ended.items() if "rank 1 is taken by process" in each.err]
+    told = [each.err for pid, each in ended.items() if pid != refused]
+    assert all(f"rank 1 was given twice: to process {refused} on" in err for err in told)
 
 
 def test_world_sizes_that_differ():
@@ -140,10 +144,21 @@ def test_world_sizes_that_differ():
 def test_jobs_that_differ():
     address = f"file://{Path.cwd()}/meet"
     for ended in [
-        finish(by) for by in [start(*by_hand(address, 2, rank, *LATE, "--lr", 0.1 + rank)) for rank in (0, 1)]
+        finish(by) for by in [start(*by_hand(address, 2, rank, *LATE, "--lr", 0.5 + rank)) for rank in (0, 1)]
     ]:
         assert ended.code == 2, ended.err
-        assert "differ in the job (flags or job.toml)" in ended.err
+        assert "differ in the job (flags or job.toml): train.lr (" in ended.err
+
+
+def test_options_that_differ_are_named_with_their_numbers():
+    def words(**flags):
+        return shared_options(load_job({"data.name": "synthetic:20x1x8x8x3", **flags}, environment={}).job)
+
+    one, other = words(**{"train.epochs": 3, "model.name": "mlp"}), words(**{"train.epochs": 4, "model.name": "cnn"})
+    assert meet._options(one, other) == ": model.name, train.epochs (3 here, 4 there)"
+    assert meet._options(one, words(**{"train.epochs": 3, "model.name": "mlp", "run.out": "elsewhere"})) == ""
+    # What another machine sent is never shown but as a number.
+    assert meet._options("train.epochs=3", "train.epochs=4\x1b[31m do:rm") == ": train.epochs"
 
 
 @pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ HEAD_KIB = CLASSES * FEATURES * 4 // 1024
 # DDP its buckets, five times the head; split over four, the most is the whole head at the start, before it is cut.
 ALLOWED_KIB = int(4.25 * HEAD_KIB)
 IMPORTS = "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent"
-TOLD = f"{IMPORTS}, manyhands.train.preload; print(open('/proc/self/status').read())"
+TOLD = f"{IMPORTS}, manyhands.worker.preload; print(open('/proc/self/status').read())"
 
 
 def _base_kib():

@@ -1,15 +1,25 @@
 """A folder that others may write to: nothing of it runs because a command was given there."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
-from manyhands.cluster.ssh import agent_script
+import manyhands
+from manyhands.cluster.agents.ssh import agent_script
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
 from manyhands.core.git import listed_files, revision
+from manyhands.core.registry import remember_reach
+from manyhands.run.evaluate import evaluate_run
+from manyhands.run.logs import show_logs
+from manyhands.run.own_code import announce_resumed
+from manyhands.run.predict import predict_files
 from tests.e2e.command import QUICK, environment, finish, run, start
 
 MODULES = ("manyhands", "torch", "json", "multiprocessing", "typing", "dill", "matplotlib")
@@ -53,7 +63,7 @@ def test_an_environment_in_the_work_folder_counts_where_it_is_this_users_own(her
     python.chmod(0o755)
     script = agent_script(ClusterOptions(), here).replace(sys.executable, "/nowhere/python")
     said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-    assert "from .venv: -P -m manyhands.cluster.host" in said.stdout
+    assert "from .venv: -P -m manyhands.cluster.agents.agent" in said.stdout
     if os.getuid() == 0:
         os.chown(here / ".venv", 1, 1)
         script = script.replace("python3 python", "true")
@@ -106,3 +116,123 @@ def test_git_runs_no_program_that_the_folder_names(here):
     assert not (here / "mark").exists()
     assert revision(here.parent) == ""
     assert listed_files(here.parent) is None
+
+
+@pytest.fixture
+def strange_run(here):
+    """Somebody's run folder: its machines are elsewhere, and its job.toml says how to reach them."""
+    folder = RunFolder(here / "run")
+    (folder.ranks).mkdir(parents=True)
+    folder.job.write_text(f'[cluster]\nssh = "touch {here}/mark; :"\npython = "/x/evil"\n')
+    folder.machines.write_text(json.dumps([{"host": "n1", "ranks": [0, 1], "folder": "/run", "local": False}]))
+    return folder
+
+
+def shown_logs(folder, **settings):
+    told = []
+    show_logs(folder, None, last=0, follow=False, show=told.append, say=told.append, settings=settings)
+    return "\n".join(told)
+
+
+def test_logs_never_execute_what_a_run_folder_says(strange_run, here):
+    said = shown_logs(strange_run, **{"cluster.ssh": "false"})
+    assert "its own cluster.python, which isn't executed unless you say so: --set cluster.python=/x/evil" in said
+    assert "cluster.ssh," not in said
+    said = shown_logs(strange_run, **{"cluster.python": "python3", "cluster.workdir": "/"})
+    assert "its own cluster.ssh" in said
+    assert not (here / "mark").exists()
+
+
+def test_logs_reach_machines_as_this_users_launch_did(strange_run, here):
+    program = here / "ssh-of-mine"
+    program.write_text(f"#!/bin/sh\ntouch {here}/mine\nexit 255\n")
+    program.chmod(0o755)
+    remember_reach(strange_run.path, {"ssh": str(program), "python": "", "workdir": ""})
+    shown_logs(strange_run)
+    assert (here / "mine").exists()
+    assert not (here / "mark").exists()
+
+
+NETWORK = """
+from pathlib import Path
+
+from torch import nn
+
+with Path("ran").open("a") as file:
+    file.write("x")
+
+
+def make(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, num_classes))
+"""
+
+
+@pytest.fixture
+def run_with_code(here):
+    """A run whose network is in a file of code; what that file has written is gone again."""
+    (here / "net.py").write_text(NETWORK)
+    run = manyhands.fit(
+        "net.py:make", "synthetic:30x1x4x4x3", epochs=1, out=here / "run", quiet=True, run__report=False
+    )
+    forget(here)
+    return run.path
+
+
+def forget(here):
+    """So that the file runs again where it is asked for."""
+    (here / "ran").unlink()
+    sys.modules.pop("net", None)
+
+
+def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_code, here, capsys):
+    manyhands.load(run_with_code)
+    assert f"running {here}/net.py, since " in capsys.readouterr().err
+    forget(here)
+    (here / "net.py").write_text(NETWORK + "# mended\n")
+    manyhands.load(run_with_code)
+    assert "names it; it is NOT what it was trained with" in capsys.readouterr().err
+    forget(here)
+    manyhands.load(run_with_code, model="net.py:make")
+    assert not capsys.readouterr().err
+    ended = run("eval", "run")
+    assert ended.code == 0, ended.err
+    assert "it is NOT what it was trained with" in ended.err
+    ended = run("resume", "run")
+    assert ended.code == 0, ended.err
+    assert f"running {here}/net.py, since run names it; it is NOT what it was trained with" in ended.err
+
+
+def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, here, capsys):
+    if os.getuid():
+        pytest.skip("NOT SHOWN what another user's folder may do: only root can make one")
+    (picture,) = (here / "a.png",)
+    Image.new("L", (4, 4)).save(picture)
+    for path in (run_with_code, *run_with_code.rglob("*")):
+        os.chown(path, 12345, 12345)
+    calls = (
+        lambda: list(predict_files(run_with_code, [picture])),
+        lambda: manyhands.load(run_with_code),
+        lambda: evaluate_run(run_with_code, which="best", flags={}),
+        lambda: announce_resumed(RunFolder(run_with_code), load_job({}, file=run_with_code / "job.toml")),
+    )
+    for call in calls:
+        with pytest.raises(UserError, match=r"wants net\.py:make to be run, and .* is user 12345's, not yours"):
+            call()
+    assert not (here / "ran").exists()
+    assert list(predict_files(run_with_code, [picture], model="net.py:make"))
+
+
+def test_code_that_a_plan_names_is_told_and_another_users_plan_does_not_choose_it(here):
+    (here / "net.py").write_text(NETWORK)
+    assert run("plan", "synthetic:30x1x4x4x3", "net.py:make", "-n", 2, "--no-measure").code == 0
+    shown = run("plan", "plan.json")
+    assert shown.code == 0, shown.err
+    assert f"running {here}/net.py, since plan.json names it" in shown.err
+    if os.getuid():
+        pytest.skip("NOT SHOWN what another user's plan may do: only root can make one")
+    (here / "ran").unlink()
+    os.chown(here / "plan.json", 12345, 12345)
+    refused = run("plan", "plan.json")
+    assert refused.code == 2
+    assert "plan.json wants net.py:make to be run, and plan.json is user 12345's, not yours" in refused.err
+    assert not (here / "ran").exists()

@@ -60,10 +60,14 @@ def test_a_slow_link_shows_what_agreeing_costs(plan, here):
     assert {row["method"] for row in sync["methods"]} == {"allreduce", "bf16", "powersgd", "local"}
     (chosen,) = (row for row in sync["methods"] if row["chosen"])
     assert chosen["method"] == "local"
-    assert sync["reason"] in " ".join(ended.err.split())
+    assert f"--sync auto would take another way: {sync['reason']}" in " ".join(ended.err.split())
+    asked = plan(*job, "--link", "1mbit", "--no-measure", "--sync", "auto", "--out", "asked.json")
+    assert asked.code == 0, asked.err
+    (arrow,) = (line for line in asked.out.splitlines() if "→" in line)
+    assert "local" in arrow
     shown = plan("plan.json")
     assert shown.code == 0, shown.err
-    assert sync["reason"] in shown.out
+    assert "use one machine" in shown.out
     fast = plan(*job, "--no-measure", "--out", "fast.json", "--set", "sync.link=100gbit")
     assert fast.code == 0, fast.err
     methods = json.loads((here / "fast.json").read_text())["sync"]["methods"]
@@ -77,6 +81,49 @@ def test_with_a_link_the_share_of_a_step_is_timed_here(plan, here):
     assert sync["steps"] == 7
     assert 0 < sync["compute_s"] < 60
     assert "allreduce" in sync["reason"]
+
+
+def test_one_table_prices_an_update_once_and_recommends_one_row(plan, here):
+    ended = plan(*JOB, "--link", "10mbit", "--no-measure", "--json")
+    assert ended.code == 0, ended.err
+    (arrow,) = (line for line in ended.err.splitlines() if "→" in line)
+    content = json.loads(ended.out)
+    (exact,) = (row for row in content["sync"]["methods"] if row["method"] == "allreduce")
+    (row,) = (line for line in ended.err.splitlines() if "data parallel" in line and "dp=2" in line and "," not in line)
+    assert float(row.replace("→", " ").split()[3]) == pytest.approx(exact["step_s"] * 1e3, rel=0.01)
+    assert content["recommended"]["plan"] in arrow
+
+
+def test_where_a_plan_sends_nothing_one_machine_does(plan, here):
+    ended = plan("synthetic:64x1x8x8x10", "cnn", "-n", "4", "--link", "10mbit", "--no-measure", "--json")
+    assert ended.code == 0, ended.err
+    content = json.loads(ended.out)
+    assert content["reason"].startswith("use one machine")
+    assert content["recommended"] == {"plan": "one process", "processes": 1}
+
+
+def test_devices_that_are_not_here_are_estimated_and_it_is_said(plan, here):
+    ended = plan(*JOB, "--device-model", "a100")
+    assert ended.code == 0, ended.err
+    assert "estimated for NVIDIA A100" in ended.err
+    for words, said in (
+        (("--device-model", "abacus"), "h100"),
+        (("--device-model", "t4", "--set", "train.precision=bf16"), "fp16"),
+    ):
+        ended = plan(*JOB, *words, "--out", "other.json")
+        assert ended.code == 2
+        assert_one_screen(ended.err)
+        assert said in ended.err
+
+
+def test_other_mistakes_are_told_before_the_file_that_is_there(plan, here):
+    assert plan(*JOB, "--no-measure").code == 0
+    for words, said in ((("--sync", "fast"), "sync"), (("--link", "fast"), "speed"), (("--memory", "much"), "amount")):
+        ended = plan(*JOB, "--no-measure", *words)
+        assert ended.code == 2
+        assert said in ended.err
+        assert "is there already" not in ended.err
+    assert "is there already" in plan(*JOB, "--no-measure").err
 
 
 def test_what_is_there_is_not_overwritten(plan, here):

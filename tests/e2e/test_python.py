@@ -1,7 +1,10 @@
-"""The Python interface as a user's script has it: alone, with workers, and under torchrun."""
+"""The Python interface as a user's script has it: alone, with processes of its own, and under torchrun."""
 
+import copy
 import json
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from torch.utils.data import TensorDataset
 import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from tests.e2e import nets
-from tests.e2e.command import run
+from tests.e2e.command import environment, run
 
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -56,12 +59,12 @@ class Counter(nn.Module):
         return self.layers(x)
 
 
-workers = int(sys.argv[1]) if len(sys.argv) > 1 else None
+processes = int(sys.argv[1]) if len(sys.argv) > 1 else None
 torch.manual_seed(0)
 net = Counter()
 before = net.layers[1].weight.detach().clone()
 data = Dots(200, shifted_by(-0.5))
-run = manyhands.fit(net, data, Dots(60, shifted_by(-0.5)), epochs=3, batch=20, lr=0.1, workers=workers, out="run",
+run = manyhands.fit(net, data, Dots(60, shifted_by(-0.5)), epochs=3, batch=20, lr=0.1, processes=processes, out="run",
                     quiet=True, run__report=False)
 right = sum(int(net(x[None]).argmax()) == y for x, y in (data[i] for i in range(100)))
 if int(os.environ.get("RANK", "0")) == 0:
@@ -70,10 +73,10 @@ if int(os.environ.get("RANK", "0")) == 0:
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "workers", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["alone", "processes", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_fit_from_a_script(how):
     Path("own.py").write_text(SCRIPT)
-    arguments = ["own.py", *(["2"] if how == "workers" else [])]
+    arguments = ["own.py", *(["2"] if how == "processes" else [])]
     ended = run(*arguments, program=TORCHRUN if how == "torchrun" else ())
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
@@ -105,10 +108,10 @@ def test_out_of_memory_in_an_evaluation_says_what_fits():
 
 
 @pytest.mark.slow
-def test_fit_with_workers_raises_the_first_cause(monkeypatch):
+def test_fit_with_processes_raises_the_first_cause(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     with pytest.raises(RunError, match="the user's own mistake") as raised:
-        manyhands.fit(nets.Raises(), tiny(400), epochs=9, batch=20, workers=2, **QUIET)
+        manyhands.fit(nets.Raises(), tiny(400), epochs=9, batch=20, processes=2, **QUIET)
     assert raised.value.where.startswith("rank 1 on ")
     assert any("in act" in note for note in raised.value.__notes__)
 
@@ -117,6 +120,7 @@ def test_fit_with_workers_raises_the_first_cause(monkeypatch):
     ("settings", "text"),
     [
         ({"epoch": 3}, "fit has no argument epoch"),
+        ({"workers": 2}, r"fit has no argument workers[\s\S]*processes=2"),
         ({"batch": 0}, "train.batch"),
         ({"data__worker": 3}, "data.worker"),
     ],
@@ -126,6 +130,116 @@ def test_fit_refuses_a_mistake(settings, text):
         manyhands.fit(nets.Net(), tiny(), **{**QUIET, **settings})
     assert isinstance(raised.value, ManyhandsError)
     assert not Path("run").exists()
+
+
+def test_a_job_is_a_base_that_arguments_win_over(tmp_path):
+    job = manyhands.Job(train={"epochs": 2, "batch": 20, "lr": 0.3}, run={"report": False})
+    torch.manual_seed(0)
+    net = nets.Net()
+    run = manyhands.fit(copy.deepcopy(net), tiny(), job=job, lr=0.1, out="run", quiet=True)
+    used = tomllib.loads((run.path / "job.toml").read_text())["train"]
+    assert (used["epochs"], used["batch"], used["lr"]) == (2, 20, 0.1)
+    again = manyhands.fit(copy.deepcopy(net), tiny(), job="run/job.toml", out=tmp_path / "again", quiet=True)
+    assert tomllib.loads((again.path / "job.toml").read_text())["train"] == used
+    assert again.evaluations[-1].loss == run.evaluations[-1].loss
+    Path("names.toml").write_text('data = "synthetic:60x1x8x8x3"\nmodel = "mlp"\n[train]\nepochs = 1\n')
+    assert manyhands.fit(job="names.toml", **{**QUIET, "out": "names"}).final.count == 12
+
+
+def test_a_job_goes_to_evaluate_session_and_find_plan():
+    job = manyhands.Job(train={"evaluate_batch": 7, "seed": 5, "batch": 12}, cluster={"processes": 2})
+    assert manyhands.evaluate(nets.Net(), tiny(33), job=job).count == 33
+    with manyhands.session(job=job, norm_group=4) as here:
+        assert (here.job.train.evaluate_batch, here.job.train.seed, here.job.train.norm_group) == (7, 5, 4)
+    assert manyhands.find_plan(nets.Net(), torch.rand(1, 8, 8), job=job).mesh.size == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: manyhands.fit(nets.Net(), tiny(), job={"train": {}}, **QUIET), "a dict is neither a Job nor the path"),
+        (lambda: manyhands.fit(nets.Net(), tiny(), job="no.toml", **QUIET), "there is no job file no.toml"),
+        (lambda: manyhands.fit(nets.Net(), None, **QUIET), "fit has no training set"),
+        (lambda: manyhands.fit("mlp", "digits", tiny(), **QUIET), "test_set goes with data sets as objects"),
+        (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
+    ],
+)
+def test_a_wrong_job_or_set_is_refused(call, text):
+    with pytest.raises(UserError, match=text):
+        call()
+    assert not Path("run").exists()
+
+
+def test_at_epoch_end_sees_each_epoch_and_changes_nothing():
+    seen = []
+    torch.manual_seed(0)
+    net = nets.Net()
+    options = {**QUIET, "epochs": 3, "batch": 20, "evaluate_every": 2}
+    plain = manyhands.fit(copy.deepcopy(net), tiny(), tiny(), **{**options, "out": "plain"})
+    manyhands.fit(net, tiny(), tiny(), at_epoch_end=lambda end: seen.append((end, torch.rand(3))), **options)
+    assert [(end.epoch, end.step) for end, _ in seen] == [(1, 2), (2, 4), (3, 6)]
+    assert [end.evaluation and end.evaluation.step for end, _ in seen] == [None, 4, 6]
+    assert [end.evaluation.loss for end, _ in seen[1:]] == [one.loss for one in plain.evaluations]
+    assert {end.path for end, _ in seen} == {Path("run").absolute()}
+    with pytest.raises(AttributeError):
+        seen[0][0].epoch = 9
+
+
+def test_what_at_epoch_end_raises_ends_the_run_as_its_first_cause():
+    def fail(end):
+        raise KeyError(f"the user's own mistake after epoch {end.epoch}")
+
+    with pytest.raises(RunError, match="the user's own mistake after epoch 1") as raised:
+        manyhands.fit(nets.Net(), tiny(), epochs=9, batch=20, at_epoch_end=fail, **QUIET)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert any("in fail" in note for note in raised.value.__notes__)
+    with pytest.raises(UserError, match="at_epoch_end is not a function"):
+        manyhands.fit(nets.Net(), tiny(), at_epoch_end=3, **QUIET)
+
+
+# As a notebook runs its cells: in a `__main__` without a file, a class that is written anew, functions and a closure.
+CELLS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import manyhands
+
+class Net(nn.Module):
+    pass
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.layers(scaled(x))
+
+def scaled(x):
+    return x * FACTOR
+
+FACTOR = 2.0
+
+def note(end):
+    with open("ends.txt", "a") as file:
+        print(end.epoch, end.evaluation.count, file=file)
+
+images = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(images, torch.arange(40) % 10)
+run = manyhands.fit(Net(), data, data, epochs=2, batch=20, processes=2, out="run", quiet=True, run__report=False,
+                    loss=lambda output, labels: nn.functional.cross_entropy(output, labels, reduction="none"),
+                    at_epoch_end=note)
+print(run.status, manyhands.evaluate(run.model, data).count)
+"""
+
+
+def test_cells_of_a_notebook_train_in_processes_of_their_own():
+    ended = subprocess.run(
+        [sys.executable, "-"], input=CELLS, capture_output=True, text=True, check=False, env=environment(), timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["finished", "40"]
+    assert Path("ends.txt").read_text().splitlines() == ["1 40", "2 40"]
 
 
 def test_a_network_with_too_few_outputs():
@@ -160,7 +274,7 @@ with manyhands.session() as s:
             optimizer.zero_grad()
     found = s.evaluate(model, data)
     total = s.all_reduce(torch.tensor([1.0]))
-    if s.speaks:
+    if s.is_main:
         print(json.dumps({"size": s.size, "total": total.item(), "loss": found.loss,
                           "weights": net.weight.flatten().tolist()}))
 """

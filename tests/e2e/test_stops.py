@@ -1,6 +1,9 @@
 """Stops of every kind: what is saved, what is left behind, and that a run goes on exactly where it was."""
 
+import re
 import signal
+import stat
+import time
 
 import psutil
 import pytest
@@ -32,9 +35,20 @@ def family(process):
     return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def outer_interface():
+    """One that other machines could reach; gloo would look in vain for a name that is none."""
+    return next((name for name in psutil.net_if_addrs() if name.startswith(("eth", "en"))), "eth7")
+
+
+def SLOW(*values):  # noqa: N802 - it stands where a mark would
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, SLOW(signal.SIGINT), SLOW(signal.SIGTERM)])
 def test_a_stop_saves_and_says_so(number, here):
-    with running("train", *ENDLESS, "-n", "2", "--out", here / "run") as process:
+    # As clusters' shells do, for what is between machines.
+    names = {"GLOO_SOCKET_IFNAME": outer_interface(), "NCCL_SOCKET_IFNAME": outer_interface()}
+    with running("train", *ENDLESS, "-n", "2", "--out", here / "run", **names) as process:
         wait_until(begun("run"), process)
         sockets = [each for member in family(process) for each in member.net_connections("inet")]
         process.send_signal(number)
@@ -48,11 +62,97 @@ def test_a_stop_saves_and_says_so(number, here):
     listening = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
     assert listening
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    # Nor could another user of this one read what it wrote.
+    paths = [here / "run", *(here / "run").rglob("*")]
+    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in paths if path.is_dir()} == {"0o700"}
+    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in paths if path.is_file()} == {"0o600"}
 
     more = run("resume", "run", "--set", f"train.max_steps={stopped['step'] + 10}", "-n", "1", "--json", "-q")
     assert more.code == 0, more.err
     assert events("run", "resumed")[-1]["step"] == stopped["step"]
     assert events("run", "finished")[-1]["step"] == stopped["step"] + 10
+
+
+def test_a_stop_in_an_evaluation_saves_and_the_evaluation_is_made_when_the_run_goes_on(here):
+    """It would take a quarter of a minute; what is seen is that it isn't waited for."""
+    job = ["synthetic:4000x1x8x8x10", f"{NETS}:SlowToEvaluate", "--epochs", "2", "--batch", "400", *QUICK, "-n", "2"]
+    with running("train", *job, "--set", "train.evaluate_batch=8", "--out", here / "run") as process:
+        wait_until((here / "evaluating").exists, process)
+        process.send_signal(signal.SIGTERM)
+        ended = finish(process)
+    assert ended.code == 75, ended.err
+    (stopped,) = events("run", "stopped")
+    assert stopped["step"] == events("run", "saved")[-1]["step"] == 10
+    assert "evaluated=" not in ended.err
+
+    more = run("resume", "run", FAULT_QUICK="1")
+    assert more.code == 0, more.err
+    assert [line[:7] for line in more.err.split(" INFO ") if "evaluated=" in line] == ["epoch=1", "epoch=2"]
+
+    # An evaluation on its own has nothing to save, and its end is no failure either.
+    (here / "evaluating").unlink()
+    with running("eval", "run") as process:
+        wait_until((here / "evaluating").exists, process)
+        process.send_signal(signal.SIGINT)
+        ended = finish(process)
+    assert ended.code == 130, ended.err
+    assert ended.err.endswith("\nstopped\n")
+    assert "killed" not in ended.err
+
+
+@pytest.mark.slow
+def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_was_saved(here):
+    job = [*ENDLESS, "-n", "2", "--set", "checkpoint.every=20steps", "--set", "train.evaluate_every=1000"]
+    with running("train", *job, "--out", here / "run") as process:
+        wait_until(lambda: events("run", "saved"), process)
+        (agent,) = [each for each in family(process) if each.ppid() == process.pid]
+        worker = agent.children()[-1]
+        worker.suspend()
+        time.sleep(4)
+        worker.resume()
+        (healed,) = wait_until(lambda: events("run", "stall"), process)
+        assert healed["data"]["seconds"] > 3
+        assert "training stood still for" in healed["message"]
+        worker.suspend()
+        process.send_signal(signal.SIGTERM)
+        ended = finish(process)
+    assert ended.code == 130, ended.err
+    assert f"didn't come: process {worker.pid} is stopped" in ended.err
+    step = events("run", "saved")[-1]["step"]
+    assert f"what was saved last, at step {step}, is whole" in ended.err
+    assert f"manyhands resume {here / 'run'} goes on from step {step}" in ended.err
+    assert not marked(str(here))
+
+
+def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
+    with running("launch", *ENDLESS, "--hosts", "localhost:2", "--out", here / "run") as process:
+        wait_until((here / "run" / "ranks" / "agent.log").exists, process)
+        process.send_signal(signal.SIGTERM)
+        ended = finish(process)
+    assert ended.code == 130, ended.err
+    assert "stopping: nothing trains yet" in ended.err
+    assert "stopped before anything was saved" in ended.err
+    assert "resume" not in ended.err
+    wait_until(lambda: not marked(str(here)))
+
+
+@pytest.mark.slow
+def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrupt(here):
+    """Its main thread is in a collective, where no handler of Python's is called."""
+    job = ["train", *ENDLESS, "--set", "checkpoint.every=20steps", "--set", "train.evaluate_every=1000", "--out", "run"]
+    job += ["--init", f"file://{here}/meet", "--world-size", "2"]
+    with running(*job, "--rank", "0") as process, running(*job, "--rank", "1") as other:
+        wait_until(lambda: events("run", "saved"), process)
+        other.send_signal(signal.SIGSTOP)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        ended = finish(process)
+    assert ended.code == 130, ended.err
+    step = events("run", "saved")[-1]["step"]
+    assert f"what was saved last, at step {step}, is whole" in ended.err
+    assert f"goes on from step {step}" in ended.err
 
 
 def test_a_second_interrupt_kills(here):
@@ -66,6 +166,8 @@ def test_a_second_interrupt_kills(here):
         ended = finish(process)
     assert ended.code == 130, ended.err
     assert_one_screen(ended.err, where=False)
+    assert ended.err.count("stopping after the update") == 1
+    assert "stopped before anything was saved" in ended.err
     wait_until(lambda: not marked(str(here)))
 
 
@@ -74,7 +176,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
     with running("train", *ENDLESS, "-n", "2", "--out", here / "run") as process:
         wait_until(begun("run"), process)
         members = family(process)
-        (agent,) = (each for each in members if "manyhands.cluster.host" in " ".join(each.cmdline()[:4]) and
+        (agent,) = (each for each in members if "manyhands.cluster.agents.agent" in " ".join(each.cmdline()[:4]) and
                     each.ppid() == process.pid)  # fmt: skip
         assert len(members) >= 4
         (agent if who == "agent" else members[0]).kill()
@@ -96,7 +198,10 @@ def test_a_killed_worker_is_named_and_the_run_goes_on_to_the_same_bits(processes
     ended = run("train", *job, "--out", "run", **fault)
     assert ended.code == 1
     assert_one_screen(ended.err)
-    assert "rank 1 was killed by SIGKILL" in ended.err
+    # It is said at once, and again, first of all, once all is cleaned up.
+    told, _, screen = ended.err.partition("manyhands: ")
+    assert re.search(r"WARNING rank 1 on \S+ was killed by SIGKILL; cleaning up", told)
+    assert screen.startswith("rank 1 was killed by SIGKILL\n")
     assert "memory" in ended.err
     assert "manyhands resume run goes on from the last checkpoint" in ended.err
     assert not marked(str(here))

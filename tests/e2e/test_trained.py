@@ -16,9 +16,9 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.data.open import is_plain_folder
 from manyhands.report.read import read_run
-from manyhands.run.inspect import evaluate_run, job_of, resolve_checkpoint
+from manyhands.run.evaluate import evaluate_run, job_of, resolve_checkpoint
 from manyhands.run.predict import predict_files
-from manyhands.train.inspect import evaluate_checkpoint
+from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
 
 QUIET = {"quiet": True, "run__report": False}
 LEVELS = {"cat": 60, "dog": 130, "owl": 200}
@@ -57,6 +57,10 @@ def test_prediction_sees_what_the_evaluation_saw(trained):
     assert right(guesses, files) == round(run.best.top1 * run.best.count)
     assert [name for name, _ in sorted(guesses[0])] == list(LEVELS)
     assert manyhands.predict(run, [Image.open(file) for file in files[:3]]) == manyhands.predict(run, files[:3])
+    one = manyhands.predict(run, files[:1])
+    assert manyhands.predict(run, Image.open(files[0])) == one
+    pixels = numpy.asarray(Image.open(files[0]).convert("RGB"))
+    assert manyhands.predict(run, pixels) == manyhands.predict(run, torch.tensor(pixels).permute(2, 0, 1)) == one
 
 
 def test_a_copied_run_gives_its_network_back(trained, tmp_path):
@@ -157,7 +161,7 @@ def test_a_run_from_published_weights_needs_them_no_more(tmp_path, monkeypatch):
     file.unlink()
     monkeypatch.setenv("MANYHANDS_MIRROR", "http://127.0.0.1:9")  # nothing may be fetched
     assert len(manyhands.load(run).classes) == 3
-    again = manyhands.fit("squeezenet1_1", colours(), colours(), epochs=2, **options)
+    again = manyhands.fit("squeezenet1_1", colours(), colours(), epochs=2, checkpoint__resume="auto", **options)
     assert again.final.step == 4
 
 

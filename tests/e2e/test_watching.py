@@ -109,6 +109,8 @@ def test_stop_now_ends_a_run_that_does_not_listen(here):
         ended = run("stop", "run", "--now")
         assert ended.code == 0, ended.err
         assert "without a save" in ended.err
+        assert "nothing was saved" in ended.out
+        assert "manyhands resume" not in ended.out
         assert finish(process).code == 130
     wait_until(lambda: not marked(str(here)))
 

@@ -9,7 +9,10 @@ from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.core.records import read_lines
+from manyhands.report.read import read_run
+from manyhands.report.summary import result_lines
 from tests.e2e import nets
+from tests.e2e.command import run
 
 pytestmark = pytest.mark.timeout(300)
 QUIET = {"quiet": True, "run__report": False, "out": "run"}
@@ -39,3 +42,35 @@ def test_saves_between_two_records_leave_the_time_of_training_as_it_was():
     assert sum(line["samples"] for line in steps) == 180
     for line in steps:
         assert line["samples"] / line["images_per_s"] >= line["samples"] / 20 * 0.02
+
+
+def test_a_batch_larger_than_the_data_is_said():
+    manyhands.fit(nets.Net(), tiny(40), epochs=1, batch=8192, **QUIET)
+    assert "each update takes all 36 training samples: the batch can't be 8,192" in [x["message"] for x in told("note")]
+
+
+def test_a_plan_for_a_batch_larger_than_the_data_says_so():
+    planned = run("plan", "synthetic:20x1x8x8x3", "mlp", "--batch", "8192", "--no-measure", "--link", "1gbit")
+    assert "each update takes all 20 training samples: the batch can't be 8,192" in planned.err
+
+
+def test_what_nobody_can_learn_top5_of_few_classes_and_a_run_that_has_finished(capsys):
+    images = torch.rand(40, 1, 8, 8)
+    few = TensorDataset(images, torch.tensor([0, 1, 3, 4]).repeat(10))
+    manyhands.fit(nets.Net(5), few, epochs=1, batch=10, run__report=False, out="run")
+    assert "1 of 5 classes have no training sample: 2" in [x["message"] for x in told("warning")]
+    assert "top1=" in (said := capsys.readouterr().err)
+    assert "top5=" not in said
+    assert "top-5" not in "".join(result_lines(read_run(Path("run"))))
+    manyhands.fit(nets.Net(5), few, epochs=1, batch=10, **QUIET)
+    resumed = told("resumed")[-1]["message"]
+    assert (
+        resumed
+        == "all 4 updates of this run have been made: nothing is left to train (manyhands resume run --epochs 2)"
+    )
+
+
+def test_a_loss_that_grows_is_told_of_once():
+    manyhands.fit(nets.Net(), tiny(200), epochs=6, batch=20, lr=30.0, optimizer="adamw", schedule="constant", **QUIET)
+    (warned,) = [x["message"] for x in told("warning") if "diverges" in x["message"]]
+    assert "a smaller train.lr" in warned

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchvision import models
 
+from manyhands.core import download
 from manyhands.core.errors import UserError
 from manyhands.models import pretrained
 from manyhands.models.architectures import torchvision as zoo
@@ -140,7 +141,7 @@ def test_a_download_that_is_wrong_is_not_kept(cache: Path, server: tuple[Path, s
 
 @pytest.mark.parametrize("fault", ["refused", "silent", "unknown host", "slow look-up"])
 def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
-    monkeypatch.setattr(pretrained, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(download, "PATIENCE_S", 0.5)
     monkeypatch.delenv("https_proxy", raising=False)
 
     def look_up(host, port, *arguments, **options):
@@ -155,8 +156,8 @@ def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypat
             listener.listen()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/net-01234567.pth"
         if fault in ("unknown host", "slow look-up"):
-            monkeypatch.setattr(pretrained.socket, "getaddrinfo", look_up)
-            monkeypatch.setattr(pretrained.urllib.request, "getproxies", dict)
+            monkeypatch.setattr(download, "getaddrinfo", look_up)
+            monkeypatch.setattr(download.urllib.request, "getproxies", dict)
         with pytest.raises(UserError, match="can't be downloaded") as caught:
             pretrained.fetch_weights(url)
     assert time.monotonic() - started < 5
@@ -165,7 +166,7 @@ def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypat
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3", "vit_b_32", "maxvit_t", "resnet18", "squeezenet1_1"])
 def test_the_network_of_published_weights_is_made_without_them(cache: Path, monkeypatch, name: str):
-    monkeypatch.setattr(pretrained.urllib.request, "urlopen", None)  # nothing may be fetched for the second one
+    monkeypatch.setattr(download.urllib.request, "urlopen", None)  # nothing may be fetched for the second one
     options = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
     weights = models.get_model(name, **options).state_dict()
     url = models.get_model_weights(name)["DEFAULT"].url

@@ -9,11 +9,11 @@ from torchvision import models
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
-from manyhands.parallel.describe import describe_network
-from manyhands.parallel.network import How, PassShape
+from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split import split
+from manyhands.parallel.tracing import describe_network
 
 SAMPLES = 2
 SIZES = {"inception_v3": 299}
@@ -64,15 +64,15 @@ def check(name):
     pictures = torch.rand(SAMPLES, 3, size, size, dtype=torch.float64)
     alone = copy.deepcopy(model)
     groups, _ = group_batch_norms(alone)
-    groups.begin_pass((), (), SAMPLES, SAMPLES)
+    groups.begin_micro_batch((), (), SAMPLES, SAMPLES)
     with torch.no_grad():
         wanted = [_flat(alone.train(mode)(pictures)) for mode in (True, False)]
     graph = describe_network(copy.deepcopy(model), picture)
     assert [op.name for op in graph.ops.values() if op.letters and not {"n", "r"} & set(op.allowed())] == []
     assert [op.name for op in graph.ops.values() if op.extents and "n" not in op.allowed()] == []
-    network = split(model, World(), How(plan=Plan(Mesh((("dp", 1),))), picture=picture))
+    network = split(model, World(), ModeRequest(plan=Plan(Mesh((("dp", 1),))), picture=picture))
     share = lambda parts, index: _OneShare()  # noqa: E731
-    network.cutting.begin_pass(PassShape(SAMPLES, SAMPLES, share))
+    network.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, share))
     with torch.no_grad():
         for mode, outputs in zip((True, False), wanted, strict=True):
             got = _flat(network.call.train(mode)(pictures))
@@ -126,6 +126,13 @@ def test_notes_say_what_stays_whole():
     assert "odd stays whole" in text
     assert "mean" in text
     assert graph.ops["odd"].kind == "opaque"
+
+
+def test_what_lies_around_a_part_that_cant_be_looked_into_is_looked_into():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Branching(), nn.ReLU())), nn.Linear(4, 3))
+    graph = describe_network(model, torch.zeros(4))
+    assert {"0.0", "0.1.0", "0.1.1", "1"} <= set(graph.ops)
+    assert next(note for note in graph.notes if "looked into" in note).startswith("0.1.0 stays whole")
 
 
 def test_notes_name_ops_without_a_rule():

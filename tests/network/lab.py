@@ -132,24 +132,25 @@ class Lab:
             raise RuntimeError(f"in n{host}, {shlex.join(map(str, arguments))}: {done.stderr.strip()}")
         return done.stdout
 
-    def start(self, host, *, prepare="true", environment=None, wait=True):
+    def start(self, host, *, prepare="true", environment=None, port=22, wait=True):
         """Starts a host's sshd anew.
 
         Args:
             host: its number.
             prepare: a shell command that runs first in the host's own mount namespace, such as a mount.
             environment: more variables for its sessions.
+            port: that it listens on.
             wait: until it answers.
         """
         self._stop(host)
-        config = self._write_sshd_config(host, {**self.environment, **(environment or {})})
+        config = self._write_sshd_config(host, {**self.environment, **(environment or {})}, port)
         script = f'{prepare} && exec {_tool("sshd")} -D -e -f "$0"'
         with (self.folder / f"sshd{host}.log").open("ab") as log:
             self._servers[host] = self.exec(
                 host, ["sh", "-c", script, str(config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         if wait:
-            self._wait_for_sshd(host)
+            self._wait_for_sshd(host, port)
 
     def rate(self, host, rate, *, ways=("sent", "received")):
         """Limits what a host sends and receives, in tc's words; None takes the limit away."""
@@ -283,7 +284,8 @@ class Lab:
         shutil.copy(self.folder / "client.pub", self.folder / "authorized_keys")
         for host in self.hosts:
             key = " ".join((self.folder / f"host{host}.pub").read_text().split()[:2])
-            known.append(f"{self.name(host)},{self.address(host)} {key}\n")
+            names = (self.name(host), self.address(host))
+            known.append(f"{','.join([*names, *(f'[{name}]:*' for name in names)])} {key}\n")
             config.append(f"Host {self.name(host)}\n  HostName {self.address(host)}\n")
         config.append(
             f"Host *\n  User root\n  IdentityFile {self.folder}/client\n  IdentitiesOnly yes\n"
@@ -293,22 +295,22 @@ class Lab:
         (self.folder / "known_hosts").write_text("".join(known))
         self.ssh_config.write_text("".join(config))
 
-    def _write_sshd_config(self, host, environment):
+    def _write_sshd_config(self, host, environment, port):
         variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
         path = self.folder / f"sshd{host}.conf"
         path.write_text(
-            f"ListenAddress {self.address(host)}\nPort 22\nHostKey {self.folder}/host{host}\nPidFile none\n"
+            f"ListenAddress {self.address(host)}\nPort {port}\nHostKey {self.folder}/host{host}\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nStrictModes no\nPermitRootLogin yes\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nUseDNS no\nPrintMotd no\n"
             f"MaxStartups 200\nMaxSessions 100\nAcceptEnv MANYHANDS_*\nSetEnv {variables}\n"
         )
         return path
 
-    def _wait_for_sshd(self, host):
+    def _wait_for_sshd(self, host, port=22):
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                with socket.create_connection((self.address(host), 22), timeout=1) as connection:
+                with socket.create_connection((self.address(host), port), timeout=1) as connection:
                     connection.settimeout(PATIENCE_S)
                     assert connection.recv(4) == b"SSH-"
                     return

@@ -133,7 +133,8 @@ def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, her
     config = lab.ssh_config.read_text()
     lab.ssh_config.write_text("Host n2\n  User nobody\n" + config)
     known = lab.folder / "known_hosts"
-    known.write_text(known.read_text().replace("n3,", "other,").replace(f"{lab.address(3)} ", "other "))
+    lines = known.read_text().splitlines(keepends=True)
+    known.write_text("".join("other " + line.partition(" ")[2] if line.startswith("n3,") else line for line in lines))
     told = doctor(lab, "digits", "mlp", code=3)
     assert failing(told) == [("contact", ["n1"]), ("contact", ["n2"]), ("contact", ["n3"])]
     said = " | ".join(finding["what"] for finding in told["findings"])
@@ -162,7 +163,7 @@ def test_other_versions_data_code_and_small_places(lab, here, tmp_path):
         ("code", ["n3"]), ("data", ["n2"]), ("disk", ["n3"]), ("memory", ["n2"]), ("versions", ["n1"]),
     ]  # fmt: skip
     (version,) = of(told, "versions")
-    assert version["mend"][0].startswith(f"ssh n1 {lab.python} -m pip install torch==")
+    assert version["mend"][0].startswith(f"ssh -F {lab.ssh_config} n1 {lab.python} -m pip install torch==")
     assert "net.py" in of(told, "code")[0]["what"]
     assert str(tmp_path / "data/pets") in of(told, "data")[0]["what"]
 

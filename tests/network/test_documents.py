@@ -187,11 +187,12 @@ def test_002_three_machines_meet_by_tcp_and_go_on_with_resume(names_as_in_debian
 
 
 @pytest.mark.slow
-def test_002_a_file_on_a_shared_disk(names_as_in_debian, type_everywhere, here):
+def test_002_a_file_on_a_shared_disk(lab, names_as_in_debian, type_everywhere, here):
     init = f"--init file://{here}/sharedfile --world-size 2 --rank {{k}}"
     _, two = type_everywhere(2, f"manyhands explain {init} --json")
     assert values(told(two)[0], "rank", "world_size", "meeting_file") == [1, 2, f"{here}/sharedfile"]
-    type_everywhere(2, f"manyhands train {DIGITS} {init}")
+    for host, ended in enumerate(type_everywhere(2, f"manyhands train {DIGITS} {init}"), 1):
+        assert f"the collectives of each process here listen on free ports of eth0 ({lab.address(host)})" in ended.err
     assert processes_of("n1/run") == 2
     assert not Path("sharedfile").exists()
 

@@ -64,7 +64,7 @@ def agents(lab):
 
 def is_agent(process):
     """The one that sshd started, not the workers that it forked."""
-    return "manyhands.cluster.host" in process.cmdline() and process.parent().name() == "sshd"
+    return "manyhands.cluster.agents.agent" in process.cmdline() and process.parent().name() == "sshd"
 
 
 def begun(folder="run", kind="metrics"):
@@ -88,6 +88,7 @@ def test_three_hosts_do_what_three_processes_here_do(lab, here):
     assert "3 processes on n1, n2, n3" in ended.err
     for host in lab.hosts:
         assert f"n{host} {lab.address(host)} (eth0)" in ended.err
+    assert "each process on free ports of its machine's address" in ended.err
     assert "unencrypted" in ended.err
     assert [entry["ranks"] for entry in json.loads(Path("far/machines.json").read_text())] == [[0, 1], [1, 1], [2, 1]]
     assert run("train", *SHORT, "-n", "3", "--out", "near").code == 0
@@ -116,6 +117,29 @@ def real_data():
 def lose_checkpoints(lab, place):
     """Another disk than the one that the first host had."""
     lab.start(1, prepare=f"mount -t tmpfs none {place}")
+
+
+@pytest.mark.slow
+def test_two_heads_do_not_share_a_run_folder_elsewhere(lab, here):
+    """The lock lies on the machine that holds the folder; what a stopped run saved stays its own."""
+    place, (one, two) = here / "far", (here / "one", here / "two")
+    for folder in (place, one, two):
+        folder.mkdir()
+    names = [f"root@{lab.address(1)}", "n2"]  # both machines share the folder, and neither is the head's
+    where = ["--hosts", ",".join(names), "--cluster.ssh", lab.ssh, "--cluster.workdir", place, "--out", "run"]
+    with running("launch", *ENDLESS, *where, cwd=one) as process:
+        wait_until(begun(one / "run"), process)
+        second = run("launch", *SHORT, *where, cwd=two)
+        assert second.code == 2, second.err
+        assert f"a run is going on in {lab.address(1)}:{place}/run" in second.err
+        assert_one_screen(second.err)
+        process.send_signal(signal.SIGINT)
+        assert finish(process).code == 75
+    third = run("launch", *SHORT, *where, cwd=two)
+    assert third.code == 2, third.err
+    assert f"{lab.address(1)} holds another run in {place}/run, and run is not its folder" in third.err
+    assert f"scp -r root@{lab.address(1)}:{place}/run run" in third.err
+    assert_one_screen(third.err)
 
 
 @pytest.mark.slow
@@ -166,7 +190,7 @@ def test_the_failing_ranks_own_error_is_shown_from_whichever_machine(lab, here):
     gone(lab)
 
 
-@pytest.mark.parametrize("number", [SLOW(signal.SIGINT), SLOW(signal.SIGHUP), signal.SIGKILL])
+@pytest.mark.parametrize("number", [SLOW(signal.SIGUSR1), SLOW(signal.SIGHUP), signal.SIGKILL])
 def test_whatever_ends_the_launcher_ends_all(number, lab, here):
     with running("launch", *ENDLESS, *hosts(lab), "--out", "run") as process:
         wait_until(begun(), process)
@@ -177,6 +201,27 @@ def test_whatever_ends_the_launcher_ends_all(number, lab, here):
     assert ended.code == (-9 if number == signal.SIGKILL else 75), ended.err
     # The workers were asked to save in each case, and had the time to.
     assert events("run", "saved")
+
+
+def loads_torch(lab):
+    """True while an agent in some host imports torch."""
+    for pid in [pid for host in lab.hosts for pid in lab.processes(host)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            if any("libtorch" in entry.path for entry in psutil.Process(pid).memory_maps()):
+                return True
+    return False
+
+
+@pytest.mark.slow
+def test_machines_hear_of_a_stop_while_they_import_torch(lab, here):
+    with running("launch", *ENDLESS, *hosts(lab), "--out", "run") as process:
+        wait_until(lambda: loads_torch(lab), process)
+        process.send_signal(signal.SIGTERM)
+        ended = finish(process)
+    assert ended.code == 130, ended.err
+    assert "stopping: nothing trains yet" in ended.err
+    assert "stopped before anything was saved" in ended.err
+    gone(lab)
 
 
 @pytest.mark.parametrize("how", [SLOW("kill"), SLOW("down"), SLOW("agent")])
@@ -203,6 +248,26 @@ def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
     again = run("resume", "run", "--set", f"train.max_steps={saved + 30}")
     assert again.code == 0, again.err
     assert events("run", "resumed")[-1]["step"] == saved
+
+
+def test_ssh_on_ports_of_their_own(lab, here):
+    """Rented machines: a port in the address, one in ~/.ssh/config, and one that is asked about."""
+    lab.start(1, port=31234)
+    lab.start(2, port=2222)
+    with lab.ssh_config.open("r+") as config:
+        usual = config.read()
+        config.seek(0)
+        config.write(f"Host box\n  HostName {lab.address(2)}\n  Port 2222\n{usual}")
+    job = [*SHORT, "--set", "train.max_steps=3", "--cluster.ssh", lab.ssh]
+    asked = run("launch", *job, "--hosts", f"root@{lab.address(1)}:31234,box", "--out", "run")
+    assert asked.code == 2
+    assert f"is 31234 behind root@{lab.address(1)} the port of its ssh, or the number of its processes?" in asked.err
+    assert f"ssh://root@{lab.address(1)}:31234" in asked.err
+    assert_one_screen(asked.err)
+    ended = run("launch", *job, "--hosts", f"ssh://root@{lab.address(1)}:31234,box", "--out", "run")
+    assert ended.code == 0, ended.err
+    assert f"2 processes on {lab.address(1)}:31234, box" in ended.err
+    assert [entry["port"] for entry in json.loads(Path("run/machines.json").read_text())] == [31234, 0]
 
 
 def test_misleading_names_and_interfaces_do_no_harm(lab, here):

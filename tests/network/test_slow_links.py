@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from manyhands.core.links import Link
+from manyhands.core.link_speeds import LinkSpeed
 from manyhands.core.plugins import load_choice
-from manyhands.sync.choose import METHODS
-from manyhands.sync.costs import Case
+from manyhands.sync.costs import LinkCase
+from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
 from tests.e2e.command import (
     Ended,
@@ -157,7 +157,7 @@ def test_what_is_sent_is_what_was_estimated(sync, slow_lab, here):
         steps = ["--train.max_steps", every * rounds, "--checkpoint.every", "never"]
         train(slow_lab, name, *steps, "--train.epochs", 10, *sync)
         sent.append(spread(before, sent_data(slow_lab)))
-    case = Case(SHAPES, 4, STATISTICS, MACHINES, 0.05, 0.03, Link(1.2e6, 1e-3), 1000)
+    case = LinkCase(SHAPES, 4, STATISTICS, MACHINES, 0.05, 0.03, LinkSpeed(1.2e6, 1e-3), 1000)
     (cost,) = load_choice(METHODS, options.method).estimate(case, options)
     steps = every * more
     for host_sent in spread(*sent):
@@ -182,6 +182,15 @@ def test_links_that_fail_for_a_while_do_not_end_a_run(sync, slow_lab, here):
     assert_equal_replicas("run")
     # Eight seconds of no cable, most of which training stood still.
     assert max(event["data"]["seconds"] for event in events("run", "stall")) > 4
+
+
+def test_by_default_a_line_says_what_agreeing_takes_and_what_to_do(slow_lab, here):
+    with training(slow_lab, "run", "--train.epochs", 1000, "--checkpoint.every", "never") as run:
+        wait_until(lambda: events("run", "sync"), run.processes[0], patience=120)
+    (told,) = events("run", "sync")
+    assert told["data"]["share"] > 0.8
+    assert "--sync auto about" in told["message"]
+    assert told["message"].endswith("/run --set sync.method=auto")
 
 
 def test_the_pace_follows_a_link(slow_lab, here):

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.describe import describe_network
 from manyhands.parallel.plan import refusal
+from manyhands.parallel.tracing import describe_network
 
 
 def chain():

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.core.layouts import bounds
-from manyhands.parallel.describe import describe_network
 from manyhands.parallel.execute import SplitNetwork
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.loss import SplitLoss
-from manyhands.parallel.network import PassShape
+from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.reduce import Reducer
-from manyhands.planner.collectives import Update, collectives, shares
+from manyhands.parallel.tracing import describe_network
+from manyhands.planner.collectives import PlannedUpdate, collectives, shares
 from tests.planner.nets import mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 
@@ -42,7 +42,24 @@ def make_net(name):
         return nn.Sequential(*_block(3, 6), *_block(6, 10), *head)
     if name == "vit":
         return zoo.VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=24, num_classes=7)
+    if name == "products":
+        return Products()
     return getattr(zoo, name)(num_classes=7)
+
+
+class Products(nn.Module):
+    """Products with parameters of its own, and reductions, as attention written out has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed, self.out = nn.Parameter(torch.rand(32, 12)), nn.Parameter(torch.rand(7, 12))
+        self.bias = nn.Parameter(torch.rand(7))
+
+    def forward(self, x):
+        tokens = torch.relu(x.flatten(1, 2) @ self.mixed)
+        scores = tokens @ tokens.transpose(1, 2) / 100
+        weighed = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        return F.linear((weighed @ tokens).mean(1), self.out, self.bias)
 
 
 class Recorder(TorchDispatchMode):
@@ -65,7 +82,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _criterion(output, labels):
+def _loss_fn(output, labels):
     return F.cross_entropy(output, labels, reduction="sum"), output
 
 
@@ -82,16 +99,16 @@ def _update(world, name, mesh, batch, norm_group, seed):
     for one in evaluate.ops:
         letters.setdefault(one, tuple("r" for _ in mesh.axes))
     share = shares(batch, norm_group)
-    predicted = collectives(Update(train, letters, mesh, batch, share, world.rank))
+    predicted = collectives(PlannedUpdate(train, letters, mesh, batch, share, world.rank))
     grid = Grid(mesh, world)
     network = SplitNetwork(model, train, evaluate, letters, grid).train()
-    loss, reducer = SplitLoss(network, _criterion), Reducer(dict(model.named_parameters()), network.layouts, grid)
+    loss, reducer = SplitLoss(network, _loss_fn), Reducer(dict(model.named_parameters()), network.layouts, grid)
     axes = network.samples_axes()
     edges, place = bounds(batch, grid.parts(axes)), grid.place(axes)
     rows = edges[place + 1] - edges[place]
     recorder = Recorder()
     with recorder:
-        network.begin_pass(PassShape(batch, batch, share))
+        network.begin_micro_batch(MicroBatchShape(batch, batch, share))
         total, _, _ = loss(network(torch.randn(rows, 3, 32, 32)), torch.zeros(rows, dtype=torch.int64))
         (total / batch).backward()
         reducer.finish()
@@ -107,7 +124,7 @@ def _updates(world, name, sizes, batches, seeds):
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
-@pytest.mark.parametrize(("name", "seeds"), [("vgg", 6), ("vit", 2), ("resnet18", 1)])
+@pytest.mark.parametrize(("name", "seeds"), [("vgg", 6), ("vit", 2), ("resnet18", 1), ("products", 8)])
 def test_what_is_sent_is_what_was_predicted(name, seeds, sizes):
     processes = mesh_of(sizes).size
     for rank, updates in enumerate(run_on_ranks(_updates, processes, name, sizes, (8, 7, 9), seeds)):

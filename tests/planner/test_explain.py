@@ -5,15 +5,16 @@ import io
 import pytest
 from rich.console import Console
 
+from manyhands.cli.plan import wide
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import make_mesh
-from manyhands.planner.explain import Candidate, Layer, candidates_table, draw_plan
+from manyhands.planner.explain import Layer, PlanCandidate, candidates_table, draw_plan
 
 
 def test_the_table_has_each_plan_its_numbers_and_the_reason():
     candidates = [
-        Candidate("data parallel", "dp=4", 0.1, 0, 0.0305, 3 << 30, 94e6, 0.14),
-        Candidate("search [1]", "dp=2,tp=2", 0.09, 0.02, 0, 1 << 30, 5e6, fits=False),
+        PlanCandidate("data parallel", "dp=4", 0.1, 0, 0.0305, 3 << 30, 94e6, 0.14),
+        PlanCandidate("search [1]", "dp=2,tp=2", 0.09, 0.02, 0, 1 << 30, 5e6, fits=False),
     ]
     console = Console(file=io.StringIO(), width=140)
     console.print(candidates_table(candidates, "data parallel", "data parallel is kept: [1] is within noise"))
@@ -22,6 +23,14 @@ def test_the_table_has_each_plan_its_numbers_and_the_reason():
     assert found.split()[:6] == ["search", "[1]", "dp=2,tp=2", "110.0", "90.0", "20.0"]
     assert "too large" in found
     assert "[1] is within noise" in console.file.getvalue()
+
+
+def test_large_numbers_are_shown_whole():
+    rows = [PlanCandidate("data parallel, local lowrank every 256", "dp=16,tp=2,tp2=2", 184041.7, 0, 9.7, 1 << 40, 1e9)]
+    console = wide(io.StringIO())
+    console.print(candidates_table(rows, "", ""))
+    assert "184051400" in console.file.getvalue()
+    assert "…" not in console.file.getvalue()
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 4, "tp2": 4}])

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import manyhands
 from manyhands.core.errors import UserError
-from manyhands.core.links import Link, links_of
+from manyhands.core.link_speeds import LinkSpeed, links_of
 from manyhands.parallel.plan import Plan, plan_from_plain, resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
 from manyhands.planner.cost import Setting, sketch
-from manyhands.planner.find import GAP, Wish, digest, find, one_weird_trick
+from manyhands.planner.find import GAP, SearchRequest, digest, find, one_weird_trick
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.problem import NoPlanError, evaluate
 from manyhands.planner.solve import solve
@@ -26,7 +26,7 @@ RESNET = graph_of(zoo.resnet18(), 64)
 
 
 def slow(mesh):
-    return links_of(mesh, per_machine=1, between=Link(12.5e6, 1e-4))
+    return links_of(mesh, per_machine=1, between=LinkSpeed(12.5e6, 1e-4))
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (4, 2), (2, 2, 2)])
@@ -46,7 +46,7 @@ def test_the_search_is_never_above_what_is_written_by_hand(graph, sizes):
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_a_fully_connected_network_on_a_slow_link_is_not_data_parallel(world_size):
-    found = find(HEAVY, Wish(world_size, 64), links=slow)
+    found = find(HEAVY, SearchRequest(world_size, 64), links=slow)
     assert found.pick.name != DATA_PARALLEL
     assert "x as fast" in found.pick.reason
     data = found.options[0]
@@ -56,7 +56,7 @@ def test_a_fully_connected_network_on_a_slow_link_is_not_data_parallel(world_siz
 
 
 def test_resnet_stays_data_parallel_with_the_reason():
-    found = find(RESNET, Wish(4, 256))
+    found = find(RESNET, SearchRequest(4, 256))
     assert found.pick.name == DATA_PARALLEL
     assert found.pick.reason.startswith("data parallel is kept")
     assert found.plan.about["mode"] == "data"
@@ -66,7 +66,7 @@ def test_resnet_stays_data_parallel_with_the_reason():
 @settings(max_examples=20)
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([8, 64]), st.booleans())
 def test_a_plan_says_the_same_letters_when_it_is_read_again(world_size, batch, slowly):
-    found = find(HEAVY, Wish(world_size, batch), links=slow if slowly else links_of)
+    found = find(HEAVY, SearchRequest(world_size, batch), links=slow if slowly else links_of)
     for option in found.options:
         plan = found.plan_of(option)
         assert resolve(plan_from_plain(plan.as_plain(), "plan"), HEAVY) == option.letters
@@ -80,8 +80,8 @@ def test_a_plan_says_the_same_letters_when_it_is_read_again(world_size, batch, s
     st.sampled_from(["search", "data"]),
 )
 def test_pins_are_kept(pattern, strategy, fill):
-    wish = Wish(4, 64, mesh_of((2, 2)), {pattern: strategy}, fill=fill)
-    found = find(HEAVY, wish, links=slow)
+    request = SearchRequest(4, 64, mesh_of((2, 2)), {pattern: strategy}, fill=fill)
+    found = find(HEAVY, request, links=slow)
     assert found.pick.name != DATA_PARALLEL
     letters = resolve(found.plan, HEAVY)
     for part in strategy.split():
@@ -94,7 +94,7 @@ def test_pins_are_kept(pattern, strategy, fill):
 
 
 def test_meshes_without_a_pins_axis_are_left_out():
-    found = find(HEAVY, Wish(8, 64, pins={"6": "o@tp"}))
+    found = find(HEAVY, SearchRequest(8, 64, pins={"6": "o@tp"}))
     assert all("tp" in option.mesh.names for option in found.options if option.allowed)
     assert not found.options[0].allowed
 
@@ -102,12 +102,12 @@ def test_meshes_without_a_pins_axis_are_left_out():
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        (Wish(4, 64, pins={"6": "h@dp"}), "6"),
-        (Wish(4, 64, pins={"nothing": "n@dp"}), "nothing"),
-        (Wish(4, 64, pins={"6": "o@elsewhere"}), "elsewhere"),
-        (Wish(4, 64, mesh_of((2,))), "dp=2"),
-        (Wish(4, 2), "2 samples"),
-        (Wish(1, 2), "two processes"),
+        (SearchRequest(4, 64, pins={"6": "h@dp"}), "6"),
+        (SearchRequest(4, 64, pins={"nothing": "n@dp"}), "nothing"),
+        (SearchRequest(4, 64, pins={"6": "o@elsewhere"}), "elsewhere"),
+        (SearchRequest(4, 64, mesh_of((2,))), "dp=2"),
+        (SearchRequest(4, 2), "2 samples"),
+        (SearchRequest(1, 2), "two processes"),
     ],
 )
 def test_what_cannot_be_is_said(wish, words):
@@ -118,15 +118,15 @@ def test_what_cannot_be_is_said(wish, words):
 
 
 def test_memory_is_kept_to():
-    free = find(HEAVY, Wish(4, 64))
+    free = find(HEAVY, SearchRequest(4, 64))
     assert free.pick.name == DATA_PARALLEL or free.chosen.prediction.seconds < free.options[0].prediction.seconds
     limit = int(free.options[0].prediction.memory_bytes * 0.6)
-    tight = find(HEAVY, Wish(4, 64, memory_limit_bytes=limit))
+    tight = find(HEAVY, SearchRequest(4, 64, memory_limit_bytes=limit))
     assert not tight.options[0].fits
     assert tight.chosen.prediction.memory_bytes <= limit
     assert "data parallel can't run" in tight.pick.reason
     with pytest.raises(NoPlanError, match="GiB"):
-        find(HEAVY, Wish(4, 64, memory_limit_bytes=1000))
+        find(HEAVY, SearchRequest(4, 64, memory_limit_bytes=1000))
 
 
 def test_another_network_has_another_digest():
@@ -154,7 +154,7 @@ def test_from_python():
 
 
 def test_finalists_hold_data_parallel_and_the_best():
-    found = find(HEAVY, Wish(8, 64), links=slow)
+    found = find(HEAVY, SearchRequest(8, 64), links=slow)
     names = [option.name for option in found.finalists(2)]
     assert DATA_PARALLEL in names
     assert found.chosen.name in names

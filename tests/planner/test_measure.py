@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from manyhands.core.links import KINDS, links_of
+from manyhands.core.link_speeds import KINDS, links_of
 from manyhands.core.mesh import make_mesh
 from manyhands.planner.measure import axis_sets, measure_collectives
 from tests.processes.ranks import run_on_ranks

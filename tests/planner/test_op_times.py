@@ -1,11 +1,22 @@
 """Times of ops: measured once, kept, and estimated where the budget is used up."""
 
 import json
+import time
 
 import pytest
 import torch
 
-from manyhands.planner.op_times import OpTimes
+from manyhands.core.cores import Others
+from manyhands.planner import timing
+from manyhands.planner.op_times import MOST_DAYS, OpTimes
+from manyhands.planner.timing import quickest
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch):
+    """Whatever else this machine does, and however little of it this process may use."""
+    monkeypatch.setattr(Others, "share", lambda self: 0.0)
+    monkeypatch.setattr(timing, "cores", lambda: 1024.0)
 
 
 class Op:
@@ -50,7 +61,7 @@ def test_a_budget_that_is_used_up_ends_measuring_and_rates_are_this_device_s(tmp
     times.seconds("second", op.make, 1e9, 1)
     times.save()
     assert (op.made, times.measured, times.estimated) == (1, 1, 1)
-    kept = json.loads(times.file.read_text())["seconds"]
+    kept = json.loads(times.file.read_text())["times"]
     assert sorted(kept) == ["first", "rate of a copy", "rate of a product"]
 
 
@@ -61,13 +72,13 @@ def test_two_that_write_at_the_same_time_both_count(tmp_path):
     other.seconds("b", op.make, 1, 1)
     one.save()
     other.save()
-    assert sorted(json.loads(one.file.read_text())["seconds"]) == ["a", "b"]
+    assert sorted(json.loads(one.file.read_text())["times"]) == ["a", "b"]
     assert [file.name for file in tmp_path.iterdir()] == [one.file.name]
 
 
 @pytest.mark.parametrize(
     "broken",
-    ["", "{", "[]", '{"format": "op-times/0"}', '{"format": "op-times/1", "environment": {}, "seconds": {}}', "\0"],
+    ["", "{", "[]", '{"format": "op-times/0"}', '{"format": "op-times/2", "environment": {}, "times": {}}', "\0"],
 )
 def test_a_broken_file_is_noted_and_begun_anew(tmp_path, broken):
     op = Op()
@@ -86,6 +97,60 @@ def test_times_that_are_none_are_not_used(tmp_path, value):
     times.seconds("a", op.make, 1, 1)
     times.save()
     content = json.loads(times.file.read_text())
-    content["seconds"]["a"] = value
+    content["times"]["a"]["seconds"] = value
     times.file.write_text(json.dumps(content))
     assert '"a" has no time' in OpTimes(folder=tmp_path).notes[0]
+
+
+def _kept(folder, **changed):
+    """A file with one op that was measured, but for what is changed."""
+    op, times = Op(), OpTimes(folder=folder)
+    times.seconds("a", op.make, 1, 1)
+    times.save()
+    content = json.loads(times.file.read_text())
+    content["times"]["a"] |= {"seconds": 7.0, "spread": 0.25, "busy": 0.0, "at": time.time(), **changed}
+    times.file.write_text(json.dumps(content))
+
+
+def test_old_times_are_measured_anew(tmp_path):
+    op = Op()
+    _kept(tmp_path)
+    assert OpTimes(folder=tmp_path).seconds("a", op.make, 1, 1) == 7.0
+    _kept(tmp_path, at=time.time() - (MOST_DAYS + 1) * 86400)
+    assert OpTimes(folder=tmp_path).seconds("a", op.make, 1, 1) < 7.0
+
+
+@pytest.mark.parametrize(("now", "seconds"), [(0.9, 7.0), (0.0, None)])
+def test_what_a_busy_moment_gave_is_kept_no_longer_than_the_machine_is_busy(tmp_path, monkeypatch, now, seconds):
+    op = Op()
+    _kept(tmp_path, busy=0.6)
+    monkeypatch.setattr(Others, "share", lambda self: now)
+    times = OpTimes(folder=tmp_path)
+    found = times.seconds("a", op.make, 1, 1)
+    assert found == seconds if seconds else found < 7.0
+    assert bool(times.doubts()) == bool(now)
+    assert (times.spread == 0.25) == bool(now)
+    # Nothing can be measured without a budget, so a doubtful time is better than none.
+    assert OpTimes(folder=tmp_path, budget_s=0.0).seconds("a", op.make, 1, 1) == 7.0
+
+
+def test_costs_are_those_of_the_quickest_repeat_with_their_spread(tmp_path):
+    pauses = iter([0.0, 0.03, 0.001, 0.03, 0.03, *[0.03] * 20])  # the first isn't counted
+    times = OpTimes(folder=tmp_path)
+    found = times.seconds("a", lambda: lambda: time.sleep(next(pauses)), 1, 1)
+    assert 0.001 <= found < 0.03
+    assert times.spread > 1
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_on_a_busy_machine_processor_time_counts_on_one_thread(busy):
+    seen, before = [], torch.get_num_threads()
+
+    def run():
+        seen.append(torch.get_num_threads())
+        time.sleep(0.01)
+
+    found = quickest(run, "cpu", most=3, budget_s=1.0, busy=busy)
+    assert (found.seconds < 0.01) == busy
+    assert set(seen) == {1 if busy else before}
+    assert torch.get_num_threads() == before

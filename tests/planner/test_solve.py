@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
 from manyhands.planner import solve as solving
-from manyhands.planner.problem import Choice, Edge, NoPlanError, Problem, evaluate
+from manyhands.planner.problem import Edge, NoPlanError, OpChoice, Problem, evaluate
 from manyhands.planner.solve import least_memory_bytes, solve, solve_all
 
 numbers = st.integers(0, 40).map(lambda number: number / 8)
@@ -20,7 +20,7 @@ costs = st.one_of(numbers, numbers, numbers, st.just(math.inf))
 
 @st.composite
 def problems(draw, most_nodes=6, most_choices=4, costs=costs):
-    choice = st.builds(Choice, costs, numbers, numbers, st.integers(0, 20).map(float))
+    choice = st.builds(OpChoice, costs, numbers, numbers, st.integers(0, 20).map(float))
     nodes = draw(st.lists(st.lists(choice, min_size=1, max_size=most_choices), min_size=1, max_size=most_nodes))
     ends = st.tuples(st.integers(0, len(nodes) - 1), st.integers(0, len(nodes) - 1))
     edges = []
@@ -137,7 +137,7 @@ def residual_network(blocks, choices, seed):
     count = 1 + 4 * blocks
     nodes = [
         [
-            Choice(random.uniform(1, 3), random.uniform(0, 2), random.uniform(0, 1), float(random.integers(1, 50)))
+            OpChoice(random.uniform(1, 3), random.uniform(0, 2), random.uniform(0, 1), float(random.integers(1, 50)))
             for _ in range(choices)
         ]
         for _ in range(count)
@@ -162,7 +162,7 @@ def test_elimination_and_the_integer_program_agree_on_a_residual_network(seed):
 
 def test_too_little_memory_is_said_in_numbers():
     problem = Problem(
-        [[Choice(1, memory_bytes=3 << 30), Choice(2, memory_bytes=2 << 30)]] * 2, memory_limit_bytes=1 << 30
+        [[OpChoice(1, memory_bytes=3 << 30), OpChoice(2, memory_bytes=2 << 30)]] * 2, memory_limit_bytes=1 << 30
     )
     with pytest.raises(NoPlanError, match="into 1 GiB on each process; the smallest takes 4 GiB") as caught:
         solve(problem)
@@ -171,12 +171,14 @@ def test_too_little_memory_is_said_in_numbers():
 
 def test_ops_without_a_choice_are_named():
     never = np.full((1, 1), math.inf)
-    problem = Problem([[Choice(1)], [Choice(1)]], [Edge(0, 1, never)], names=("conv1", "fc"))
+    problem = Problem([[OpChoice(1)], [OpChoice(1)]], [Edge(0, 1, never)], names=("conv1", "fc"))
     with pytest.raises(NoPlanError, match="conv1 and fc"):
         solve(problem)
 
 
-@pytest.mark.parametrize("wrong", [Choice(-1), Choice(math.nan), Choice(1, math.inf), Choice(1, 0, 0, math.nan)])
+@pytest.mark.parametrize(
+    "wrong", [OpChoice(-1), OpChoice(math.nan), OpChoice(1, math.inf), OpChoice(1, 0, 0, math.nan)]
+)
 def test_numbers_that_cannot_be_costs_are_refused(wrong):
     with pytest.raises(UserError, match="fc"):
         solve(Problem([[wrong]], names=("fc",)))
@@ -184,7 +186,7 @@ def test_numbers_that_cannot_be_costs_are_refused(wrong):
 
 def test_costs_of_a_wrong_shape_are_refused():
     with pytest.raises(UserError, match="wrong shape"):
-        solve(Problem([[Choice(1)], [Choice(1)]], [Edge(0, 1, np.zeros((2, 1)))]))
+        solve(Problem([[OpChoice(1)], [OpChoice(1)]], [Edge(0, 1, np.zeros((2, 1)))]))
 
 
 def test_an_empty_network_costs_nothing():

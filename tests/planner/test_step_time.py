@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.planner.step_time import share_seconds
-from manyhands.planner.trial import Case
+from manyhands.core.cores import Others
+from manyhands.planner.step_time import share_timing
+from manyhands.planner.trial import PlanCase
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch):
+    """Whatever else this machine does."""
+    monkeypatch.setattr(Others, "share", lambda self: 0.0)
 
 
 class _Watched(nn.Module):
@@ -22,10 +29,10 @@ class _Watched(nn.Module):
 
 
 def _case(seen, batch):
-    def criterion(logits, labels):
+    def loss_fn(logits, labels):
         return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits
 
-    return Case(lambda: _Watched(seen), torch.zeros(3, 2, 2), 5, batch, criterion)
+    return PlanCase(lambda: _Watched(seen), torch.zeros(3, 2, 2), 5, batch, loss_fn)
 
 
 @pytest.mark.parametrize(
@@ -34,12 +41,12 @@ def _case(seen, batch):
 )
 def test_the_largest_share_is_timed_or_one_pass_of_it(batch, processes, micro_batch, passed):
     seen, before = [], torch.get_num_threads()
-    assert share_seconds(_case(seen, batch), processes, before + 1, micro_batch) > 0
+    assert share_timing(_case(seen, batch), processes, before + 1, micro_batch).seconds > 0
     assert set(seen) == {(passed, before + 1)}
     assert torch.get_num_threads() == before
 
 
 def test_without_a_budget_it_is_timed_once():
     seen = []
-    share_seconds(_case(seen, 8), 2, budget_s=0.0)
+    share_timing(_case(seen, 8), 2, budget_s=0.0)
     assert len(seen) == 2

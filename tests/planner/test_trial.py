@@ -1,22 +1,27 @@
 """Plans on real processes: what is found computes the same as one process, and a wrong network is caught by name."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 import torchvision.models as zoo
+from torch import nn
 
+from manyhands.config.load import load_job
+from manyhands.core.world import World
 from manyhands.parallel.plan import Plan, concise
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.trial import Case, measure, verify
+from manyhands.planner.trial import PlanCase, Runner, measure, verify
+from manyhands.worker.plan_trials import case_of, picture
 from tests.planner.nets import chain, graph_of, mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
 
 BATCH = 9
 
 
-def _criterion(output, labels):
+def _loss_fn(output, labels):
     return F.cross_entropy(output, labels, reduction="sum"), output
 
 
@@ -25,12 +30,29 @@ def _resnet():
     return zoo.resnet18(num_classes=16)
 
 
-MAKERS = {"chain": (chain, 4), "resnet18": (_resnet, 3)}
+class Tokens(nn.Module):
+    """Normalises tokens as rows, [samples x tokens, C]."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 8, 8), nn.BatchNorm1d(8), nn.Linear(8, 16)
+
+    def forward(self, x):
+        tokens = self.first(x).flatten(2).transpose(1, 2)
+        return self.last(self.norm(tokens.flatten(0, 1)).view_as(tokens).mean(1))
+
+
+def _tokens():
+    torch.manual_seed(0)
+    return Tokens()
+
+
+MAKERS = {"tokens": (_tokens, 3), "chain": (chain, 4), "resnet18": (_resnet, 3)}
 
 
 def _case(name, make=None):
     made, channels = MAKERS[name]
-    return Case(make or made, torch.zeros(channels, 32, 32), 16, BATCH, _criterion, norm_group=5)
+    return PlanCase(make or made, torch.zeros(channels, 32, 32), 16, BATCH, _loss_fn, norm_group=5)
 
 
 def _random_plan(name, sizes, seed):
@@ -45,7 +67,8 @@ def _verify(world, name, plans):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("chain", (2,)), ("chain", (2, 2)), pytest.param("resnet18", (2,), marks=pytest.mark.slow)]
+    ("name", "sizes"),
+    [("chain", (2,)), ("tokens", (2,)), ("chain", (2, 2)), pytest.param("resnet18", (2,), marks=pytest.mark.slow)],
 )
 def test_any_plan_computes_what_one_process_does(name, sizes):
     mesh = mesh_of(sizes)
@@ -88,3 +111,55 @@ def test_all_processes_get_the_same_seconds():
     assert one == other
     assert set(one) == {DATA_PARALLEL, "cut"}
     assert all(len(values) == 3 and min(values) > 0 for values in one.values())
+
+
+class _Watched(nn.Module):
+    """Notes how many samples it is given, and in which precision its last layer computes."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(12, 16), seen
+
+    def forward(self, x):
+        out = self.layer(x.flatten(1))
+        if not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+            self.seen.append((len(x), out.dtype))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp64", torch.float64)]
+)
+def test_a_trial_computes_in_the_jobs_precision_and_micro_batches(precision, kind):
+    flags = {
+        "data.name": "synthetic:64x3x2x2x16",
+        "train.batch": 8,
+        "train.micro_batch": 3,
+        "train.norm_group": "local",
+    }
+    job = load_job(flags | {"train.precision": precision}, environment={}).job
+    network, seen = {"channels": 3, "size": 2, "classes": 16, "batch": 8}, []
+    case = replace(case_of(job, network, "cpu"), make=lambda: _Watched(seen).to(picture(job, network, "cpu").dtype))
+    runner = Runner(case, None, World())
+    seen.clear()
+    runner.update()
+    assert seen == [(3, kind), (3, kind), (2, kind)]
+    assert all(torch.isfinite(parameter).all() for parameter in runner.model.parameters())
+
+
+def _micro_batches(world, plan):
+    """The gradients under a plan, with and without micro-batches; each process's own pieces."""
+    found = []
+    for size in (0, 2):
+        case = replace(_case("chain", lambda: chain().double()), norm_group=2, micro_batch=size)
+        runner = Runner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
+        loss = runner.gradients()
+        found.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
+        runner.network.release()
+    return found
+
+
+@pytest.mark.parametrize("plan", [None, Plan(mesh_of((2,)))], ids=["data", "split"])
+def test_micro_batches_of_a_trial_have_the_whole_updates_gradients(plan):
+    for whole, parts in run_on_ranks(_micro_batches, 2, plan):
+        torch.testing.assert_close(parts[1:], whole[1:], rtol=1e-9, atol=1e-12)

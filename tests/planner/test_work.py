@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from manyhands.planner.find import Wish, find
+from manyhands.planner.find import SearchRequest, find
 from manyhands.planner.op_times import OpTimes
 from tests.planner.nets import graph_of
 
@@ -39,13 +39,13 @@ class Draws(nn.Module):
 def test_buffers_are_read_as_they_are_and_further_arguments_keep_their_defaults(tmp_path):
     graph = graph_of(WithIndices(), size=8, channels=4)
     assert [op.name for op in graph.ops.values() if op.name.startswith("input")] == ["input"]
-    found = find(graph, Wish(2, 8), OpTimes(folder=tmp_path))
+    found = find(graph, SearchRequest(2, 8), OpTimes(folder=tmp_path))
     assert found.notes == ()
 
 
 def test_an_op_that_can_not_be_timed_is_priced_by_its_size_and_named(tmp_path):
     times = OpTimes(folder=tmp_path)
-    found = find(graph_of(Draws(), size=8, channels=4), Wish(2, 8), times)
+    found = find(graph_of(Draws(), size=8, channels=4), SearchRequest(2, 8), times)
     (note,) = found.notes
     assert note.startswith("bernoulli can't be timed by itself, so it is priced by its size (RuntimeError: ")
     assert (len(times.failed), times.estimated) == (1, 1)

@@ -12,15 +12,14 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.efficientnet import _efficientnet_conf
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from manyhands.core.layouts import bounds
 from manyhands.core.mesh import Mesh
-from manyhands.data.order import shares_of_pass
-from manyhands.parallel.describe import describe_network
-from manyhands.parallel.execute import cut_tensor
-from manyhands.parallel.network import How, PassShape
+from manyhands.data.order import shares_of_micro_batch
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, concise, refusal
 from manyhands.parallel.split import split
+from manyhands.parallel.tracing import describe_network
 from tests.processes.ranks import run_on_ranks
 
 CLASSES = 7
@@ -114,7 +113,7 @@ class Found:
     last: tuple[float, str]
 
 
-def _criterion(output, labels):
+def _loss_fn(output, labels):
     return F.cross_entropy(output, labels, reduction="sum"), output
 
 
@@ -145,9 +144,9 @@ def truth_of(model, pictures, updates=1, group=BATCH, dtype=torch.float64):
     optimizer = _optimizer(model)
     for _ in range(updates):
         optimizer.zero_grad()
-        (share,) = shares_of_pass(count, group, (0, count), 1)
-        groups.begin_pass(share.spans, share.shared_groups, count, count)
-        loss, _ = _criterion(model(pictures), found.labels)
+        (share,) = shares_of_micro_batch(count, group, (0, count), 1)
+        groups.begin_micro_batch(share.spans, share.shared_groups, count, count)
+        loss, _ = _loss_fn(model(pictures), found.labels)
         (loss / count).backward()
         _note(found, loss.item(), model, optimizer, lambda: groups.finish_update(1))
     found.output = _evaluate(model, pictures)
@@ -193,44 +192,40 @@ def random_plan(model, picture, mesh, seed):
 def _errors(world, cases):
     found = []
     for label, truth, plan in cases:
-        network = split(copy.deepcopy(truth.model), world, How(plan=plan, picture=truth.pictures[0]))
+        network = split(copy.deepcopy(truth.model), world, ModeRequest(plan=plan, picture=truth.pictures[0]))
         mine = _follow(network, truth)
-        found.append(Found(label, *_compare_ends(mine, truth, network.cutting)))
-        network.cutting.release()
+        found.append(Found(label, *_compare_ends(mine, truth, network)))
+        network.release()
     return found
 
 
-def _compare_ends(mine, truth, cutting):
-    def cut(name, tensor):
-        return cut_tensor(tensor, cutting.layouts[name], cutting.grid)
-
-    first, last = (_compare(mine, truth, number, cut) for number in (0, len(truth.losses) - 1))
+def _compare_ends(mine, truth, network):
+    first, last = (_compare(mine, truth, number, network.piece) for number in (0, len(truth.losses) - 1))
     off = (mine.output.double() - truth.output.double()).abs().max().item() / truth.output.abs().max().item()
     return first, max(last, (off, "output in evaluation"))
 
 
 def _follow(network, truth):
-    cutting, optimizer, count = network.cutting, _optimizer(network.inner), len(truth.pictures)
-    judge = cutting.judge(_criterion, 0.0)
-    edges = bounds(count, cutting.replicas)
-    mine = slice(edges[cutting.replica], edges[cutting.replica + 1])
+    optimizer, count = _optimizer(network.inner), len(truth.pictures)
+    gradients = Gradients(network, network.grid.world, _loss_fn)
+    mine = network.own_rows(torch.arange(count))
     found = Truth(network.inner, truth.pictures[mine], truth.labels[mine], truth.group)
+    share = _share(truth, network.replicas(0), network.replica(0))
+    shape = MicroBatchShape(count, count, lambda parts, index: _share(truth, parts, index))
     for _ in truth.losses:
         optimizer.zero_grad()
-        cutting.begin_pass(PassShape(count, count, lambda parts, index: _share(truth, parts, index)))
-        loss, _, _ = judge(network.call(found.pictures), found.labels)
-        (loss / count).backward()
-        cutting.finish_backward()
-        total = loss.detach().clone() * (1.0 if cutting.counts else 0.0)
+        result = gradients.forward_backward(MicroBatch(found.pictures, found.labels, share, shape), count)
+        gradients.finish()
+        total = result.loss.clone() * (1.0 if result.count else 0.0)
         torch.distributed.all_reduce(total)
-        _note(found, total.item(), network.inner, optimizer, cutting.finish_update)
+        _note(found, total.item(), network.inner, optimizer, network.move_statistics)
     found.output = _evaluate(network.call, found.pictures)
     return found
 
 
 def _share(truth, parts, index):
     count = len(truth.pictures)
-    return shares_of_pass(count, truth.group, (0, count), parts)[index]
+    return shares_of_micro_batch(count, truth.group, (0, count), parts)[index]
 
 
 def _compare(mine, truth, number, cut):

@@ -11,9 +11,9 @@ from torch import nn
 from manyhands.checkpoint.load import load
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
-from manyhands.run.worker import _build
-from manyhands.train.keep import save
-from manyhands.train.samples import Objects
+from manyhands.train.data_setup import Objects
+from manyhands.train.saving import save
+from manyhands.worker.entry import _build
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_split_training import _same
 
@@ -65,15 +65,15 @@ def _structure(world, mode):
     """All that could tell two modes apart, as plain data, and the weights after some updates."""
     with tempfile.TemporaryDirectory() as folder:
         parts = _parts(world, _light, folder, {"parallel.mode": mode})
-        plan = json.loads((Path(folder) / "plan.json").read_text()) if world.speaks else {}
+        plan = json.loads((Path(folder) / "plan.json").read_text()) if world.is_main else {}
         network = parts.network
         found = {
             "mode": parts.mode,
             "network": {
                 **_plain(network),
-                "hold_back": network.hold_back.__qualname__,
-                "bound": network.hold_back.__self__ is network.call,
-                "cutting": network.cutting,
+                "hold_back": network.no_sync.__qualname__,
+                "bound": network.no_sync.__self__ is network.call,
+                "layouts": dict(network.layouts),
             },
             "whole": network.call.module is network.inner,
             "wrapper": _plain(network.call),
@@ -123,7 +123,7 @@ def test_auto_that_keeps_data_parallel_runs_the_very_same_objects():
     assert auto[0][2]["mode"] == "data"
     assert "data parallel is kept" in auto[0][2]["reason"]
     for (found, weights, _), (wanted, expected, _) in zip(auto, data, strict=True):
-        assert found["network"]["cutting"] is None
+        assert not found["network"]["layouts"]
         assert found["wrapper"]["class"] == "Replica"
         for part, content in wanted.items():
             assert found[part] == content, part
@@ -136,11 +136,11 @@ def _train(world, updates, settings, folder=""):
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         parts = _parts(world, _heavy, place, settings)
-        layouts = dict(parts.network.cutting.layouts) if parts.network.cutting else {}
+        layouts = dict(parts.network.layouts)
         _updates(parts, updates)
         save(parts)
         saved = plan = None
-        if world.speaks:
+        if world.is_main:
             saved = load(place / "checkpoints" / f"step-{parts.progress.step:08d}")
             plan = json.loads((place / "plan.json").read_text())
         parts.release()

@@ -13,10 +13,10 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.samples import Objects
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 
@@ -50,10 +50,10 @@ def _train(world, mode, optimizer):
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         model = Branches(left_out=(1, 3))
-        parts = build(job, RunFolder(Path(folder)), world, "single" if world.alone else mode, Objects(model))
-        fit(parts)
-        snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
-        parts.release()
+        trainer = build(job, RunFolder(Path(folder)), world, "single" if world.alone else mode, Objects(model))
+        fit(trainer)
+        snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+        trainer.release()
         return snapshot.model, model.taken
 
 
@@ -96,10 +96,10 @@ def _resume(folder, steps, optimizer, *, frozen=False):
     }  # fmt: skip
     model = Branches()
     model.body.requires_grad_(not frozen)
-    parts = build(load_job(flags, environment={}).job, RunFolder(folder), World(), "single", Objects(model))
-    fit(parts)
-    parts.release()
-    return parts.update.optimizer.state, model
+    trainer = build(load_job(flags, environment={}).job, RunFolder(folder), World(), "single", Objects(model))
+    fit(trainer)
+    trainer.release()
+    return trainer.update.optimizer.state, model
 
 
 @pytest.mark.parametrize("optimizers", [("sgd", "adamw"), ("adamw", "sgd")])
@@ -145,11 +145,11 @@ def _masked(folder, steps, *, lose=False, method="allreduce", world=None):
     model = Masked()
     world = world or World()
     mode = "single" if world.alone else "data"
-    parts = build(load_job(flags, environment={}).job, RunFolder(folder), world, mode, Objects(model))
+    trainer = build(load_job(flags, environment={}).job, RunFolder(folder), world, mode, Objects(model))
     model.lose = lose
-    fit(parts)
-    parts.release()
-    return parts.progress.step
+    fit(trainer)
+    trainer.release()
+    return trainer.progress.step
 
 
 def test_a_mask_of_infinities_is_saved_and_what_was_lost_on_the_way_is_not(tmp_path):

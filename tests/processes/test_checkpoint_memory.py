@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.checkpoint.pieces import Cut
+from manyhands.checkpoint.pieces import NetworkLayout
 from manyhands.checkpoint.reshard import merge, reshard
-from manyhands.checkpoint.save_cut import save_pieces, save_whole
+from manyhands.checkpoint.save import save_pieces, save_whole
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.core.layouts import TensorLayout
@@ -57,7 +57,7 @@ def _growth(work):
 def _cut(axes, dim, view=None):
     shape = (ROWS, COLUMNS)
     lies = TensorLayout(shape, view or shape, ((dim, tuple(range(len(axes)))),))
-    return Cut(Mesh(axes), {f"layer{n}": lies for n in range(COUNT)})
+    return NetworkLayout(Mesh(axes), {f"layer{n}": lies for n in range(COUNT)})
 
 
 def _together(world, folder):

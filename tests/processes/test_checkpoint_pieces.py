@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from manyhands.checkpoint import layout
-from manyhands.checkpoint.load import load, newest, verify
-from manyhands.checkpoint.pieces import Cut
-from manyhands.checkpoint.save import SaveError, prune, save
-from manyhands.checkpoint.save_cut import save_pieces, save_whole
+from manyhands.checkpoint.find import newest
+from manyhands.checkpoint.kept import prune
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.pieces import NetworkLayout
+from manyhands.checkpoint.refuse import SaveError
+from manyhands.checkpoint.save import save, save_pieces, save_whole
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.tensors import read_tensors
-from manyhands.checkpoint.together import Peers
+from manyhands.checkpoint.together import SavingGroup
+from manyhands.checkpoint.verify import verify
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
@@ -53,7 +56,7 @@ def cut_of(sizes, turn):
             dims = sorted({dim for dim in owner.values() if dim < len(view)})
             cuts = tuple((dim, tuple(axis for axis, chosen in owner.items() if chosen == dim)) for dim in dims)
             layouts[name] = TensorLayout(shape, view, cuts)
-    return Cut(mesh, layouts)
+    return NetworkLayout(mesh, layouts)
 
 
 def cuts_for(size):
@@ -61,7 +64,7 @@ def cuts_for(size):
 
 
 def peers_of(world):
-    return Peers(world.rank, world.size, functools.partial(gather_plain, world=world))
+    return SavingGroup(world.rank, world.size, functools.partial(gather_plain, world=world))
 
 
 def _save_all(world, folder):
@@ -249,7 +252,7 @@ def _dying(world, folder, how, moment):
             os._exit(3)
         return gather_plain(value, world)
 
-    how(Path(folder), 6, mine, cut, Peers(world.rank, world.size, gather))
+    how(Path(folder), 6, mine, cut, SavingGroup(world.rank, world.size, gather))
 
 
 @pytest.mark.parametrize(("how", "moments"), [(save_pieces, range(1, 6)), (save_whole, range(1, 4))])

@@ -7,13 +7,14 @@ from torchvision.ops import StochasticDepth
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
-from manyhands.data.order import shares_of_pass
-from manyhands.parallel.describe import describe_network
+from manyhands.data.order import shares_of_micro_batch
+from manyhands.parallel.convert import convert
 from manyhands.parallel.execute import SplitNetwork
-from manyhands.parallel.grid import Grid, convert
-from manyhands.parallel.network import PassShape
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.placement import Extent, value_of
 from manyhands.parallel.plan import Plan, resolve
+from manyhands.parallel.tracing import describe_network
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, CHANNELS = 12, 10
@@ -48,8 +49,8 @@ def _masks(world, kind, strategy, axes=MESH, seed=3):
     found = []
     for number in (seed, seed + 1):
         count = grid.parts(split.samples_axes())
-        share = lambda parts, index: shares_of_pass(SAMPLES, 0, (0, SAMPLES), parts)[index]  # noqa: E731
-        split.begin_pass(PassShape(SAMPLES, SAMPLES, share, number))
+        share = lambda parts, index: shares_of_micro_batch(SAMPLES, 0, (0, SAMPLES), parts)[index]  # noqa: E731
+        split.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, share, number))
         given = split(torch.ones(SAMPLES // count, CHANNELS, 1, 1)).detach()
         side = value_of([0 if letter == "n" else "R" for letter in letters["loss"]])
         found.append(convert(given, side, ("R",) * len(axes), Extent((SAMPLES, CHANNELS), 1), grid))

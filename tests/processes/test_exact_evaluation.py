@@ -9,8 +9,8 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 
 COUNT = 10_007
@@ -22,9 +22,9 @@ def _evaluate(world, mode):
     flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "parallel.mode": mode, "model.num_classes": 7}
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        parts = build(job, RunFolder(Path(folder)), world, mode, Objects(network))
-        found = parts.evaluate()
-        parts.release()
+        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(network))
+        found = trainer.evaluate()
+        trainer.release()
     return found.count, found.loss, found.top1, found.top5, found.confusion
 
 

@@ -1,6 +1,5 @@
 """Networks that their authors split by hand: collectives with right gradients, and N processes as one."""
 
-import contextlib
 import copy
 import functools
 
@@ -15,13 +14,13 @@ from manyhands.core.errors import UserError
 from manyhands.core.layouts import bounds
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.world import World
-from manyhands.data.order import shares_of_pass
-from manyhands.parallel.hybrid import open_mesh
+from manyhands.data.order import shares_of_micro_batch
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.grid import open_mesh
 from manyhands.parallel.marks import Parameter, layouts_of
 from manyhands.parallel.modes.hybrid import apply, hybrid_network
-from manyhands.parallel.network import How, PassShape
+from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.reduce import total_norm
 from tests.processes.ranks import run_on_ranks
 
 MESHES = [("tp=2", "tp"), ("tp=3", "tp"), ("dp=2,tp=2", "tp"), ("dp=2,tp=2", "dp"), ("a=2,b=2", "a,b"), ("tp=1", "tp")]
@@ -191,10 +190,10 @@ def _trained(world, make, mesh, samples, updates):
     grid = open_mesh(mesh, world)
     model = make(grid).double()
     group_batch_norms(model)
-    network = apply(model, world, How(grid=grid, samples=samples))
-    cutting = network.cutting
+    network = apply(model, world, ModeRequest(grid=grid, samples=samples))
+    gradients = Gradients(network, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    parts, place = cutting.replicas, cutting.replica
+    parts, place = network.replicas(world.size), network.replica(world.rank)
     losses, norms = [], []
     for step in range(updates):
         draw = torch.Generator().manual_seed(step)
@@ -202,22 +201,23 @@ def _trained(world, make, mesh, samples, updates):
         optimizer.zero_grad()
         # Two passes, so that gradients are held back in the first one.
         for first in (0, 6):
-            shares = functools.partial(shares_of_pass, 12, 6, (first, first + 6))
-            cutting.begin_pass(PassShape(6, 12, lambda parts, place, shares=shares: shares(parts)[place], step))
+            shares = functools.partial(shares_of_micro_batch, 12, 6, (first, first + 6))
+            network.begin_micro_batch(
+                MicroBatchShape(6, 12, lambda parts, place, shares=shares: shares(parts)[place], step)
+            )
             share = shares(parts)[place]
             part = slice(share.start, share.stop)
-            with network.hold_back() if first == 0 else contextlib.nullcontext():
-                loss = F.mse_loss(network.call(x[part]) / 100, y[part], reduction="sum") / 12
-                loss.backward()
+            loss = F.mse_loss(network.call(x[part]) / 100, y[part], reduction="sum") / 12
+            gradients.backward_of(loss, last=first > 0)
             losses.append(float(loss.detach()) / (world.size / parts))
-        cutting.finish_backward()
-        norms.append(float(total_norm(dict(model.named_parameters()), cutting.layouts, grid)))
+        gradients.finish()
+        norms.append(float(network.gradient_norm()))
         optimizer.step()
-        cutting.finish_update()
+        network.finish_update()
     pieces = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    cutting.release()
-    return losses, norms, pieces, gradients, cutting.layouts
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    network.release()
+    return losses, norms, pieces, found, network.layouts
 
 
 def _put_together(mesh, results, place):

@@ -1,12 +1,15 @@
 """BatchNorm over fixed groups is the same at any number of processes, and equals torch's own for one group."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.data.order import Cut
+from manyhands.core.errors import UserError
+from manyhands.data.order import BatchSharing
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.rows import settle_rows, watching
 from tests.processes.ranks import run_on_ranks
@@ -28,9 +31,21 @@ class Flattened(nn.Module):
         return rows.permute([order.index(place) for place in range(4)])
 
 
+class Activated(nn.BatchNorm2d):
+    """A class of somebody's own, which normalises and does more."""
+
+    def forward(self, images):
+        return torch.relu(super().forward(images))
+
+
+class ByHand(nn.BatchNorm2d):
+    def forward(self, images):
+        return (images - images.mean((0, 2, 3), keepdim=True)) / images.std((0, 2, 3), keepdim=True)
+
+
 def _network():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), Flattened(3))
+    return nn.Sequential(nn.Conv2d(2, 4, 3), Activated(4), nn.Identity(), nn.Conv2d(4, 3, 3), Flattened(3))
 
 
 def _pass(world, count, group, micro):
@@ -44,9 +59,9 @@ def _pass(world, count, group, micro):
     groups.layers[1].rows_per_sample = 16
     for layer in groups.layers:
         layer.seen = None
-    for shares in Cut(world.size, micro, group).passes(count):
+    for shares in BatchSharing(world.size, micro, group).micro_batches(count):
         share = shares[world.rank]
-        groups.begin_pass(share.spans, share.shared_groups, share.count, count)
+        groups.begin_micro_batch(share.spans, share.shared_groups, share.count, count)
         rows = images[share.start : share.stop] if share.count else images[:1]
         output = model(rows)
         loss = (output.sin() * torch.arange(1, 4).view(1, 3, 1, 1)).sum() / count * (1 if share.count else 0)
@@ -85,13 +100,40 @@ def _pass_alone(count, group):
     return run_on_ranks(_pass, 1, count, group, 0)[0]
 
 
+@pytest.mark.parametrize("kind", [Activated, nn.BatchNorm2d])
+def test_one_group_of_a_class_of_somebodys_own_is_that_class(kind):
+    torch.manual_seed(0)
+    alone = kind(3).double().train()
+    ours = copy.deepcopy(alone)
+    groups, restore = group_batch_norms(ours)
+    groups.begin_micro_batch((), (), 8, 8)
+    images = torch.randn(8, 3, 4, 4, dtype=torch.float64)
+    for layer in (alone, ours):
+        layer(images).sin().sum().backward()
+    groups.finish_update(1)
+    torch.testing.assert_close(ours.weight.grad, alone.weight.grad)
+    for name, buffer in alone.named_buffers():
+        torch.testing.assert_close(dict(ours.named_buffers())[name], buffer)
+    torch.testing.assert_close(ours.eval()(images), alone.eval()(images))
+    restore()
+    assert type(ours) is kind
+
+
+def test_a_class_that_normalises_by_itself_is_named():
+    layer = ByHand(3).train()
+    groups, _ = group_batch_norms(layer)
+    groups.begin_micro_batch((), (), 8, 8)
+    with pytest.raises(UserError, match="ByHand is derived from BatchNorm"):
+        layer(torch.randn(8, 3, 4, 4))
+
+
 def test_one_group_is_torchs_own_batch_norm():
     torch.manual_seed(0)
     ours, theirs = nn.BatchNorm2d(5), nn.BatchNorm2d(5)
     groups, restore = group_batch_norms(ours)
     images = torch.randn(16, 5, 4, 4)
-    share = Cut(1, 0, 16).passes(16)[0][0]
-    groups.begin_pass(share.spans, share.shared_groups, 16, 16)
+    share = BatchSharing(1, 0, 16).micro_batches(16)[0][0]
+    groups.begin_micro_batch(share.spans, share.shared_groups, 16, 16)
     assert torch.equal(ours(images), theirs(images))
     groups.finish_update(1)
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
@@ -110,8 +152,8 @@ def test_rows_whose_samples_are_not_known_are_normalised_where_they_are():
         model(images)
     settle_rows(model, seen, images)
     assert [layer.rows_per_sample for layer in groups.layers] == [1, 0]
-    share = Cut(1, 0, 2).passes(6)[0][0]
-    groups.begin_pass(share.spans, share.shared_groups, 6, 6)
+    share = BatchSharing(1, 0, 2).micro_batches(6)[0][0]
+    groups.begin_micro_batch(share.spans, share.shared_groups, 6, 6)
     assert model(images).shape == (6, 3, 4, 4)
 
 
@@ -129,8 +171,8 @@ def _single_precision(world, dtype, mean):
     wanted = exact(wanted_input)
     wanted.backward(slope)
     groups, _ = group_batch_norms(layer.train())
-    share = Cut(2, 0, 16).passes(16)[0][world.rank]
-    groups.begin_pass(share.spans, share.shared_groups, share.count, 16)
+    share = BatchSharing(2, 0, 16).micro_batches(16)[0][world.rank]
+    groups.begin_micro_batch(share.spans, share.shared_groups, share.count, 16)
     mine = slice(share.start, share.stop)
     got_input, got_slope = images[mine].to(dtype).requires_grad_(), slope[mine].to(dtype)
     wanted = wanted.detach()

@@ -9,8 +9,8 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 
 # Divides by nothing: 103 = 3 * 29 + 16.
@@ -33,20 +33,20 @@ def _train(world, updates, mode, norm, settings):
     }  # fmt: skip
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        parts = build(job, RunFolder(Path(folder)), world, mode, Objects(_network(norm)))
+        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(_network(norm)))
         losses = []
         while len(losses) < updates:
-            for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
-                parts.update(update, parts.progress.step)
-                parts.progress.advance(parts.feed.order.steps_per_epoch)
-                losses.append(parts.update.measured.take()[0])
+            for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
+                trainer.update(update, trainer.progress.step)
+                trainer.progress.advance(trainer.feed.order.steps_per_epoch)
+                losses.append(trainer.update.measured.take()[0])
                 if len(losses) == updates:
                     break
         from manyhands.train.state import capture
 
-        snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
-        evaluation = parts.evaluate()
-        parts.release()
+        snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+        evaluation = trainer.evaluate()
+        trainer.release()
     return losses, snapshot.model, (evaluation.confusion, evaluation.loss)
 
 
@@ -88,6 +88,11 @@ def test_one_update_in_single_precision(size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_sharded_parameters_make_the_same_updates(size):
     _compare(size, 20, "fsdp", True, {"train.precision": "fp64", "train.norm_group": 4}, 1e-9)
+
+
+def test_sharded_parameters_go_with_channels_last():
+    settings = {"train.precision": "fp64", "train.norm_group": 4, "train.channels_last": True}
+    _compare(2, 3, "fsdp", True, settings, 1e-9)
 
 
 def test_global_groups_are_torchs_synchronised_norm():

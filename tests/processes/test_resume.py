@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.load import newest, resolve
-from manyhands.checkpoint.save import SaveError
+from manyhands.checkpoint.find import newest, resolve
+from manyhands.checkpoint.refuse import SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train import keep
+from manyhands.train import saving
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
-from manyhands.train.samples import Objects
 from manyhands.train.state import Progress, capture
 from tests.processes.ranks import run_on_ranks
 
@@ -43,11 +43,11 @@ def _train(world, folder, max_steps, settings, elsewhere=False):
     place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
     place.mkdir(exist_ok=True)
     mode = "single" if world.alone else settings.get("parallel.mode", "data")
-    parts = build(job, RunFolder(place), world, mode, Objects(_network()))
-    first = parts.progress.step
-    fit(parts)
-    snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
-    parts.release()
+    trainer = build(job, RunFolder(place), world, mode, Objects(_network()))
+    first = trainer.progress.step
+    fit(trainer)
+    snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+    trainer.release()
     return first, snapshot.model, (snapshot.optimizer or {}).get("state")
 
 
@@ -124,7 +124,7 @@ def test_a_run_whose_end_cannot_be_saved_has_failed(size, tmp_path, monkeypatch)
     def full(*_):
         raise SaveError("the disk is full")
 
-    monkeypatch.setattr(keep, "commit", full)
+    monkeypatch.setattr(saving, "commit", full)
     for text in run_on_ranks(_failure, size, str(tmp_path)):
         assert f"came to step {SAVED}, which could not be saved" in text
 

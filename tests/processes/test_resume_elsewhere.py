@@ -8,9 +8,9 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.keep import save
-from manyhands.train.samples import Objects
+from manyhands.train.saving import save
 from tests.processes.ranks import run_on_ranks
 
 # Four steps an epoch; the stop lies within the second one.
@@ -26,20 +26,20 @@ def _train(world, folder, until):
         "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "data.augment": "crop-flip", "model.num_classes": 5,
         "train.batch": BATCH, "train.epochs": 9, "train.precision": "fp64", "train.norm_group": 4,
     }  # fmt: skip
-    parts = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
+    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
     seen, losses = {}, {}
-    while parts.progress.step < until:
-        for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
-            step = parts.progress.step
-            seen[step] = [part.batch.samples[: part.share.count].tolist() for part in update.passes]
-            parts.update(update, step)
-            losses[step] = parts.update.measured.take()[0]
-            parts.progress.advance(parts.feed.order.steps_per_epoch)
-            if parts.progress.step == until:
+    while trainer.progress.step < until:
+        for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
+            step = trainer.progress.step
+            seen[step] = [part.batch.samples[: part.share.count].tolist() for part in update.micro_batches]
+            trainer.update(update, step)
+            losses[step] = trainer.update.measured.take()[0]
+            trainer.progress.advance(trainer.feed.order.steps_per_epoch)
+            if trainer.progress.step == until:
                 break
-    save(parts)
+    save(trainer)
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    parts.release()
+    trainer.release()
     return seen, losses, weights
 
 

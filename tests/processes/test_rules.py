@@ -6,6 +6,7 @@ In front of the op stands a product with a parameter of the pictures' shape, who
 import copy
 import functools
 import itertools
+import operator
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.describe import describe_network, rules
 from manyhands.parallel.graph import LOSS
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, refusal
 from manyhands.parallel.strategy import write_strategy
+from manyhands.parallel.tracing import describe_network, rules
 from tests.processes.parity import CLASSES, errors_of, truth_of
 
 SAMPLES = 7
@@ -75,6 +76,28 @@ def _two(x, a, b):
     return torch.cat([x * a, x + b, x], 1)
 
 
+class Activated(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+class Tokens(nn.Module):
+    """Normalises [samples x tokens, C], as timm's LeViT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(9)
+
+    def forward(self, x):
+        return self.norm(x.flatten(0, 1)).view_as(x)
+
+
+def _added(x, bias, weight):
+    return torch.addmm(bias, x, weight)
+
+
 PICTURE, WIDE, LINE = (4, 6, 6), (12, 4, 4), (4, 9)
 RULES = {
     "conv": [
@@ -98,6 +121,8 @@ RULES = {
         ("1d", lambda: nn.BatchNorm1d(4), LINE),
         ("features", lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36)), LINE),
         ("bare", lambda: nn.BatchNorm2d(4, affine=False), PICTURE),
+        ("tokens as rows", Tokens, LINE),
+        ("with an activation", lambda: Activated(4), PICTURE),
         ("no statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), PICTURE),
     ],
     "norm": [
@@ -129,12 +154,37 @@ RULES = {
         ("flat", lambda: nn.Flatten(), WIDE),
         ("flat pixels", lambda: nn.Flatten(2), PICTURE),
         ("method", lambda: Called(lambda x: x.flatten(1)), WIDE),
+        ("larger", lambda: nn.Upsample(scale_factor=2), PICTURE),
+        ("larger, function", lambda: Called(functools.partial(F.interpolate, size=(9, 9))), PICTURE),
+    ],
+    "reduce": [
         ("over pixels", lambda: Called(lambda x: x.mean([2, 3])), PICTURE),
         ("over pixels by name", lambda: Called(lambda x: torch.mean(x, dim=(-1, -2), keepdim=True)), PICTURE),
         ("over channels", lambda: Called(lambda x: x.mean(1)), PICTURE),
-        ("samples mixed", lambda: Called(lambda x: x - x.mean(0)), PICTURE),
-        ("larger", lambda: nn.Upsample(scale_factor=2), PICTURE),
-        ("larger, function", lambda: Called(functools.partial(F.interpolate, size=(9, 9))), PICTURE),
+        ("sum over features", lambda: Called(lambda x: x.sum(-1, keepdim=True) * x), (5, 12)),
+        ("of features", lambda: nn.Sequential(nn.Linear(12, 10), Called(lambda x: x * x.mean(-1, True))), (5, 12)),
+        ("sum, one left", lambda: nn.Sequential(nn.Linear(12, 10), Called(lambda x: x.sum(dim=2))), (5, 12)),
+        ("largest over tokens", lambda: nn.Sequential(nn.Linear(12, 10), Called(lambda x: x.amax(1))), (5, 12)),
+    ],
+    "matmul": [
+        ("operator", lambda: Called(operator.matmul, (12, 10)), (5, 12)),
+        ("flat", lambda: nn.Sequential(nn.Flatten(), Called(torch.mm, (60, 10))), (5, 12)),
+        ("method", lambda: Called(lambda x, w: x.matmul(w), (12, 10)), (5, 12)),
+        ("a vector", lambda: Called(torch.matmul, (12,)), (5, 12)),
+        ("transposed", lambda: Called(lambda x, w: x @ w.T, (10, 12)), (5, 12)),
+        ("transposed by method", lambda: Called(lambda x, w: x @ w.t(), (10, 12)), (5, 12)),
+        ("twice transposed", lambda: Called(lambda x, w: (x @ w.transpose(0, 1)) @ w, (10, 12)), (5, 12)),
+        ("linear", lambda: Called(F.linear, (10, 12), (10,)), (5, 12)),
+        ("linear by name", lambda: Called(lambda x, w: F.linear(input=x, weight=w), (10, 12)), (5, 12)),
+        ("added", lambda: nn.Sequential(nn.Flatten(), Called(_added, (10,), (60, 10))), (5, 12)),
+        ("weight in front", lambda: Called(lambda x, w: w @ x, (10, 5)), (5, 12)),
+        ("computed weight", lambda: Called(lambda x, w: x @ (2 * w), (12, 10)), (5, 12)),
+        ("of samples", lambda: Called(lambda x: x @ x.transpose(1, 2)), (5, 12)),
+        ("of samples, both", lambda: Called(lambda x, w: torch.bmm(x * w, x.transpose(1, 2)), (5, 12)), (5, 12)),
+        ("two ways", lambda: Called(lambda x, w: x @ w @ w, (12, 12)), (5, 12)),
+    ],
+    "one_hot": [
+        ("of the largest", lambda: Called(lambda x: x[..., :7] * F.one_hot(x[..., :7].argmax(-1), 7)), (5, 12))
     ],
     "reorder": [
         ("channels last", lambda: Called(lambda x: x.permute(0, 2, 3, 1)), PICTURE),
@@ -151,7 +201,8 @@ RULES = {
         ("cumulative sum", lambda: Called(lambda x: x.cumsum(2)), PICTURE),
         ("attention with weights", lambda: Attention(need_weights=True), (5, 12)),
         ("softmax", lambda: nn.Softmax(1), PICTURE),
-        ("own matrix", lambda: Called(torch.matmul, (6, 5)), PICTURE),
+        ("samples mixed", lambda: Called(lambda x: x - x.roll(1, 0)), PICTURE),
+        ("largest", lambda: Called(lambda x: x * x.max(2, True)[0]), (5, 12)),
         ("transposed convolution", lambda: nn.ConvTranspose2d(4, 3, 2), PICTURE),
         ("halves", lambda: Called(lambda x: torch.add(*x.chunk(2, 1))), PICTURE),
         ("recurrent", lambda: Called(lambda x: x.roll(1, -1)), PICTURE),

@@ -39,7 +39,7 @@ def _collectives(world):
         assert pair.rank == (0 if s.rank == 0 else 1)
     with pytest.raises(UserError, match="distinct ranks"):
         s.new_group([0, 3])
-    return s.rank, s.size, s.speaks
+    return s.rank, s.size, s.is_main
 
 
 def test_collectives_and_subgroups_of_three():

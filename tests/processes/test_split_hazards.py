@@ -8,7 +8,7 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh
 from manyhands.parallel.plan import Plan
-from manyhands.train.cut_model import CutModel
+from manyhands.train.split_model import SplitModel
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES = 6
@@ -78,7 +78,7 @@ def _split(world, make, ops, loss=None, calls=1):
     x = torch.randn(SAMPLES, 12, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 4, (SAMPLES,), generator=generator)
     expected, wanted = _reference(make, x, y, loss or F.cross_entropy, calls)
-    model = CutModel(net, Plan(parse_mesh(f"dp={world.size}"), ops), x[0], world, loss)
+    model = SplitModel(net, Plan(parse_mesh(f"dp={world.size}"), ops), x[0], world, loss)
     for _ in range(calls):
         value = model.backward(x, y)
     gradients = {}
@@ -100,6 +100,8 @@ CASES = [
     (Tied, {"a": "o@dp"}),
     (Tied, {"a": "i@dp", "c": "o@dp"}),
     (Functional, {}),
+    (Functional, {"a": "o@dp"}),
+    (Functional, {"linear": "o@dp", "b": "o@dp"}),
     (Remembers, {}),
 ]
 
@@ -128,14 +130,19 @@ def _refused(world, make, ops, loss):
     return ""
 
 
-def test_a_loss_of_the_user_s_own_sees_all_classes():
-    for value, worst in run_on_ranks(_split, 2, InPlace, {"b": "o@dp"}, _squares):
+@pytest.mark.parametrize("ops", [{"b": "o@dp"}, {"b": "o@dp", "loss": "o@dp"}])
+def test_a_loss_of_the_user_s_own(ops):
+    for value, worst in run_on_ranks(_split, 2, InPlace, ops, _squares):
         assert value <= 1e-12
         assert worst <= 1e-12
-    for what in run_on_ranks(_refused, 2, InPlace, {"loss": "o@dp"}, _squares):
-        assert "cross-entropy alone" in what
 
 
-def test_a_parameter_that_a_function_reads_too_can_t_be_cut():
-    for what in run_on_ranks(_refused, 2, Functional, {"a": "o@dp"}, None):
+class Scaled(InPlace):
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))) + (x @ self.a.weight.T) @ (2 * self.b.weight.T)
+
+
+def test_a_parameter_that_is_read_in_another_way_too_can_t_be_cut():
+    for what in run_on_ranks(_refused, 2, Scaled, {"b": "o@dp"}, None):
         assert "can't be split" in what
+        assert "in two ways" in what

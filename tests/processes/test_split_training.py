@@ -8,12 +8,14 @@ import torch
 
 from manyhands.checkpoint.load import load
 from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas, follows_plan
 from manyhands.parallel.plan import plan_of
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.keep import save
-from manyhands.train.samples import Objects
+from manyhands.train.saving import save
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_parity import BATCH, SAMPLES, _network
 
@@ -51,23 +53,30 @@ def _train(world, updates, plan, settings, folder="", resume=False):
     with tempfile.TemporaryDirectory() as temporary:
         run = RunFolder(Path(folder or temporary))
         followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
-        parts = build(job, run, world, mode, Objects(_network(True)), followed)
+        trainer = build(job, run, world, mode, Objects(_network(True)), followed)
         losses = []
         while len(losses) < updates:
-            for update in parts.feed.updates(parts.progress.epoch, parts.progress.step_in_epoch):
-                parts.update(update, parts.progress.step)
-                parts.progress.advance(parts.feed.order.steps_per_epoch)
-                losses.append(parts.update.measured.take()[0])
+            for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
+                trainer.update(update, trainer.progress.step)
+                trainer.progress.advance(trainer.feed.order.steps_per_epoch)
+                losses.append(trainer.update.measured.take()[0])
                 if len(losses) == updates:
                     break
-        if parts.network.cutting:
-            named = dict(parts.network.inner.state_dict())
-            check_replicas(named, world, parts.progress.step, parts.network.cutting)
-        evaluation = parts.evaluate()
-        save(parts)
-        saved = load(next(iter(run.checkpoints.glob(f"step-{parts.progress.step:08d}")))) if world.speaks else None
-        parts.release()
+        if trainer.network.layouts:
+            named = dict(trainer.network.inner.state_dict())
+            check_replicas(named, world, trainer.progress.step, trainer.network)
+        evaluation = trainer.evaluate()
+        save(trainer)
+        saved = load(next(iter(run.checkpoints.glob(f"step-{trainer.progress.step:08d}")))) if world.is_main else None
+        trainer.release()
     return losses, saved, (evaluation.confusion, evaluation.loss)
+
+
+@pytest.mark.parametrize(("mode", "why"), [("single", "nothing to cut"), ("data", "splits no ops")])
+def test_a_pin_under_a_mode_that_splits_nothing_is_refused(mode, why, tmp_path):
+    job = _job("samples", {"parallel.mode": "data"})
+    with pytest.raises(UserError, match=why):
+        build(job, RunFolder(tmp_path), World(), mode, Objects(_network(True)))
 
 
 def _same(got, wanted, tolerance=1e-9):

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
-from manyhands.sync.buffers import Buffers, Machine
+from manyhands.sync.buffers import Buffers, MachineGroup
 from manyhands.sync.codecs import codec_named, mean_bytes
 from manyhands.sync.compress import compressor_named, compute_alike
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.products import LIBRARY, PORTABLE
 from manyhands.sync.shapes import rank_shapes
-from manyhands.sync.talk import Peers, mean_of, settle
+from manyhands.sync.talk import SyncGroup, mean_of, settle
 from tests.processes.ranks import run_on_ranks
 
 # Torch imports much with its first optimizer; here once, so that not every process that is forked does so.
@@ -47,12 +47,12 @@ def _compressor(name, dtype=torch.float64):
 
 
 def _mean(world, name, count):
-    peers, values, codec = Peers(world.rank, world.size), _own(world, count=count), codec_named(name, torch.float64)
-    mean, held = settle(mean_of(values, codec, peers))
-    kept = _sum(held.own) / world.size
-    if held.sums is not None:
-        whole = torch.zeros(held.sums.numel() * world.size, dtype=torch.float64)
-        whole.view(world.size, -1)[world.rank] = held.sums
+    peers, values, codec = SyncGroup(world.rank, world.size), _own(world, count=count), codec_named(name, torch.float64)
+    mean, residual = settle(mean_of(values, codec, peers))
+    kept = _sum(residual.own) / world.size
+    if residual.sums is not None:
+        whole = torch.zeros(residual.sums.numel() * world.size, dtype=torch.float64)
+        whole.view(world.size, -1)[world.rank] = residual.sums
         kept = kept + _sum(whole)[:count]
     return mean, (mean + kept - _sum(values) / world.size).abs().sum().item(), peers.sent_bytes
 
@@ -71,14 +71,14 @@ def test_a_mean_and_what_was_kept_back_are_all_that_went_in(name, size):
 
 def _rounds(world, name):
     """Several exchanges: what went in so far is what came out and what is held."""
-    compressor, peers = _compressor(name), Peers(world.rank, world.size)
-    held, went_in, came_out = torch.zeros(COUNT, dtype=torch.float64), 0.0, 0.0
+    compressor, peers = _compressor(name), SyncGroup(world.rank, world.size)
+    residual, went_in, came_out = torch.zeros(COUNT, dtype=torch.float64), 0.0, 0.0
     for number in range(5):
         values = _own(world, seed=number)
         went_in = went_in + _sum(values) / world.size
-        mean, held = settle(compressor.agree(values + held, peers))
+        mean, residual = settle(compressor.average(values + residual, peers))
         came_out = came_out + mean
-    kept = _sum(held) / world.size
+    kept = _sum(residual) / world.size
     for key, sums in compressor.state().items():
         if key == "sums":
             whole = torch.zeros(sums.numel() * world.size, dtype=torch.float64)
@@ -102,7 +102,7 @@ def _broken(world, name, value):
     values = _own(world)
     if world.rank == 1:
         values[COUNT // 3] = value
-    mean, _ = settle(_compressor(name).agree(values, Peers(world.rank, world.size)))
+    mean, _ = settle(_compressor(name).average(values, SyncGroup(world.rank, world.size)))
     return bool(mean.isfinite().all())
 
 
@@ -116,18 +116,18 @@ def _late(world, alike):
     """Nothing moves before the first exchange, as where warming up begins at a rate of zero; some never moves."""
     shapes = [(64, 64), (40,)]
     compressor = compressor_named("lowrank", shapes, rank=2, seed=3, device="cpu", dtype=torch.float64)
-    peers = Peers(world.rank, world.size)
+    peers = SyncGroup(world.rank, world.size)
     if alike:
         compute_alike([compressor], peers, torch.zeros(0, dtype=torch.float64))
     count = 64 * 64 + 40
-    nothing, held = settle(compressor.agree(torch.zeros(count, dtype=torch.float64), peers))
+    nothing, residual = settle(compressor.average(torch.zeros(count, dtype=torch.float64), peers))
     values, missing = _own(world, count=count), []
     values[: 64 * 64].view(64, 64)[:16] = 0
     values[: 64 * 64].view(64, 64)[:, :16] = 0
     for _ in range(30):
-        _, held = settle(compressor.agree(values + held, peers))
+        _, residual = settle(compressor.average(values + residual, peers))
         values = torch.zeros_like(values)
-        missing.append(_sum(held).norm().item())
+        missing.append(_sum(residual).norm().item())
     return nothing.abs().max().item(), missing
 
 
@@ -161,7 +161,7 @@ class _Trainer:
         shapes = [tuple(p.shape) for p in self.trained]
         compressor = compressor_named(name, shapes, rank=1, seed=1, device="cpu", dtype=torch.float64)
         # A group of its own: exchanges of two networks may be under way at a time.
-        peers = peers or Peers(world.rank, world.size, dist.new_group())
+        peers = peers or SyncGroup(world.rank, world.size, dist.new_group())
         buffers = Buffers(list(self.network.buffers()), peers, machine)
         self.sync = LocalSteps(self.trained, buffers, peers, compressor, pace, machine=machine)
 
@@ -209,8 +209,8 @@ def test_agreeing_after_each_step_uncompressed_is_plain_data_parallel():
 def _finished(world, name, pace):
     trainer = _Trainer(world, name, pace)
     trainer.train(0, 11)
-    trainer.sync.agree_on_buffers(11)
-    with trainer.sync.agreed():
+    trainer.sync.average_buffers(11)
+    with trainer.sync.averaged():
         between = {name: tensor.clone() for name, tensor in trainer.network.state_dict().items()}
     own = _everything(trainer)
     trainer.sync.finish(11)
@@ -241,8 +241,8 @@ def _again(world, name, pace, stop):
     whole.train(0, 14)
     first = _Trainer(world, name, pace)
     first.train(0, stop)
-    first.sync.agree_on_buffers(stop)
-    with first.sync.agreed():
+    first.sync.average_buffers(stop)
+    with first.sync.averaged():
         network = {key: tensor.clone() for key, tensor in first.network.state_dict().items()}
     tensors, numbers = first.sync.state()
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
@@ -267,11 +267,11 @@ def test_going_on_from_any_step_gives_the_same_bits(name, stop):
 def _two_machines(world):
     """Ranks 0 and 1 are one machine, 2 and 3 the other; within a machine all do the same."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    speakers = dist.new_group([0, 2])
+    leaders = dist.new_group([0, 2])
     place = world.rank // 2
-    machine = Machine(groups[place], 2 * place, 2, world.rank % 2 == 0)
+    machine = MachineGroup(groups[place], 2 * place, 2, world.rank % 2 == 0)
     one = type(world)(place, 2)
-    trainer = _Trainer(one, "int8", Pace(4, 2, momentum=0.5), machine=machine, peers=Peers(place, 2, speakers))
+    trainer = _Trainer(one, "int8", Pace(4, 2, momentum=0.5), machine=machine, peers=SyncGroup(place, 2, leaders))
     trainer.train(0, 10)
     trainer.sync.finish(10)
     return _everything(trainer)
@@ -319,9 +319,9 @@ def _gradients(network, world, step, *, passes=1):
 def _machine(world):
     """Ranks 0 and 1 are one machine, rank 2 or 2 and 3 the other."""
     groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, world.size)))]
-    speakers, place = dist.new_group([0, 2]), world.rank // 2
+    leaders, place = dist.new_group([0, 2]), world.rank // 2
     size = 2 if place == 0 else world.size - 2
-    return Peers(place, 2, speakers), Machine(groups[place], 2 * place, size, world.rank % 2 == 0)
+    return SyncGroup(place, 2, leaders), MachineGroup(groups[place], 2 * place, size, world.rank % 2 == 0)
 
 
 def _power(world, beside, passes, machines=False):
@@ -329,7 +329,7 @@ def _power(world, beside, passes, machines=False):
     network = _Deep().double()
     named = dict(network.named_parameters())
     rare = [one for name, one in named.items() if name.startswith("unused")]
-    peers, machine = _machine(world) if machines else (Peers(world.rank, world.size), None)
+    peers, machine = _machine(world) if machines else (SyncGroup(world.rank, world.size), None)
     power = PowerSgd(list(named.values()), peers, 16, 7, rare, machine=machine, processes=world.size)
     names, went_in, came_out = list(named), {}, {}
     for step in range(6):
@@ -343,16 +343,18 @@ def _power(world, beside, passes, machines=False):
             if beside and number == passes - 1:
                 power.expect()
             loss.backward()
-        power.agree()
+        power.average()
         for name, one in named.items():
             if one.grad is not None:
                 came_out[name] = came_out.get(name, 0) + one.grad
     state, lost, missing = power.state(), 0.0, 0.0
     batches = sorted({key.partition(".")[0] for key in state}, key=int)
-    held = torch.cat([state[f"{number}.held"] for number in batches])
-    held = dict(zip(reversed(names), held.split([named[name].numel() for name in reversed(names)]), strict=True))
+    residual = torch.cat([state[f"{number}.held"] for number in batches])
+    residual = dict(
+        zip(reversed(names), residual.split([named[name].numel() for name in reversed(names)]), strict=True)
+    )
     for name in went_in:
-        kept = (_sum(held[name]) / world.size).view(named[name].shape)
+        kept = (_sum(residual[name]) / world.size).view(named[name].shape)
         lost = max(lost, (came_out[name] + kept - went_in[name]).abs().max().item())
         missing = max(missing, kept.abs().max().item())
     power.close()
@@ -400,25 +402,25 @@ def _replaced(world, replaces):
             parameter.grad.mul_(2)
 
     layer.weight.register_post_accumulate_grad_hook(double)
-    power = PowerSgd(list(layer.parameters()), Peers(world.rank, world.size), 2, 7)
+    power = PowerSgd(list(layer.parameters()), SyncGroup(world.rank, world.size), 2, 7)
     seen = []
     for step in range(4):
         layer.zero_grad()
         power.expect()
         layer(_own(world, seed=step, count=96)).square().sum().backward()
-        power.agree()
+        power.average()
         seen.append(layer.weight.grad.clone())
     state = power.state()
     power.close()
-    return torch.stack(seen), next(held for name, held in state.items() if name.endswith("held"))
+    return torch.stack(seen), next(residual for name, residual in state.items() if name.endswith("held"))
 
 
 def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient():
-    for (one, held), (other, also) in zip(
+    for (one, residual), (other, also) in zip(
         run_on_ranks(_replaced, 2, True), run_on_ranks(_replaced, 2, False), strict=True
     ):
         assert torch.equal(one, other)
-        assert torch.equal(held, also)
+        assert torch.equal(residual, also)
 
 
 @pytest.mark.parametrize("arithmetic", [LIBRARY, PORTABLE])
@@ -452,13 +454,13 @@ def _power_again(world, stop):
             for _, loss in _gradients(network, world, step):
                 power.expect()
                 loss.backward()
-            power.agree()
+            power.average()
             sent.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
         return sent
 
     networks = [_Deep().double() for _ in range(2)]
     first, other = (
-        PowerSgd(list(one.parameters()), Peers(world.rank, world.size, dist.new_group()), 16, 7) for one in networks
+        PowerSgd(list(one.parameters()), SyncGroup(world.rank, world.size, dist.new_group()), 16, 7) for one in networks
     )
     send(first, networks[0], range(stop))
     state = {name: tensor.clone() for name, tensor in first.state().items()}
@@ -477,10 +479,10 @@ def test_what_is_held_of_several_batches_goes_on_to_the_same_bits(stop):
 
 def _averaged(world):
     whole, running = torch.tensor(2**24 + 1 + world.rank), torch.full((3,), float(world.rank))
-    buffers = Buffers([whole, running], Peers(world.rank, world.size))
-    buffers.agree(1)
+    buffers = Buffers([whole, running], SyncGroup(world.rank, world.size))
+    buffers.average(1)
     own = buffers.own()
-    buffers.write(buffers.agreed)
+    buffers.write(buffers.averaged)
     seen = running.tolist()
     buffers.write(own)
     return int(whole), seen, running.tolist()
@@ -493,7 +495,7 @@ def test_the_mean_of_statistics_leaves_whole_numbers_alone():
 
 def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     layer = nn.Linear(64, 64)
-    power = PowerSgd(list(layer.parameters()), Peers(), 1, 0)
+    power = PowerSgd(list(layer.parameters()), SyncGroup(), 1, 0)
     values = torch.zeros(2, 64, requires_grad=True)
     for _ in range(2):
         values = checkpoint(layer, values, use_reentrant=True)

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.checkpoint.kept import remove_step
 from manyhands.checkpoint.load import load
-from manyhands.checkpoint.save import remove_step, save
+from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
 from manyhands.train.rehearse import TIMED
-from manyhands.train.samples import Objects
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 
@@ -81,12 +82,12 @@ def _train(world, folder, max_steps, settings, elsewhere=False, network=_Network
     place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     mode = "single" if world.alone else "data"
-    parts = build(job, RunFolder(place), world, mode, Objects(network()))
-    first = parts.progress.step
-    fit(parts)
-    parts.prove_replicas()
-    snapshot = capture(parts.network, parts.update.optimizer, parts.progress, {})
-    parts.release()
+    trainer = build(job, RunFolder(place), world, mode, Objects(network()))
+    first = trainer.progress.step
+    fit(trainer)
+    trainer.prove_replicas()
+    snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+    trainer.release()
     return first, snapshot.model
 
 
@@ -178,7 +179,7 @@ def test_what_is_not_said_is_measured_and_the_network_is_left_as_it_was(tmp_path
 
 
 def _without_room(world, folder, settings):
-    if world.speaks:
+    if world.is_main:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     with pytest.raises(RunError, match="could not be saved"):
         _train(world, folder, TOTAL, settings)

@@ -8,7 +8,7 @@ from torch import nn
 
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import Mesh, parse_mesh
-from manyhands.parallel.hybrid import open_mesh
+from manyhands.parallel.grid import open_mesh
 from manyhands.parallel.proof.sums import Explanation, explain
 from manyhands.parallel.verify import verify_gradients
 from tests.processes.ranks import run_on_ranks

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import manyhands
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
+from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
-from manyhands.train.samples import Objects
 from tests.processes.ranks import run_on_ranks
 
 
@@ -56,12 +58,12 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        parts = build(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank)))
+        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank)))
         if accelerator:
             # The path of devices that are not waited for at every step.
-            parts.update.device = "accelerator"
+            trainer.update.device = "accelerator"
         try:
-            fit(parts)
+            fit(trainer)
         except RunError as error:
             return error.what, error.where
         return "", ""
@@ -78,6 +80,18 @@ def test_a_gradient_that_is_not_finite_names_rank_step_and_tensor():
         assert "the gradient of linear." in what
         # Two passes come before the first step: the rehearsal, and the one that settles DDP's buckets.
         assert where == "rank 1, step 1"
+
+
+def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
+    images = torch.zeros(40, 1, 8, 8)
+    images[17, 0, 3] = float("nan")
+    data = TensorDataset(images, torch.arange(40) % 5)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+    with pytest.raises(RunError) as caught:
+        manyhands.fit(net, data, data, epochs=1, batch=40, out=tmp_path / "run", quiet=True, run__report=False)
+    assert "input pictures" in caught.value.what
+    assert str(caught.value.where).endswith("samples 17")
+    assert not any("train." in line for line in caught.value.mend)
 
 
 def test_lost_numbers_on_an_accelerator_stop_all_processes():
@@ -119,11 +133,11 @@ def test_one_process_alone(wrong):
     with tempfile.TemporaryDirectory() as folder:
         from manyhands.core.world import World
 
-        parts = build(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong)))
-        before = [p.detach().clone() for p in parts.network.inner.parameters()]
+        trainer = build(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong)))
+        before = [p.detach().clone() for p in trainer.network.inner.parameters()]
         with pytest.raises(RunError) as caught:
-            fit(parts)
+            fit(trainer)
         assert "not finite" in caught.value.what or "gradient of linear" in caught.value.what
         # The update that would have spoilt them was not made.
-        assert all(torch.isfinite(p).all() for p in parts.network.inner.parameters())
-        assert not torch.equal(before[0], next(parts.network.inner.parameters()))
+        assert all(torch.isfinite(p).all() for p in trainer.network.inner.parameters())
+        assert not torch.equal(before[0], next(trainer.network.inner.parameters()))

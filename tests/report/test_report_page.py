@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -10,13 +11,15 @@ from html.parser import HTMLParser
 
 import pytest
 from fake_run import FakeRun, complete
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.records import EvaluationDetail
+from manyhands.core.registry import Running
 from manyhands.report.curves import curves
 from manyhands.report.drawing import smooth, thin
 from manyhands.report.mistakes import class_scores, confused_pairs
+from manyhands.report.now import look
 from manyhands.report.page import render, write_report
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines, result_object
@@ -74,6 +77,8 @@ def test_every_number_comes_from_the_records(finished):
         "images_per_s": statistics.median(step.images_per_s for step in run.steps[10:]),
         "steps": 1000,
         "epochs": 10,
+        "test_top1": None,
+        "test_final_top1": None,
         "status": "finished",
         "report": str(finished / "report.html"),
     }
@@ -165,12 +170,15 @@ def test_any_number_of_classes(tmp_path, count):
 
 
 @settings(max_examples=40)
+@example(["a\x1b[31mb\u202ec"], "\x9b2J\u2066")
 @given(names=st.lists(st.text(max_size=30), min_size=1, max_size=6), message=st.text(max_size=40))
 def test_names_and_messages_are_only_text(tmp_path_factory, names, message):
     run = FakeRun(tmp_path_factory.mktemp("run"), classes=names, epochs=1, steps_per_epoch=2, record_every=1).begin()
     run.train()
     run.event("warning", message="<b>" + message)
-    parser = structure(render(read_run(run.path), {}))
+    page = render(read_run(run.path), {})
+    parser = structure(page)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", page)
     assert "b" not in parser.tags
     assert "script" not in parser.tags
 
@@ -230,3 +238,30 @@ def test_a_loss_over_many_decades_has_plain_numbers_on_its_axis(tmp_path):
     labels = [label.get_text() for label in axis.get_yticklabels()]
     assert all(float(text) > 0 for text in labels if text)
     assert any(labels)
+
+
+@pytest.mark.parametrize(
+    "spoil", ["a step of 400 digits", "half a character", "no evaluation", "a pipe", "an infinite share"]
+)
+def test_records_that_nobody_wrote_are_left_out_and_the_page_is_made(tmp_path, spoil):
+    run = FakeRun(tmp_path, epochs=1, steps_per_epoch=4, record_every=1).begin().train().finish()
+    metrics, events = run.path / "metrics.jsonl", run.path / "events.jsonl"
+    if spoil == "a step of 400 digits":
+        metrics.write_text(metrics.read_text().replace('"step":4', f'"step":{10**400}'))
+    elif spoil == "half a character":
+        with events.open("a") as file:
+            file.write('{"v": 1, "time": 9, "kind": "warning", "message": "\\ud800"}\n')
+    elif spoil == "no evaluation":
+        kept = [line for line in metrics.read_text().splitlines(keepends=True) if "evaluation" not in line]
+        metrics.write_text("".join(kept))
+        (run.path / "evaluations" / "last.json").unlink()
+    elif spoil == "a pipe":
+        events.unlink()
+        os.mkfifo(events)
+    else:
+        metrics.write_text(metrics.read_text().replace('"data_share":', '"data_share":1e999, "x":'))
+    found = read_run(run.path)
+    assert "</html>" in render(found, {})
+    json.dumps(result_object(found), allow_nan=False)
+    assert result_lines(found)
+    look(Running(time=0, pid=1, created=0, host="h", run=str(run.path), hosts=["h"], command=["x"]))

@@ -1,6 +1,7 @@
 """A run folder can be read in whatever state it is."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -153,3 +154,10 @@ def test_a_file_that_was_begun_anew_is_read_again(tmp_path):
     assert len(tail.poll()) == 2
     tail.path.write_text('{"a": 3}\n')
     assert tail.poll() == [{"a": 3}]
+
+
+def test_exceptions_are_told_even_of_a_plan_that_is_damaged_elsewhere(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    content = json.loads(run.folder.plan.read_text())
+    run.folder.plan.write_text(json.dumps({**content, "norm_group": None, "layout": {}}))
+    assert read_run(tmp_path).plan.exceptions == content["exceptions"]

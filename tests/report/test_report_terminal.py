@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from manyhands.report.line import Progress, live_line
+from manyhands.core.shown import plain
+from manyhands.report.line import ScreenProgress, live_line
 from manyhands.report.read import read_run
 from manyhands.report.terminal import Screen
-from manyhands.report.words import duration, plain, shorten
+from manyhands.report.words import duration, shorten
 
 
 class Terminal(io.StringIO):
@@ -153,7 +154,7 @@ def steps(tmp_path_factory):
 @settings(max_examples=200)
 @given(width=st.integers(1, 200), count=st.integers(0, 50), late=st.floats(0, 1e6), ascii_only=st.booleans())
 def test_the_line_always_fits(steps, width, count, late, ascii_only):
-    progress = Progress()
+    progress = ScreenProgress()
     for record in steps[:count]:
         progress.take(record)
     now = (progress.heard or 0.0) + late
@@ -164,7 +165,7 @@ def test_the_line_always_fits(steps, width, count, late, ascii_only):
 
 
 def test_what_matters_most_stays_longest(steps):
-    progress = Progress()
+    progress = ScreenProgress()
     for record in steps:
         progress.take(record)
     now = progress.heard or 0.0

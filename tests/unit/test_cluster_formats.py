@@ -2,16 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.describe import FORMATS, format_named, format_of, names, read_cluster
-from manyhands.cluster.formats import accelerate, hostfile, launch_json, msrun, rank_table, torchrun
-from manyhands.cluster.holding import canonical
-from manyhands.cluster.inventory import Cluster, Machine
+from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.descriptions.formats import accelerate, hostfile, launch_json, msrun, rank_table, torchrun
+from manyhands.cluster.descriptions.holding import canonical
+from manyhands.cluster.descriptions.inventory import Cluster, Machine
+from manyhands.cluster.descriptions.recognise import FORMATS, format_named, format_of, names, read_cluster
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import load_choice, module_names
 
@@ -33,8 +35,9 @@ USERS = st.sampled_from(["", "", "", "ann@", "j.doe-2@"])
 def machines(draw, hosts=None):
     host = draw(hosts or st.builds("{}{}".format, USERS, HOSTS))
     slots = draw(st.integers(0, 9))
+    port = draw(st.sampled_from([0, 0, 0, 22, 31234]))
     cards = st.lists(st.integers(0, 15), min_size=slots, max_size=slots, unique=True).map(tuple)
-    return Machine(host, slots, draw(st.one_of(st.just(()), cards)) if slots else ())
+    return Machine(host, slots, draw(st.one_of(st.just(()), cards)) if slots else (), port)
 
 
 @st.composite
@@ -79,12 +82,14 @@ def test_rank_tables_hold_machines_that_hccl_can_group(listed):
 @PROPERTY
 @given(st.lists(machines(), min_size=1, max_size=9, unique_by=lambda machine: machine.name))
 def test_hostfiles_hold_any_machines_without_numbers_of_devices(listed):
-    cluster = Cluster(tuple(Machine(machine.host, machine.slots) for machine in listed))
+    cluster = Cluster(tuple(replace(machine, devices=()) for machine in listed))
     assert hostfile.read(hostfile.write(cluster), "") == cluster
     assert hostfile.read_list(",".join(map(_in_a_list, cluster.machines)), "--hosts") == cluster
 
 
 def _in_a_list(machine):
+    if machine.port:
+        return machine.target + (f" slots={machine.slots}" if machine.slots else "")
     user, at, name = machine.host.rpartition("@")
     shown = f"[{name}]" if ":" in name else name
     return f"{user}{at}{shown}" + (f":{machine.slots}" if machine.slots else "")
@@ -95,8 +100,9 @@ def _in_a_list(machine):
 @given(data=st.data())
 def test_commands_hold_everything_about_all_machines(module, data):
     listed = data.draw(st.lists(machines(), min_size=2, max_size=5, unique_by=lambda machine: machine.name))
+    listed = [replace(machine, port=0) for machine in listed]
     if module is msrun:
-        listed = [Machine(machine.host, machine.slots or 3, machine.devices) for machine in listed]
+        listed = [replace(machine, slots=machine.slots or 3) for machine in listed]
     address, port = data.draw(st.one_of(st.just(""), HOSTS)), data.draw(st.integers(0, 65535))
     cluster = canonical(Cluster(tuple(listed), address, port))
     assert module.read(module.write(cluster), "") == cluster
@@ -186,6 +192,11 @@ class TestHostfiles:
             ("-oProxyCommand=x slots=4", "is not a host"),
             ("ann@n1 slots=4", "two users"),
             ("[fd00::zz]:4", "not an IPv6 address"),
+            ("[fe80::1%;touch]:4", "not an IPv6 address"),
+            ("n2:222", "is 222 behind n2 the port of its ssh, or the number of its processes?"),
+            ("n2 port=0", "from 1 to 65535"),
+            ("ssh://n2:31234 port=2222", "port is given twice"),
+            ("ssh://ann:secret@n2", "passwords"),
         ],
     )
     def test_mistakes_have_their_line(self, line, said):
@@ -193,6 +204,42 @@ class TestHostfiles:
             hostfile.read(f"n1 slots=4\n# more\n{line}\n", "hosts")
         assert said in str(caught.value)
         assert caught.value.where == "hosts, line 3"
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("ssh://root@ssh5.example:31234", Machine("root@ssh5.example", port=31234)),
+            ("ssh://n1:22/", Machine("n1", port=22)),
+            ("ssh://box", Machine("box")),
+            ("ssh://[fd00::7]:2222 slots=3", Machine("fd00::7", 3, port=2222)),
+            ("n1 slots=222", Machine("n1", 222)),
+            ("root@n1 port=31234", Machine("root@n1", port=31234)),
+        ],
+    )
+    def test_ssh_on_a_port_of_its_own(self, text, found):
+        assert hostfile.read(f"{text}\n", "hosts").machines == (found,)
+        assert hostfile.read_list(f"n9,{text}", "--hosts").machines == (Machine("n9"), found)
+        assert hostfile.recognise("any", f"{text}\n") == any(word in text for word in ("slots=", "port=", "//"))
+
+    @pytest.mark.parametrize("number", ["22", "222", "2222", "31234"])
+    def test_a_number_that_may_be_a_port_is_asked_about(self, number):
+        with pytest.raises(UserError) as caught:
+            hostfile.read_list(f"root@ssh5.example:{number}", "cluster.hosts")
+        assert f"is {number} behind root@ssh5.example the port of its ssh" in caught.value.what
+        assert f"if it is the port: ssh://root@ssh5.example:{number}" in caught.value.mend
+        if int(number) < 1024:
+            assert f'if these are processes: "root@ssh5.example slots={number}"' in caught.value.mend
+
+    def test_machines_behind_one_address_are_told_apart_by_their_ports(self):
+        found = hostfile.read_list("ssh://root@ssh5:31234,ssh://root@ssh5:31235", "--hosts").machines
+        assert [machine.name for machine in found] == ["ssh5:31234", "ssh5:31235"]
+        with pytest.raises(UserError, match="ssh5:31234 is there twice"):
+            hostfile.read_list("ssh://root@ssh5:31234,ssh://ann@ssh5:31234", "--hosts")
+
+    def test_no_password_is_shown(self):
+        with pytest.raises(UserError) as caught:
+            hostfile.read_list("ssh://ann:secret@n2:31234", "--hosts")
+        assert "secret" not in str(caught.value)
 
     @pytest.mark.parametrize("text", ["n1,,n2", "n1,n1:2", "fd00::1:4", "n1:x", "", "-n1"])
     def test_lists_are_strict(self, text):
@@ -352,6 +399,12 @@ class TestAccelerate:
         assert said in str(caught.value)
         assert caught.value.where == f"a.yaml, line {line}"
 
+    @pytest.mark.parametrize("address", ["-oProxyCommand=x", "a b", "29500", "n1;x", "http://n1"])
+    def test_the_first_machine_has_a_name_or_an_address(self, address):
+        text = f"distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 2\nmain_process_ip: '{address}'\n"
+        with pytest.raises(UserError, match="expected the first machine's name or address"):
+            accelerate.read(text, "file")
+
     @pytest.mark.parametrize("text", ["distributed_type: DEEPSPEED\n", "distributed_type: NO\nmixed_precision: fp8\n"])
     def test_what_has_no_counterpart_is_refused(self, text):
         with pytest.raises(UserError):
@@ -485,3 +538,16 @@ class TestDescribe:
 
     def test_a_small_yaml_is_not_taken_for_a_hostfile(self):
         assert format_of("x", yaml.safe_dump({"distributed_type": "NO"})) is accelerate
+
+
+@pytest.mark.parametrize(
+    ("machine", "command"),
+    [
+        (Machine("n1"), "scp -r n1:/a/run runs/x"),
+        (Machine("ann@n1", port=31234), "scp -r -P 31234 ann@n1:/a/run runs/x"),
+        (Machine("ann@fd00::7"), "scp -r 'ann@[fd00::7]:/a/run' runs/x"),
+    ],
+)
+def test_the_line_that_copies_from_a_machine_can_be_typed(machine, command):
+    assert copied_by(machine, "/a/run", "runs/x") == command
+    assert "'" in copied_by(machine, "/a b/run", "runs/x")

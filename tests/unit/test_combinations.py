@@ -1,35 +1,37 @@
-"""Every parallel mode says which sync methods it takes, and only real ones."""
+"""Which parallel mode takes which sync method follows from what the one offers and the other needs."""
 
 import pytest
 
+from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.links import Link
+from manyhands.core.link_speeds import LinkSpeed
 from manyhands.core.plugins import load_choice, module_names
 from manyhands.core.world import World
 from manyhands.parallel.apply import MODES, resolve_mode
-from manyhands.sync.choose import COMBINATIONS, METHODS, resolve_method
-from manyhands.sync.costs import Case
+from manyhands.sync.choose import EXACT, check_method
+from manyhands.sync.costs import LinkCase
+from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
+from manyhands.train import choose_sync
+from manyhands.train.choose_sync import check_combination, leaves_a_choice
 
-
-def test_the_table_names_all_modes_and_only_real_methods():
-    assert set(COMBINATIONS) == set(module_names(MODES))
-    assert {method for methods in COMBINATIONS.values() for method in methods} <= set(module_names(METHODS))
+# The others average gradients by themselves.
+TAKE_ALL = {"single", "data"}
 
 
 @pytest.mark.parametrize("mode", module_names(MODES))
 def test_each_combination_is_taken_or_refused_by_name(mode):
     for method in module_names(METHODS):
-        if method in COMBINATIONS[mode]:
-            assert resolve_method(method, mode) == method
+        if mode in TAKE_ALL or method == EXACT:
+            check_combination(method, mode)
         else:
-            with pytest.raises(UserError, match=method):
-                resolve_method(method, mode)
+            with pytest.raises(UserError, match=f"{mode} can't be combined with {method}, which averages|needs"):
+                check_combination(method, mode)
 
 
 def test_words_that_name_nothing_are_refused_with_a_suggestion():
     with pytest.raises(UserError, match="allreduc") as caught:
-        resolve_method("allreduc", "data")
+        check_method("allreduc")
     assert 'did you mean "allreduce"?' in caught.value.mend
     with pytest.raises(UserError, match="no parallel mode") as caught:
         resolve_mode("dta", World())
@@ -40,12 +42,13 @@ def test_words_that_name_nothing_are_refused_with_a_suggestion():
 
 @pytest.mark.parametrize("mode", module_names(MODES))
 def test_auto_goes_with_every_mode_and_leaves_no_choice_where_there_is_none(mode):
-    assert resolve_method("auto", mode) == ("auto" if len(COMBINATIONS[mode]) > 1 else "allreduce")
+    check_combination("auto", mode)
+    assert leaves_a_choice(mode) == (mode in TAKE_ALL)
 
 
 def test_a_refusal_names_a_mode_that_takes_the_method():
     with pytest.raises(UserError, match="fsdp can't be combined with local") as caught:
-        resolve_method("local", "fsdp")
+        check_combination("local", "fsdp")
     assert caught.value.mend == ("--parallel data", "--sync allreduce")
 
 
@@ -53,7 +56,15 @@ def test_a_refusal_names_a_mode_that_takes_the_method():
 def test_each_method_says_what_it_does_and_what_it_costs(method):
     choice = load_choice(METHODS, method)
     assert choice.DESCRIPTION
-    case = Case(((64, 64), (64,)), 4, 10, 2, 1.0, 0.5, Link(1e6, 1e-4), 1000)
+    assert bool(getattr(choice, "EXCEPTION", "")) != choice.EXACT
+    case = LinkCase(((64, 64), (64,)), 4, 10, 2, 1.0, 0.5, LinkSpeed(1e6, 1e-4), 1000)
     for cost in choice.estimate(case, SyncOptions()):
         assert cost.method == method
         assert cost.sent_bytes > 0
+
+
+@pytest.mark.parametrize("method", ["auto", "local"])
+def test_delays_longer_than_the_pace_are_refused_before_anything_is_timed(method):
+    job = load_job({"sync.method": method, "sync.every": 5, "sync.delay": 20}, environment={}).job
+    with pytest.raises(UserError, match="can't be applied 20 steps late"):
+        choose_sync._asked(job, "data")

@@ -8,13 +8,16 @@ import torch.distributed as dist
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import FAILURE_FILE, Failure
-from manyhands.core.world import Membership
+from manyhands.core.records import FAILURE_FILE
+from manyhands.core.world import Membership, World
 from manyhands.parallel import cause
 from manyhands.parallel.cause import Cause
 from manyhands.parallel.group import Group
-from manyhands.run.worker import Failed, _first_of_all, train_here
+from manyhands.parallel.said import Told
 from manyhands.train.failing import describe_failure, is_consequence
+from manyhands.worker import entry
+from manyhands.worker.entry import MET, Failed, train_here
+from manyhands.worker.peers import first_of_all
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
 DUPLICATE = (
@@ -69,7 +72,7 @@ def soon(monkeypatch):
 def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
     listening = Cause(dist.HashStore(), 0)
     try:
-        record = _first_of_all(_Group(listening), failure(dist.DistBackendError(GONE)))
+        record = first_of_all(_Group(listening), failure(dist.DistBackendError(GONE)))
     finally:
         listening.close()
     assert "ncclRemoteError" in record.what
@@ -81,8 +84,8 @@ def test_a_causes_words_reach_the_others(soon, monkeypatch):
     store = dist.HashStore()
     one, other = Cause(store, 0), Cause(store, 0)
     try:
-        _first_of_all(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
-        record = _first_of_all(_Group(other), failure(dist.DistBackendError(GONE)))
+        first_of_all(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
+        record = first_of_all(_Group(other), failure(dist.DistBackendError(GONE)))
     finally:
         one.close()
         other.close()
@@ -99,9 +102,9 @@ def test_an_accelerators_process_that_waits_for_ever_is_ended_by_its_listener(so
         left.set()
 
     waiting, failing = Cause(store, 0, leave), Cause(store, 0)
-    failing.publish(failure(KeyError("mine"), rank=1).model_dump_json())
+    failing.publish(Told.of(1, "n2", "KeyError: mine"))
     assert left.wait(10)
-    assert Failure.model_validate_json(heard[0]).rank == 1
+    assert heard[0].rank == 1
     # One that ends by itself in time is left alone.
     leaving = Cause(dist.HashStore(), 0, leave)
     leaving.close()
@@ -123,3 +126,42 @@ def test_the_record_is_written_before_the_group_is_left(monkeypatch, tmp_path):
         train_here(job, membership, folder, {}, print)
     assert json.loads(written[0])["rank"] == 0
     assert json.loads((folder.failures / "0.json").read_text())["phase"] == "build"
+
+
+class _OnAnAccelerator:
+    """A group whose collectives wait for ever where a peer has gone."""
+
+    def __init__(self, store, ended):
+        self.world, self.stands, self._store, self._ended = World(1, 2, device="cuda:1"), None, store, ended
+
+    def listen(self, attempt, leave):
+        self.cause = Cause(self._store, attempt, leave)
+
+    def abort(self):
+        self._ended.set()
+
+
+@pytest.mark.parametrize("started_by", ["--init", MET])
+def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by, soon, monkeypatch, tmp_path, capsys):
+    """No machine with two GPUs was there: the decision, with --init and with a rank table, and its order."""
+    folder, ended = RunFolder(tmp_path / "run"), threading.Event()
+    folder.failures.mkdir(parents=True)
+    store = dist.HashStore()
+    waiting = _OnAnAccelerator(store, ended)
+    monkeypatch.setattr("manyhands.parallel.group.join", lambda *_: waiting)
+    monkeypatch.setattr(entry, "share_folder", lambda _world, given: given)
+    monkeypatch.setattr(entry, "_from_where_rank_0_says", lambda job, *_: job)
+    monkeypatch.setattr(entry, "_build", lambda *_: None)
+    mine = entry._Mine(Membership(rank=1, size=2, device="cuda", started_by=started_by), folder)
+    mine.join_and_build(load_job({"model.name": "mlp"}, environment={}).job, {}, print)
+    failing = Cause(store, 0)
+    try:
+        failing.publish(Told.of(0, "n1", "KeyError: mine"))
+        assert ended.wait(20)
+    finally:
+        failing.close()
+        waiting.cause.close()
+    record = json.loads((folder.failures / "1.json").read_text())
+    assert record["consequence"]
+    assert "rank 0 on n1 failed first; it says: KeyError: mine" in record["what"]
+    assert "KeyError: mine" in capsys.readouterr().err

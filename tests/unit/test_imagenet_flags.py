@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from manyhands.cli.imagenet import RECIPE, imagenet
 from manyhands.cli.main import main, make_app
-from manyhands.cluster.formats.imagenet import Flags, Nodes, job_values, meeting_of, nodes_of, notes
-from manyhands.cluster.inventory import Meeting
+from manyhands.cluster.descriptions.formats.imagenet import (
+    ImagenetFlags,
+    Nodes,
+    job_values,
+    meeting_of,
+    nodes_of,
+    notes,
+)
+from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.datasets.fake_imagenet import open as open_fake
@@ -60,12 +67,12 @@ def test_every_flag_is_known(words, field, value):
     command, bound, _ = make_app().parse_args(["imagenet", *words.split()], exit_on_error=False, print_error=False)
     assert command is imagenet
     assert bound.arguments == {field: value}
-    assert hasattr(Flags(), field)
+    assert hasattr(ImagenetFlags(), field)
 
 
 def test_every_field_has_a_flag():
-    assert {field for _, field, _ in KNOWN} == set(vars(Flags()))
-    assert set(vars(Flags())) <= set(inspect.signature(imagenet).parameters)
+    assert {field for _, field, _ in KNOWN} == set(vars(ImagenetFlags()))
+    assert set(vars(ImagenetFlags())) <= set(inspect.signature(imagenet).parameters)
 
 
 def job_of(flags, environment=None):
@@ -74,7 +81,7 @@ def job_of(flags, environment=None):
 
 
 def test_without_flags_it_is_main_py():
-    job = job_of(Flags())
+    job = job_of(ImagenetFlags())
     train = job.train
     assert (train.epochs, train.batch, train.optimizer, train.lr, train.momentum) == (90, 256, "sgd", 0.1, 0.9)
     assert (train.nesterov, train.weight_decay, train.decay_norm_and_bias) == (False, 1e-4, True)
@@ -98,25 +105,25 @@ def test_the_help_names_all_networks_of_torchvision(capsys):
 
 
 def test_made_pictures_fit_a_network_of_another_size():
-    values = job_values(Flags(arch="inception_v3", dummy=True), nodes_of(Flags()))
+    values = job_values(ImagenetFlags(arch="inception_v3", dummy=True), nodes_of(ImagenetFlags()))
     assert values["data.image_size"] == 299
     picture, _ = open_fake("fake-imagenet", DataOptions(image_size=299)).test.dataset[0]
     assert picture.shape == (3, 299, 299)
-    assert job_values(Flags(arch="resnet18", dummy=True), nodes_of(Flags()))["data.image_size"] is None
+    assert job_values(ImagenetFlags(arch="resnet18", dummy=True), nodes_of(ImagenetFlags()))["data.image_size"] is None
 
 
 @pytest.mark.parametrize("arch", ["vit_b_16", "convnext_tiny", "swin_t"])
 def test_the_recipe_is_the_same_for_every_network(arch):
-    assert job_of(Flags(arch=arch)).train == job_of(Flags()).train
+    assert job_of(ImagenetFlags(arch=arch)).train == job_of(ImagenetFlags()).train
 
 
 def test_a_folder_is_never_taken_for_a_data_sets_name():
-    assert job_of(Flags(data="mnist")).data.name == "./mnist"
-    assert job_of(Flags(data="/data/imagenet")).data.name == "/data/imagenet"
+    assert job_of(ImagenetFlags(data="mnist")).data.name == "./mnist"
+    assert job_of(ImagenetFlags(data="/data/imagenet")).data.name == "/data/imagenet"
 
 
 def test_flags_reach_the_job():
-    flags = Flags(
+    flags = ImagenetFlags(
         arch="resnet50", workers=6, epochs=5, start_epoch=2, lr=0.3, momentum=0.5, weight_decay=0.0, print_freq=7,
         seed=11, dist_backend="gloo", no_accel=True, pretrained=True,
     )  # fmt: skip
@@ -125,10 +132,10 @@ def test_flags_reach_the_job():
     assert (job.train.epochs, job.train.start_epoch, job.train.lr, job.train.momentum) == (5, 2, 0.3, 0.5)
     assert (job.train.weight_decay, job.train.seed, job.run.log_steps) == (0.0, 11, 7)
     assert (job.cluster.backend, job.cluster.device) == ("gloo", "cpu")
-    assert job_of(Flags(workers=0)).data.workers == 0
-    assert job_of(Flags(gpu=2)).cluster.device == "cuda:2"
-    assert job_of(Flags(gpu=2)).cluster.processes == 1
-    assert job_of(Flags(dummy=True)).data.name == "fake-imagenet"
+    assert job_of(ImagenetFlags(workers=0)).data.workers == 0
+    assert job_of(ImagenetFlags(gpu=2)).cluster.device == "cuda:2"
+    assert job_of(ImagenetFlags(gpu=2)).cluster.processes == 1
+    assert job_of(ImagenetFlags(dummy=True)).data.name == "fake-imagenet"
 
 
 @given(
@@ -137,7 +144,7 @@ def test_flags_reach_the_job():
 )  # fmt: skip
 def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many):
     rank = min(count - 1, int(share * count))
-    flags = Flags(
+    flags = ImagenetFlags(
         world_size=count, rank=rank, batch_size=batch, dist_url=URL, multiprocessing_distributed=many, no_accel=True
     )
     job = job_of(flags)
@@ -152,18 +159,21 @@ def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many
 
 @pytest.mark.parametrize("url", ["tcp://[fd00::1]:8090", "tcp://n1:8090/", "tcp://10.0.0.1:8090"])
 def test_addresses_of_any_kind(url):
-    meeting = meeting_of(Flags(world_size=2, rank=1, dist_url=url), 4, {})
+    meeting = meeting_of(ImagenetFlags(world_size=2, rank=1, dist_url=url), 4, {})
     assert meeting.port == 8090
     assert meeting.address in {"fd00::1", "n1", "10.0.0.1"}
 
 
 def test_one_node_needs_no_address_and_says_so():
-    for flags in (Flags(world_size=1, rank=0, multiprocessing_distributed=True, dist_url=URL), Flags(dist_url=URL)):
+    for flags in (
+        ImagenetFlags(world_size=1, rank=0, multiprocessing_distributed=True, dist_url=URL),
+        ImagenetFlags(dist_url=URL),
+    ):
         nodes = nodes_of(flags, {})
         assert nodes == Nodes(1, 0, "")
         assert "loopback" in notes(flags, nodes)[0]
         assert job_values(flags, nodes)["train.batch"] == 256
-    assert notes(Flags(), Nodes()) == []
+    assert notes(ImagenetFlags(), Nodes()) == []
 
 
 TORCHRUN = {
@@ -174,43 +184,50 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "MASTER_POR
 
 
 def test_the_environment_counts_processes_under_torchrun_and_nodes_by_hand():
-    flags = Flags(dist_url="env://", batch_size=10, workers=3)
+    flags = ImagenetFlags(dist_url="env://", batch_size=10, workers=3)
     assert nodes_of(flags, TORCHRUN) == Nodes(4, 3, "env://")
     job = job_of(flags, TORCHRUN)
     assert (job.train.batch, job.cluster.init, job.data.workers, job.data.machine_workers) == (40, "env://", 3, 0)
-    several = Flags(dist_url="env://", multiprocessing_distributed=True)
+    several = ImagenetFlags(dist_url="env://", multiprocessing_distributed=True)
     assert nodes_of(several, BY_HAND) == Nodes(2, 1, "tcp://[fd00::1]:29500")
     assert meeting_of(several, 8, BY_HAND) == Meeting((8, 8), 1, "fd00::1", 29500)
-    assert nodes_of(Flags(dist_url="env://", world_size=3, rank=0), BY_HAND) == Nodes(3, 0, "tcp://[fd00::1]:29500")
+    assert nodes_of(ImagenetFlags(dist_url="env://", world_size=3, rank=0), BY_HAND) == Nodes(
+        3, 0, "tcp://[fd00::1]:29500"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "environment", "where", "says"),
     [
-        (Flags(world_size=3, dist_url=URL), {}, "--rank", "needs --rank"),
-        (Flags(rank=1), {}, "--rank", "needs --world-size"),
-        (Flags(world_size=0), {}, "--world-size", "found 0"),
-        (Flags(world_size=-2), {}, "--world-size", "found -2"),
-        (Flags(world_size=2, rank=2, dist_url=URL), {}, "--rank", "outside 0 … 1"),
-        (Flags(world_size=1, rank=1), {}, "--rank", "outside 0 … 0"),
-        (Flags(world_size=2, rank=0), {}, "--dist-url", "multicast"),
-        (Flags(world_size=2, rank=0, dist_url="10.0.0.1:8090"), {}, "--dist-url", "10.0.0.1:8090"),
-        (Flags(world_size=2, rank=0, dist_url="tcp://10.0.0.1"), {}, "--dist-url", "no place"),
-        (Flags(dist_url="env://"), {}, "environment", "WORLD_SIZE"),
-        (Flags(dist_url="env://"), {"WORLD_SIZE": "two", "RANK": "0"}, "environment", '"two"'),
-        (Flags(dist_url="env://", world_size=2, rank=0), {}, "environment", "MASTER_ADDR and MASTER_PORT"),
-        (Flags(), TORCHRUN, "--dist-url", "torchrun"),
-        (Flags(dist_url="env://", multiprocessing_distributed=True), TORCHRUN, "--multiprocessing-d", "torchrun"),
-        (Flags(gpu=0, multiprocessing_distributed=True), {}, "--gpu", "contradict"),
-        (Flags(gpu=0, no_accel=True), {}, "--gpu", "contradict"),
-        (Flags(resume="x", start_epoch=3), {}, "--resume", "contradict"),
-        (Flags(resume="x", pretrained=True), {}, "--resume", "contradict"),
-        (Flags(dummy=True, data="x"), {}, "--dummy", "contradict"),
-        (Flags(print_freq=0), {}, "-p", "found 0"),
-        (Flags(workers=-1), {}, "-j", "found -1"),
-        (Flags(batch_size=0), {}, "-b", "found 0"),
-        (Flags(gpu=-1), {}, "--gpu", "found -1"),
-        (Flags(start_epoch=91), {}, "job", "beyond the last of 90"),
+        (ImagenetFlags(world_size=3, dist_url=URL), {}, "--rank", "needs --rank"),
+        (ImagenetFlags(rank=1), {}, "--rank", "needs --world-size"),
+        (ImagenetFlags(world_size=0), {}, "--world-size", "found 0"),
+        (ImagenetFlags(world_size=-2), {}, "--world-size", "found -2"),
+        (ImagenetFlags(world_size=2, rank=2, dist_url=URL), {}, "--rank", "outside 0 … 1"),
+        (ImagenetFlags(world_size=1, rank=1), {}, "--rank", "outside 0 … 0"),
+        (ImagenetFlags(world_size=2, rank=0), {}, "--dist-url", "multicast"),
+        (ImagenetFlags(world_size=2, rank=0, dist_url="10.0.0.1:8090"), {}, "--dist-url", "10.0.0.1:8090"),
+        (ImagenetFlags(world_size=2, rank=0, dist_url="tcp://10.0.0.1"), {}, "--dist-url", "no place"),
+        (ImagenetFlags(dist_url="env://"), {}, "environment", "WORLD_SIZE"),
+        (ImagenetFlags(dist_url="env://"), {"WORLD_SIZE": "two", "RANK": "0"}, "environment", '"two"'),
+        (ImagenetFlags(dist_url="env://", world_size=2, rank=0), {}, "environment", "MASTER_ADDR and MASTER_PORT"),
+        (ImagenetFlags(), TORCHRUN, "--dist-url", "torchrun"),
+        (
+            ImagenetFlags(dist_url="env://", multiprocessing_distributed=True),
+            TORCHRUN,
+            "--multiprocessing-d",
+            "torchrun",
+        ),
+        (ImagenetFlags(gpu=0, multiprocessing_distributed=True), {}, "--gpu", "contradict"),
+        (ImagenetFlags(gpu=0, no_accel=True), {}, "--gpu", "contradict"),
+        (ImagenetFlags(resume="x", start_epoch=3), {}, "--resume", "contradict"),
+        (ImagenetFlags(resume="x", pretrained=True), {}, "--resume", "contradict"),
+        (ImagenetFlags(dummy=True, data="x"), {}, "--dummy", "contradict"),
+        (ImagenetFlags(print_freq=0), {}, "-p", "found 0"),
+        (ImagenetFlags(workers=-1), {}, "-j", "found -1"),
+        (ImagenetFlags(batch_size=0), {}, "-b", "found 0"),
+        (ImagenetFlags(gpu=-1), {}, "--gpu", "found -1"),
+        (ImagenetFlags(start_epoch=91), {}, "job", "beyond the last of 90"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
@@ -223,7 +240,7 @@ def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
 
 def test_several_processes_on_each_node_need_an_address():
     with pytest.raises(UserError, match="meet at an address"):
-        meeting_of(Flags(world_size=2, rank=0, dist_url="file:///mnt/meet"), 4, {})
+        meeting_of(ImagenetFlags(world_size=2, rank=0, dist_url="file:///mnt/meet"), 4, {})
 
 
 @pytest.mark.parametrize("wrong", [{"train.schedule": "cosine"}, {"train.optimizer": "adamw"}])

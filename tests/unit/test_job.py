@@ -5,6 +5,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.cli.main import main
 from manyhands.config.job import Job
 from manyhands.config.load import flatten, known_keys, load_job, parse_value, read_toml
 from manyhands.core.errors import UserError
@@ -96,3 +97,21 @@ def test_every_option_says_what_it_is():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no job file"):
         read_toml(tmp_path / "nothing.toml")
+
+
+def test_an_error_of_a_flag_says_which():
+    with pytest.raises(UserError) as one:
+        load_job({"data.name": "digits", "train.lr": -3}, environment={})
+    assert one.value.where == "flag --train.lr"
+    with pytest.raises(UserError) as two:
+        load_job({"data.name": "digits", "train.lr": -3, "train.batch": 0, "trian.epochs": 3}, environment={})
+    for flag in ("[flag --train.lr]", "[flag --train.batch]", "[flag --trian.epochs]"):
+        assert flag in str(two.value)
+
+
+@pytest.mark.parametrize("flags", [["--epochs", "1.5"], ["--batch=63.6"], ["-n", "1.2"], ["--seed", "0.9"]])
+def test_a_fraction_where_a_whole_number_belongs_is_not_rounded(capsys, flags):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "mlp", "--dry-run", *flags])
+    assert ended.value.code == 2
+    assert "is no whole number" in capsys.readouterr().err

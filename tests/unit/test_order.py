@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.order import Cut, Order, evaluation_blocks, group_edges
+from manyhands.data.order import BatchSharing, Order, evaluation_blocks, group_edges
 
 counts = st.integers(1, 300)
 processes = st.integers(1, 9)
@@ -16,9 +16,9 @@ groups = st.integers(0, 40)
 micro_batches = st.integers(0, 64)
 
 
-def _passes(count, cut):
+def _micro_batches(count, cut):
     try:
-        return cut.passes(count)
+        return cut.micro_batches(count)
     except UserError:
         # Only when a group can't fit into one pass.
         assert cut.group
@@ -30,11 +30,11 @@ def _passes(count, cut):
 
 @given(counts, processes, micro_batches, groups)
 def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, group):
-    passes = _passes(count, Cut(size, micro, group))
-    if passes is None:
+    micro_batches = _micro_batches(count, BatchSharing(size, micro, group))
+    if micro_batches is None:
         return
     position = 0
-    for shares in passes:
+    for shares in micro_batches:
         assert len(shares) == size
         for share in shares:
             assert share.start == position
@@ -45,11 +45,11 @@ def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, g
 
 @given(counts, processes, micro_batches, groups)
 def test_normalisation_groups_do_not_depend_on_the_number_of_processes(count, size, micro, group):
-    passes = _passes(count, Cut(size, micro, group))
-    if passes is None or not group:
+    micro_batches = _micro_batches(count, BatchSharing(size, micro, group))
+    if micro_batches is None or not group:
         return
     seen = []
-    for shares in passes:
+    for shares in micro_batches:
         sizes = {}
         for share in shares:
             assert sum(span.stop - span.start for span in share.spans) == share.count
@@ -98,14 +98,14 @@ def test_evaluation_blocks_hold_each_sample_once(length, block):
 
 
 def test_whole_groups_are_dealt_out_where_that_costs_little():
-    (shares,) = Cut(3, 0, 32).passes(256)
+    (shares,) = BatchSharing(3, 0, 32).micro_batches(256)
     assert [share.count for share in shares] == [64, 96, 96]
     assert not shares[0].shared_groups
-    (shares,) = Cut(3, 0, 32).passes(128)
+    (shares,) = BatchSharing(3, 0, 32).micro_batches(128)
     assert [share.count for share in shares] == [42, 43, 43]
     assert shares[0].shared_groups
 
 
 def test_a_group_larger_than_a_pass_is_refused():
     with pytest.raises(UserError, match="BatchNorm needs 32 samples"):
-        Cut(1, 16, 32).passes(64)
+        BatchSharing(1, 16, 32).micro_batches(64)

@@ -1,27 +1,42 @@
 """The readers of what comes from outside: plain data, or one error that says what is wrong."""
 
 import json
+import lzma
+import os
+import subprocess
+import sys
 import time
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from manyhands.checkpoint.plain_files import checked_plain
 from manyhands.checkpoint.tensors import unflatten
-from manyhands.cluster.located_json import parse, without_comments
+from manyhands.cluster.descriptions.hccl_table import typed
+from manyhands.cluster.descriptions.located_json import parse, without_comments
+from manyhands.cluster.descriptions.recognise import read_cluster, text_from
 from manyhands.config.load import load_job
+from manyhands.core import records
 from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
 from manyhands.core.layouts import layout_from_plain
 from manyhands.core.mesh import make_mesh, parse_mesh
 from manyhands.core.outside import (
     UnreadableError,
     decoded,
+    open_file,
     parse_json,
     parse_toml,
     parse_yaml,
     read_bytes,
     read_object,
+    typed_number,
 )
+from manyhands.core.quantities import parse_bandwidth, parse_memory
+from manyhands.core.records import read_lines
+from manyhands.data.idx import read_idx
+from manyhands.run.logs import read_places
 
 DEEP = 5_000
 JSON_TEXTS = ("{}", "[1, -2.5e3, true, null]", '{"a": [{"b": "[[[[{{{{ \\" \\\\"}]}', '"\\ud83d\\ude00 and \\\\ud800"')
@@ -181,6 +196,12 @@ def test_json_with_lines_has_the_same_limits(text):
         parse(text, "table.json")
 
 
+def test_half_a_character_in_a_rank_table_is_one_that_can_be_shown():
+    assert parse('{"a": "\\ud800", "\\udc00": 1}', "table.json").value == {"a": "\ufffd", "\ufffd": 1}
+    with pytest.raises(UserError, match="server_list"):
+        typed(parse('{"server_list": [], "\\ud800": 1}', "table.json"))
+
+
 def test_comments_and_strings_without_end_are_read_once():
     for text in ("/*" * 200_000, '"\\' * 200_000, "," + " " * 200_000):
         assert len(without_comments(text)) == len(text)
@@ -205,3 +226,100 @@ def test_strange_values_of_options_are_refused_on_one_screen(flags, said):
 def test_a_word_that_looks_like_a_number_is_a_word():
     job = load_job({"data": 5, "model": 4294967296}, environment={}).job
     assert (job.data.name, job.model.name) == ("5", "4294967296")
+
+
+def test_pipes_and_devices_are_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(UnreadableError, match=r"pipe|device"):
+            read_bytes(path)
+        with pytest.raises(UnreadableError, match=r"pipe|device"):
+            open_file(path)
+        with pytest.raises(UserError, match=r"pipe|device"):
+            load_job({}, file=path, environment={})
+    with pytest.raises(UserError, match="pipe"):
+        read_idx(pipe, 3)
+
+
+def test_what_a_shell_writes_into_a_pipe_is_read(tmp_path):
+    """As in `manyhands train <(COMMAND)`: the writer comes late and takes its time."""
+    os.mkfifo(tmp_path / "pipe")
+    command = "sleep 0.3; printf 'data = \"digits\"\\n'; sleep 0.3; printf 'model = \"cnn\"\\n'"
+    with subprocess.Popen(["sh", "-c", f"({command}) > {tmp_path / 'pipe'}"]):
+        job = load_job({}, file=tmp_path / "pipe", environment={}).job
+    assert (job.data.name, job.model.name) == ("digits", "cnn")
+
+
+def test_an_error_stays_a_screen_whatever_was_wrong():
+    error = UserError("x" * 100_000, "y" * 100_000, ("z" * 100_000,) * 100)
+    assert len(str(error).splitlines()) < 40
+    assert len(str(error)) < 60_000
+
+
+@pytest.mark.parametrize("text", ["9" * 5_000, "-1", "", "٣", "1e3", " 1"])
+def test_what_is_no_number_that_somebody_types_is_none(text):
+    assert typed_number(text) is None
+    assert typed_number("0123") == 123
+
+
+@pytest.mark.parametrize("key", ["data.name", "run.out", "checkpoint.resume"])
+def test_names_that_no_file_can_have_are_refused_before_they_are_looked_for(key):
+    for name in ("x" * 300, "a/" * 3_000):
+        with pytest.raises(UserError, match="longer than a file's name"):
+            load_job({key: name}, environment={})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"#!/bin/bash\n#SBATCH ", "job.sh"),
+        (b"#!/bin/bash\n#SBATCH --nodelist=n1\n#SBATCH --ntasks-per-node=" + b"9" * 5_000, "expected a number"),
+        (b"\xff\xfe\xff", "describes no machines"),
+        (b"[0,\x00" + b"x" * 229, "JSON|no known format"),
+    ],
+)
+def test_small_spoilt_descriptions_of_machines_are_a_line(content, said, tmp_path):
+    (tmp_path / "job.sh").write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        read_cluster(tmp_path / "job.sh")
+    with pytest.raises(UserError):
+        text_from(b"x" * (9 << 20), "standard input")
+
+
+@pytest.mark.parametrize("text", ["10" + " " * 100_000 + "!", "9" * 5_000, "9" * 5_000 + "GiB", "1e999", "٣GiB"])
+def test_an_amount_that_nobody_means_is_refused_at_once(text):
+    began = time.process_time()
+    for parse_amount in (parse_memory, parse_bandwidth):
+        with pytest.raises(UserError, match="is no "):
+            parse_amount(text)
+    assert time.process_time() - began < 10  # it took minutes, with the square of the blanks
+
+
+def test_something_else_in_the_place_of_a_runs_files_is_said(tmp_path, monkeypatch):
+    (tmp_path / "machines.json").mkdir()
+    with pytest.raises(UserError, match=r"machines\.json is damaged"):
+        read_places(RunFolder(tmp_path))
+    (tmp_path / "machines.json").rmdir()
+    endless = [{"host": "localhost", "ranks": [0, 10**9], "folder": "run", "local": False}]
+    (tmp_path / "machines.json").write_text(json.dumps(endless))
+    with pytest.raises(UserError, match=r"machines\.json is damaged"):
+        read_places(RunFolder(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"b": "' + "x" * 3_000 + '"}\n{"c": 1}\n')
+    monkeypatch.setattr(records, "MOST_BYTES", 1_000)
+    assert list(read_lines(tmp_path / "metrics.jsonl")) == [{"a": 1}]
+
+
+def test_an_archive_that_asks_for_gigabytes_to_begin_with_is_refused(tmp_path):
+    """The old form of LZMA says in its head how much memory its reader takes."""
+    packed = bytearray(lzma.compress(bytes(20_000), format=lzma.FORMAT_ALONE))
+    packed[1:5] = b"\xff\xff\xff\xff"
+    (tmp_path / "x.tar.xz").write_bytes(packed)
+    code = (
+        "import pathlib, resource, psutil, manyhands.data.archive as archive\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**29,) * 2)\n"
+        f"archive.unpack_once(pathlib.Path({str(tmp_path / 'x.tar.xz')!r}))"
+    )
+    variables = {**os.environ, "MANYHANDS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert "UserError: x.tar.xz can't be unpacked" in done.stderr

@@ -1,8 +1,7 @@
-"""Where processes that met by hand are, and what an agent's head listens to."""
+"""Where processes that met by hand are."""
 
 import pytest
 
-from manyhands.cluster.link import _parse
 from manyhands.core.world import Membership
 from manyhands.parallel.group import _among_neighbours
 
@@ -11,9 +10,3 @@ from manyhands.parallel.group import _among_neighbours
 def test_processes_that_met_by_hand_count_their_neighbours(rank, wanted):
     found = _among_neighbours(Membership(rank=rank, size=3), ["here", "there", "here"])
     assert (found.local_rank, found.local_size) == wanted
-
-
-def test_a_greeting_of_the_other_shell_is_no_message():
-    assert _parse(b"Welcome to n2!") is None
-    assert _parse(b"[1, 2]") is None
-    assert _parse(b'{"kind": "alive"}') == {"kind": "alive"}

@@ -12,11 +12,12 @@ from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
-from manyhands.parallel.describe import describe_network
-from manyhands.parallel.network import How
+from manyhands.parallel.execute import parameter_layouts
+from manyhands.parallel.network import ModeRequest
 from manyhands.parallel.options import ParallelOptions
 from manyhands.parallel.plan import Plan, concise, parse_pins, plan_from_plain, plan_of, read_plan, refusal, resolve
 from manyhands.parallel.split import split
+from manyhands.parallel.tracing import describe_network
 
 SQUARE = Mesh((("dp", 2), ("tp", 2)))
 MESHES = st.sampled_from([SQUARE, Mesh((("dp", 2),)), Mesh((("dp", 3),)), Mesh((("a", 2), ("b", 2), ("c", 2)))])
@@ -71,7 +72,14 @@ NAMES = st.text(alphabet="abc.*01", min_size=1, max_size=8)
     MESHES,
     st.dictionaries(NAMES, st.sampled_from(["n@dp", "o@dp", "((1, 1), (1, 2))"])),
     st.lists(NAMES, max_size=3),
-    st.dictionaries(st.sampled_from(["predicted", "measured", "reason"]), st.integers()),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "reason": NAMES,
+            "predicted": st.dictionaries(NAMES, st.integers()),
+            "somebody's own": st.integers(),
+        },
+    ),
 )
 def test_a_plan_comes_back_as_it_was_written(tmp_path_factory, mesh, ops, pinned, about):
     layout = TensorLayout((8, 4), (8, 4), ((0, (0,)),), (len(mesh.axes) - 1,))
@@ -125,6 +133,53 @@ def test_a_plan_that_does_not_fit_is_refused_with_op_and_reason(mesh, ops, names
     assert [name for name in names if name not in said] == []
 
 
+class Products(nn.Module):
+    """Raw products with parameters, as a cell of MindSpore has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(24, 8))
+        self.other = nn.Parameter(torch.rand(5, 8))
+
+    def forward(self, x):
+        x = torch.relu(torch.flatten(x, 1) @ self.weight).cumsum(1)
+        return torch.nn.functional.linear(x, self.other)
+
+
+PRODUCTS = describe_network(Products(), torch.zeros(6, 4))
+
+
+def test_products_are_cut_with_their_parameters_as_tuples_say():
+    mesh = Mesh((("dp", 2),))
+    letters = resolve(Plan(mesh, {"matmul": "((1,1),(1,2))", "linear": "((1,2),(2,1))"}), PRODUCTS)
+    assert (letters["matmul"], letters["weight"], letters["linear"], letters["other"]) == (
+        ("o",),
+        ("o",),
+        ("i",),
+        ("i",),
+    )
+    layouts = parameter_layouts(PRODUCTS, letters)
+    assert layouts["weight"].cuts == ((1, (0,)),)
+    assert layouts["other"].cuts == ((1, (0,)),)
+    assert resolve(Plan(mesh, {"weight": "o@dp"}), PRODUCTS)["matmul"] == ("o",)
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ({"cumsum": "((1,1),(1,2))"}, "reads 1 tensor(s)"),
+        ({"cumsum": "((1,2),)"}, "c means nothing to it"),
+        ({"relu": "((1,1),(1,2))"}, "reads 1 tensor(s)"),
+        ({"relu": "((2,1,1),)"}, "would be cut into (2, 1)"),
+        ({"*": "h@dp"}, "h means nothing to any of its ops"),
+        ({"[rc]*": "v@dp"}, "(relu, cumsum)"),
+        ({"matmul": "((1,1),(1,1,2))"}, "one of 2 numbers for the weight"),
+    ],
+)
+def test_a_pin_that_no_op_keeps_is_refused(pin, said):
+    assert said in _fails(lambda: resolve(Plan(Mesh((("dp", 2),)), pin), PRODUCTS))
+
+
 def test_a_shared_layer_may_be_said_once_or_twice_alike():
     for ops in ({"twice": "o@dp"}, {"twice#2": "o@dp"}, {"twice": "o@dp", "twice#2": "o@dp"}):
         letters = resolve(Plan(Mesh((("dp", 2),)), ops), GRAPH)
@@ -172,6 +227,8 @@ def test_a_jobs_options(tmp_path):
     assert parse_pins(("a.*=n@dp  ", " b=((1, 1), (1, 2))")) == {"a.*": "n@dp", "b": "((1, 1), (1, 2))"}
     full = plan_of(ParallelOptions(full_batch=True, mesh="dp=2,tp=2"), 4)
     assert resolve(full, GRAPH)["input"] == ("r", "r")
+    both = ParallelOptions(full_batch=True, mesh="dp=2", pin=("input=n@dp",))
+    assert "exclude each other" in _fails(lambda: plan_of(both, 2))
 
 
 def test_two_networks_under_different_plans_live_in_one_process():
@@ -180,10 +237,10 @@ def test_two_networks_under_different_plans_live_in_one_process():
     one, other = Net(), Net()
     wanted = [net.eval()(batch) for net in (one, other)]
     mesh = Mesh((("dp", 1),))
-    first = split(one.train(), World(), How(plan=Plan(mesh, {"fc": "o@dp"}), picture=sample))
-    second = split(other.train(), World(), How(plan=Plan(mesh, {"fc": "i@dp", "deep": "c@dp"}), picture=sample))
-    assert first.cutting.layouts["fc.weight"].cuts == ((0, (0,)),)
-    assert second.cutting.layouts["fc.weight"].cuts == ((1, (0,)),)
-    first.cutting.release()
+    first = split(one.train(), World(), ModeRequest(plan=Plan(mesh, {"fc": "o@dp"}), picture=sample))
+    second = split(other.train(), World(), ModeRequest(plan=Plan(mesh, {"fc": "i@dp", "deep": "c@dp"}), picture=sample))
+    assert first.layouts["fc.weight"].cuts == ((0, (0,)),)
+    assert second.layouts["fc.weight"].cuts == ((1, (0,)),)
+    first.release()
     for network, output in zip((first, second), wanted, strict=True):
         torch.testing.assert_close(network.call.eval()(batch), output)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.describe import read_cluster
-from manyhands.cluster.formats import rank_table
-from manyhands.cluster.hccl_machine import find_server, read_hccn
-from manyhands.cluster.hccl_table import written
-from manyhands.cluster.inventory import Cluster, Machine
+from manyhands.cluster.descriptions.formats import rank_table
+from manyhands.cluster.descriptions.hccl_machine import find_server, read_hccn
+from manyhands.cluster.descriptions.hccl_table import written
+from manyhands.cluster.descriptions.inventory import Cluster, Machine
+from manyhands.cluster.descriptions.recognise import read_cluster
 from manyhands.core.errors import UserError
 
 PROPERTY = settings(max_examples=60, deadline=None)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from manyhands.cluster.mirror import Receiver
+from manyhands.cluster.agents.mirror import Receiver
+from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.core.folder import RunFolder, is_full
 from manyhands.core.journal import Journal
 from manyhands.core.records import Event, append, read_lines, write_json
@@ -61,7 +62,7 @@ def test_what_comes_from_another_machine_waits_for_room_too(small_disk, fill):
     lines = [json.dumps({"time": number, "text": "x" * 3000}) + "\n" for number in range(4)]
     filler = fill(small_disk)
     for number, line in enumerate(lines[:3]):
-        receiver.take({"name": path.name, "offset": number * len(line), "text": line})
+        receiver.take(FilePiece(path.name, line, number * len(line)))
     filler.unlink()
-    receiver.take({"name": path.name, "offset": 3 * len(lines[0]), "text": lines[3]})
+    receiver.take(FilePiece(path.name, lines[3], 3 * len(lines[0])))
     assert times(path) == [0, 1, 2, 3]

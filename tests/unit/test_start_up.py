@@ -17,13 +17,14 @@ LIGHT = {
     "ps": COMMAND.format(["ps", "--json"]),
     "stop": COMMAND.format(["stop", "no-such-run"]),
     "logs": COMMAND.format(["logs", "no-such-run"]),
+    "clean": COMMAND.format(["clean"]),
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
     "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
     "doctor": COMMAND.format(["doctor"]),
     "checkpoint help": COMMAND.format(["checkpoint", "--help"]),
     "merge help": COMMAND.format(["checkpoint", "merge", "--help"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
-    "launcher": "import manyhands.cluster.start, manyhands.cluster.supervise, manyhands.cluster.rendezvous",
+    "launcher": "from manyhands.cluster import rendezvous; from manyhands.cluster.agents import start, supervise",
 }
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from manyhands.cli.main import _options_by_path
 from manyhands.cli.train import settings
-from manyhands.cluster.formats import slurm
-from manyhands.cluster.inventory import Cluster, Machine
+from manyhands.cluster.descriptions.formats import slurm
+from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.run.submit import submit
@@ -55,6 +55,7 @@ def job_from(words, file=None):
         {},
         {"train.lr": 0.125, "train.norm_group": "global", "train.deterministic": True},
         {"data.name": "./my pets", "model.name": "file.py:Net", "model.arguments": {"width": 8, "word": 'a "b"'}},
+        {"data.name": "cifar10", "model.name": "resnet18", "train.optimizer": "opt.py:make"},
         {"data.mean": [0.5], "submit.options": ["--partition=gpu"], "submit.nodes": 2, "cluster.backend": "gloo"},
     ],
 )

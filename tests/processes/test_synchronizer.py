@@ -16,13 +16,14 @@ from manyhands.core.world import World
 from manyhands.sync.buffers import Buffers
 from manyhands.sync.compress import compressor_named
 from manyhands.sync.costs import Cost
-from manyhands.sync.local import LocalSteps
+from manyhands.sync.local import LocalSteps, LocalStepsSynchronizer
+from manyhands.sync.methods.local import Pacer, pace_of
 from manyhands.sync.options import SyncOptions
-from manyhands.sync.talk import Peers
-from manyhands.train.agree import LONGEST_S, Agreement
-from manyhands.train.agreeing import make_agreeing, pace_of, places_of
-from manyhands.train.pacing import Pacer
-from manyhands.train.step import Measured
+from manyhands.sync.talk import SyncGroup
+from manyhands.train.pacing import Watcher
+from manyhands.train.status import LONGEST_S, StatusRound
+from manyhands.train.step import StepSums
+from manyhands.train.synchronizer import make_synchronizer, places_of
 from tests.processes.ranks import run_on_ranks
 
 # By rank: (name of its machine, processes there, its local rank there).
@@ -51,14 +52,14 @@ def _places(world, dealt):
     platform.node = lambda: name  # of this process alone
     places = places_of(replace(world, local_rank=local_rank, local_size=size), Job())
     dist.barrier()  # who is done waits for those that are still joining their group
-    return places.speakers, places.machine, dist.get_process_group_ranks(places.group) if places.group else None
+    return places.leaders, places.machine, dist.get_process_group_ranks(places.group) if places.group else None
 
 
 @pytest.mark.parametrize("name", DEALT)
 def test_each_machine_has_its_own_processes_and_one_that_speaks(name):
     machines = MACHINES[name]
-    for rank, (speakers, machine, group) in enumerate(run_on_ranks(_places, 4, DEALT[name])):
-        assert speakers == tuple(one[0] for one in machines)
+    for rank, (leaders, machine, group) in enumerate(run_on_ranks(_places, 4, DEALT[name])):
+        assert leaders == tuple(one[0] for one in machines)
         assert machine == next(one for one in machines if rank in one)
         assert group is None or tuple(group) == machine
         assert (group is None) == (len(machines) == 4)
@@ -74,14 +75,14 @@ def _agreed(world, dealt, cost):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
-    agreeing = make_agreeing(cost, job, network, [], world, places)
-    agreeing.before_update(0)
-    agreeing.before_last_pass()
+    synchronizer = make_synchronizer(cost, job, network, [], world, places)
+    synchronizer.before_update(0)
+    synchronizer.before_last_micro_batch()
     own = torch.full((3,), float(world.rank + 1))
     network(own).sum().backward()
-    agreeing.on_gradients()
+    synchronizer.on_gradients()
     found = network.weight.grad.clone()
-    agreeing.close()
+    synchronizer.close()
     dist.barrier()
     return found, torch.full((3, 3), (world.size + 1) / 2)
 
@@ -94,20 +95,20 @@ def test_every_process_counts_alike_however_many_its_machine_has(name):
         assert torch.allclose(found, mean, rtol=0.05)
 
 
-def _update(agreeing):
-    agreeing.before_update(1)
-    agreeing.on_gradients()
-    agreeing.after_update(2)
+def _update(synchronizer):
+    synchronizer.before_update(1)
+    synchronizer.on_gradients()
+    synchronizer.after_update(2)
 
 
 def _silent(world, cost):
     """Rank 1 lives, and says nothing."""
     job = Job(cluster=ClusterOptions(collective_timeout_s=1.0), sync=SyncOptions(method=cost.method))
     network = torch.nn.Linear(4, 4)
-    agreeing = make_agreeing(cost, job, network, [], world, places_of(world, job))
+    synchronizer = make_synchronizer(cost, job, network, [], world, places_of(world, job))
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)time"):
-            _update(agreeing)
+            _update(synchronizer)
     dist.barrier()
     return True
 
@@ -123,8 +124,8 @@ def _where(world):
     """Without BatchNorm, on an accelerator; "meta" stands for one that isn't here."""
     place, cost = replace(world, device="meta"), Cost("local", 0.0, 0.0, every=1)
     network = torch.nn.Linear(4, 4, device="meta")
-    agreeing = make_agreeing(cost, Job(), network, [], place, places_of(world, Job()))
-    return [agreeing.steps.anchor.device.type, agreeing.steps.buffers.agreed.device.type]
+    synchronizer = make_synchronizer(cost, Job(), network, [], place, places_of(world, Job()))
+    return [synchronizer.steps.anchor.device.type, synchronizer.steps.buffers.averaged.device.type]
 
 
 def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer():
@@ -140,22 +141,20 @@ class _Paced:
         self.journal, cost = Journal(self.folder, 0), Cost("local", 0.1, 1.0, 0.5, "int4", *now)
         tensors = [torch.zeros(4)]
         compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
-        self.steps = LocalSteps(tensors, Buffers([], Peers()), Peers(), compressor, pace_of(cost, options))
+        self.steps = LocalSteps(tensors, Buffers([], SyncGroup()), SyncGroup(), compressor, pace_of(cost, options))
         hosts = [f"host-{rank}" for rank in range(size)]
-        self.pacer = Pacer(
-            self.steps, cost, World(0, size), hosts, options=options, total_steps=total_steps,
-            compressing_s=0.0,
-        )  # fmt: skip
+        suit = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
+        self.watcher = Watcher(LocalStepsSynchronizer(self.steps, {}, suit), cost, World(0, size), hosts)
 
     def agree(self, exchange_s, *others_s):
         """One exchange, which takes longer by the clock of who must wait in it for the slowest."""
-        slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.pacer.world.size
+        slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.watcher.world.size
         waits_s = [pace.every * (slowest_s - step_s) for step_s in (0.1, *others_s)]
         self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s + waits_s[0]
-        told = self.pacer.mine(1.0, 10)
+        told = self.watcher.mine(1.0, 10)
         for rank, step_s in enumerate(others_s, 1):
             told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
-        self.pacer.heed(told, self.steps.rounds, self.journal)
+        self.watcher.heed(told, self.steps.rounds, self.journal)
         return self.steps.pace.every, self.steps.pace.delay
 
     def said(self, kind):
@@ -206,17 +205,17 @@ def test_who_is_slow_is_named_once(others_s, named, tmp_path):
 def test_standing_still_is_told_of_unless_it_is_usual(tmp_path):
     paced = _Paced(tmp_path / "run", (7, 6))
     for stood_s in (9.0, 0.1, 0.2, 0.1, 8.0, 0.1, *[5.0] * 6):
-        paced.pacer.name_a_stall(stood_s, 1, paced.journal)
+        paced.watcher.name_a_stall(stood_s, 1, paced.journal)
     # Not the start; the cut, and the first ones of a link that stays as slow.
     assert [message.split(" s,")[0].split()[-1] for message in paced.said("stall")] == ["8", "5", "5"]
 
 
 def test_a_slow_link_is_waited_for_but_not_for_minutes():
-    agreement = Agreement(World(), 0.5, float("inf"), multiple=1000)
-    agreement.reset(0)
-    agreement.agree(Measured(), 100_001, stop=False)  # steps of next to no time
-    assert next(step for step in range(100_002, 103_000) if agreement.due(step, force=False)) % 1000 == 0
+    status_round = StatusRound(World(), 0.5, float("inf"), multiple=1000)
+    status_round.reset(0)
+    status_round.add_up(StepSums(), 100_001, stop=False)  # steps of next to no time
+    assert next(step for step in range(100_002, 103_000) if status_round.due(step, force=False)) % 1000 == 0
     time.sleep(0.05)
-    agreement.agree(Measured(), 100_002, stop=False)
-    assert not agreement.due(100_002, force=False)
-    assert agreement.due(100_002 + round(LONGEST_S / 0.05), force=False)
+    status_round.add_up(StepSums(), 100_002, stop=False)
+    assert not status_round.due(100_002, force=False)
+    assert status_round.due(100_002 + round(LONGEST_S / 0.05), force=False)

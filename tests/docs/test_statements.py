@@ -1,0 +1,48 @@
+"""What the guides say in figures, against the code that they speak of."""
+
+import re
+
+import pytest
+
+from manyhands.config.load import load_job
+from manyhands.parallel.options import ParallelOptions
+from tests.docs.pages import ROOT, chinese_of
+
+RECIPES = ROOT / "docs" / "guides" / "recipes.md"
+MODES = ROOT / "docs" / "guides" / "several-processes.md"
+# What stands for data that has no name of its own.
+EXAMPLES = {"file.py": "data.py:make", "fit(…)": "objects", "文": "./pictures", "a": "./pictures"}
+
+
+def rows(page):
+    """The cells of the first table whose third column is a number."""
+    lines = [line.strip("|").split("|") for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    return [row for row in cells if len(row) == 7 and row[2].isdecimal()]
+
+
+def data_of(cell):
+    known = re.match(r"`([\w-]+)`$", cell)
+    return known[1] if known else next(data for word, data in EXAMPLES.items() if cell.strip("`").startswith(word))
+
+
+@pytest.mark.parametrize("page", [RECIPES, chinese_of(RECIPES)], ids=["en", "zh"])
+def test_the_recipes_are_those_of_the_table(page):
+    found = rows(page)
+    assert len(found) == 11
+    for data, network, epochs, batch, rate, schedule, augmentation in found:
+        name = network.strip("`") if network.startswith("`") else ""
+        job = load_job({"data.name": data_of(data), "model.name": name or None}, environment={}).job
+        # The network is the recipe's own, where it has one; with several of them any may be named.
+        alone = load_job({"data.name": data_of(data)}, environment={}).job
+        assert not name or name in {alone.model.name, "mlp", "cnn"}, data
+        assert (job.train.epochs, job.train.batch, job.train.lr) == (int(epochs), int(batch), float(rate)), data
+        assert schedule.startswith(job.train.schedule), data
+        assert bool(job.train.warmup_epochs) == ("1" in schedule), data
+        assert augmentation in {"none", "无"} or job.data.augment != "none", data
+
+
+@pytest.mark.parametrize("page", [MODES, chinese_of(MODES)], ids=["en", "zh"])
+def test_the_default_mode_is_named(page):
+    mode = ParallelOptions().mode
+    assert re.search(rf"`{mode}` is the default|默认是 `{mode}`", page.read_text(encoding="utf-8"))

@@ -1,0 +1,160 @@
+"""A run folder and another job: what is finished isn't relabelled, and what changes is told. All in this process."""
+
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import manyhands
+from manyhands.checkpoint.save import save
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.cli.main import main
+from manyhands.cluster.agents.mirror import Receiver
+from manyhands.cluster.agents.protocol import FilePiece
+from manyhands.core.errors import ManyhandsError, UserError
+from tests.e2e.command import assert_one_screen, events, run
+from tests.e2e.test_bad_input import call
+
+RUN = Path("run")
+FIT = {"out": RUN, "epochs": 1, "batch": 20, "lr": 0.1, "quiet": True, "run__report": False}
+
+
+def fit(**changes):
+    return manyhands.fit("mlp", "synthetic:60x1x8x8x3", **{**FIT, **changes})
+
+
+@pytest.fixture
+def finished():
+    return fit().path
+
+
+def job(name="job.toml"):
+    return tomllib.loads((RUN / name).read_text())
+
+
+def contents():
+    return {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lr": 0.01}, "train.lr is 0.01, and was 0.1"),
+        ({"epochs": 2}, "train.epochs is 2, and was 1"),
+        ({"schedule": "constant"}, 'train.schedule is "constant", and was "cosine"'),
+        ({"data__augment": "crop"}, 'data.augment is "crop", and was "auto"'),
+    ],
+)
+def test_a_finished_run_is_not_relabelled(changes, told, finished):
+    before = contents()
+    with pytest.raises(UserError) as raised:
+        fit(**changes)
+    assert told in raised.value.what
+    longer, another = raised.value.mend
+    assert "manyhands resume run --epochs 2" in longer
+    assert "--out run-2" in another
+    assert contents() == before
+    assert fit().status == "finished"
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished):
+    shutil.rmtree(RUN / "checkpoints")
+    metrics = (RUN / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="this run saved step 3, and has no checkpoint now"):
+        fit()
+    assert (RUN / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_resume_takes_a_short_name(capsys):
+    fit(out=Path("runs/first"), epochs=3)
+    with pytest.raises(SystemExit) as ended:
+        main(["resume", "fir", "--epochs", "1"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert_one_screen(err)
+    assert "this run has made 9 updates" in err
+    assert "where: runs/first" in err
+
+
+def test_train_refuses_it_with_the_two_commands(finished, capsys):
+    words = ["synthetic:60x1x8x8x3", "mlp", "--epochs", "1", "--batch", "20", "--out", RUN]
+    code, err = call(capsys, "train", *words, "--lr", "0.01")
+    assert code == 2
+    assert_one_screen(err)
+    assert "manyhands resume run --epochs 2 --set train.lr=0.01" in err
+    with pytest.raises(SystemExit) as ended:
+        main(["resume", str(RUN), "--set", "train.lr=0.01"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert_one_screen(err)
+    assert "train longer" in err
+    assert job()["train"]["lr"] == 0.1
+    assert len(events(RUN, "started")) == 1
+
+
+def test_what_resume_changes_is_told_and_the_former_job_is_kept(finished):
+    ended = run("resume", RUN, "--epochs", "2", "--set", "train.lr=0.01", "--set", "checkpoint.keep=3")
+    assert ended.code == 0, ended.err
+    changed = {event["data"]["option"]: event for event in events(RUN, "changed")}
+    for option, old, new in [("train.lr", 0.1, 0.01), ("train.epochs", 1, 2), ("checkpoint.keep", 2, 3)]:
+        assert (changed[option]["step"], changed[option]["data"]["old"], changed[option]["data"]["new"]) == (
+            3,
+            old,
+            new,
+        )
+    assert "train.lr is 0.01, and was 0.1 (from step 3 on)" in ended.err
+    assert job("job-1.toml")["train"]["lr"] == 0.1
+    assert job()["train"]["lr"] == 0.01
+
+
+def test_the_job_changes_only_once_a_step_was_trained_under_it(finished):
+    def failing(output, labels):
+        if output.requires_grad and len(labels) == 20:
+            raise RuntimeError("never a step")
+        return manyhands_loss(output, labels)
+
+    before = {name: (RUN / name).read_bytes() for name in ("job.toml", "plan.json", "env.json")}
+    with pytest.raises(ManyhandsError, match="never a step"):
+        fit(epochs=2, lr=0.01, checkpoint__resume="auto", loss=failing)
+    assert {name: (RUN / name).read_bytes() for name in before} == before
+    assert not events(RUN, "changed")
+
+
+def manyhands_loss(output, labels):
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(output, labels)
+
+
+def test_an_unfinished_run_goes_on_under_other_options(finished):
+    (RUN / "events.jsonl").write_text("")
+    lines = (RUN / "metrics.jsonl").read_text().replace('"total_steps":3', '"total_steps":6')
+    (RUN / "metrics.jsonl").write_text(lines)
+    assert fit(epochs=2, lr=0.01).status == "finished"
+    assert {event["data"]["option"] for event in events(RUN, "changed")} == {"train.lr", "train.epochs"}
+
+
+def test_the_heads_copy_keeps_the_former_job_too(tmp_path):
+    receiver = Receiver(tmp_path)
+    receiver.take(FilePiece("job.toml", "[train]\nlr = 0.1\n"))
+    receiver.take(FilePiece("job.toml", "[train]\nlr = 0.2\n"))
+    assert not (tmp_path / "job-1.toml").exists()
+    receiver.take(FilePiece("metrics.jsonl", "{}\n"))
+    receiver.take(FilePiece("job.toml", "[train]\nlr = 0.3\n"))
+    assert (tmp_path / "job-1.toml").read_text() == "[train]\nlr = 0.2\n"
+
+
+def test_merge_takes_the_best_of_a_run_by_its_short_name(tmp_path, capsys):
+    for step in (5, 8):
+        state = {"step": step, "best": {"step": 5, "top1": 0.9}}
+        save(Path("runs/pets/checkpoints"), step, Snapshot({"weight": torch.full((2,), float(step))}, None, state))
+    Path("runs/pets/job.toml").touch()
+    for words, step in ([], 5), (["--which", "last"], 8):
+        target = f"{step}.safetensors"
+        with pytest.raises(SystemExit) as ended:
+            main(["checkpoint", "merge", "pe", target, *words])
+        assert not ended.value.code, capsys.readouterr().err
+        assert load_file(target)["weight"].tolist() == [step, step]

@@ -1,0 +1,147 @@
+"""An optimizer of the user's own: exact, saved, resumed, recorded with its file's digest; refused where it must be."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands
+from manyhands.core.errors import ManyhandsError, UserError
+from tests.e2e.command import run
+
+pytestmark = pytest.mark.timeout(300)
+IMAGES = torch.rand(24, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(IMAGES, torch.arange(24) % 10)
+# A batch is all of the data, so that its order doesn't matter.
+OPTIONS = {"batch": 24, "epochs": 6, "quiet": True, "run__report": False, "precision": "fp64", "schedule": "constant"}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
+
+
+def two_rates(parameters):
+    first, *others = parameters
+    return torch.optim.RMSprop([{"params": others}, {"params": [first], "lr": 0.004}], lr=0.001, momentum=0.5)
+
+
+MAKERS = {
+    "class": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.003, amsgrad=True),
+    "two rates": two_rates,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_it_makes_the_updates_of_a_plain_loop_and_goes_on_exactly(make, tmp_path):
+    plain, ours, parted = (copy.deepcopy(network()).double() for _ in range(3))
+    optimizer = make(list(plain.parameters()))
+    for _ in range(6):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).backward()
+        optimizer.step()
+    run = manyhands.fit(ours, DATA, DATA, optimizer=make, out=tmp_path / "whole", **OPTIONS)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+    rates = [group["lr"] for group in make(list(plain.parameters())).param_groups]
+    steps = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert {step["learning_rate"] for step in steps if step["kind"] == "step"} == {max(rates)}
+    for epochs in (3, 6):
+        manyhands.fit(parted, DATA, DATA, optimizer=make, out=tmp_path / "parted", checkpoint__resume="auto",
+                      **{**OPTIONS, "epochs": epochs})  # fmt: skip
+    assert all(torch.equal(parted.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+def test_a_loss_may_be_named_as_a_job_names_it(tmp_path):
+    Path("own.py").write_text("def loss(output, labels):\n    return output.exp().sum(1)\n")
+    run = manyhands.fit(network(), DATA, DATA, loss="own.py:loss", out=tmp_path / "run", **{**OPTIONS, "epochs": 1})
+    assert "own.py:loss" in json.loads((run.path / "network.json").read_text())["code"]
+    with pytest.raises(UserError, match='no loss is called "nil"'):
+        manyhands.fit(network(), DATA, DATA, loss="nil", out=tmp_path / "nil", **OPTIONS)
+
+
+def test_a_run_whose_loss_was_an_object_does_not_go_on_with_another():
+    run_of_names = manyhands.fit(
+        "mlp",
+        "synthetic:60x1x8x8x3",
+        loss=lambda output, labels: output[:, 0] ** 2,
+        out="run",
+        **{**OPTIONS, "epochs": 1},
+    )
+    refused = run("resume", run_of_names.path, "--epochs", 2)
+    assert refused.code == 2
+    assert "this run's loss was an object in Python" in refused.err
+
+
+def test_another_optimizer_s_state_starts_anew_and_that_is_said(tmp_path):
+    manyhands.fit(network(), DATA, DATA, out=tmp_path / "run", **{**OPTIONS, "epochs": 1})
+    again = {**OPTIONS, "epochs": 2, "out": tmp_path / "run", "checkpoint__resume": "auto"}
+    manyhands.fit(network(), DATA, DATA, optimizer=two_rates, **again)
+    assert "the state of RMSprop starts anew" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+OPT = """
+import torch
+
+
+def make(parameters):
+    return torch.optim.RMSprop(parameters, lr=0.002, momentum=0.9)
+
+
+def nothing(parameters):
+    return parameters
+
+
+RATE = 0.1
+"""
+SMALL = ["train", "synthetic:60x1x8x8x3", "mlp", "--epochs", 2, "--batch", 20, "--set", "run.report=false"]
+
+
+def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_number():
+    Path("opt.py").write_text(OPT)
+    losses = {}
+    for name, processes in (("one", 1), ("two", 2)):
+        ended = run(*SMALL, "--out", name, "-n", processes, "--set", "train.optimizer=opt.py:make")
+        assert ended.code == 0, ended.err
+        losses[name] = manyhands.Run(Path(name), "finished").final.loss
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
+    assert "opt.py:make" in json.loads(Path("two/network.json").read_text())["code"]
+    more = run("resume", "two", "-n", 1, "--epochs", 3)
+    assert more.code == 0, more.err
+    assert "it is NOT" not in more.err
+    assert "opt.py" in more.err
+    assert "starts anew" not in Path("two/events.jsonl").read_text()
+    Path("opt.py").write_text(OPT.replace("0.002", "0.003"))
+    assert "opt.py, since" in run("resume", "two", "-n", 1, "--epochs", 4).err
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"optimizer": lambda parameters: 3}, "gives a int"),
+        ({"optimizer": torch.optim.SGD(network().parameters(), 0.1)}, "the optimizer is a SGD, not a function"),
+        ({"optimizer": "opt.py:RATE"}, "opt.py:RATE is a float, not a function"),
+        (
+            {"optimizer": torch.optim.RMSprop, "job": manyhands.Job(train=manyhands.TrainOptions(lr=0.3))},
+            "train.lr is for sgd and adamw",
+        ),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss again"),
+        ({"optimizer": lambda _: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])}, "isn't a trainable parameter"),
+        ({"optimizer": lambda own: torch.optim.SGD(own[-1:], 0.1)}, "leaves .* out, which is a trainable parameter"),
+        ({"optimizer": lambda own: torch.optim.SGD(own, lr=0.0)}, "no learning rate"),
+        ({"optimizer": torch.optim.RMSprop, "lr": 0.1}, "train.lr is for sgd and adamw"),
+        ({"optimizer": "sdg"}, 'did you mean "sgd"'),
+        ({"optimizer": "opt.py:missing"}, "opt.py has no object missing"),
+        ({"optimizer": "object"}, "was an object in Python"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(settings, text, tmp_path):
+    Path("opt.py").write_text(OPT)
+    with pytest.raises(ManyhandsError, match=text) as raised:
+        manyhands.fit(network(), DATA, DATA, out=tmp_path / "run", **{**OPTIONS, "precision": "fp32", **settings})
+    assert isinstance(raised.value, UserError)

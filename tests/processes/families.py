@@ -1,0 +1,147 @@
+"""Networks of torchvision and timm, each trained in every mode from the same start."""
+
+import copy
+import math
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torchvision import models
+
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
+from manyhands.parallel.convert import gather_whole
+from manyhands.planner.choose import LEAST_ROUNDS
+from manyhands.planner.find import SearchResult
+from manyhands.train.data_setup import Objects
+from manyhands.train.state import capture
+from manyhands.worker import plan_choice
+from manyhands.worker.entry import _build
+
+# One of each family of torchvision's; their larger relatives are made of the same ops.
+TORCHVISION = (
+    "alexnet", "efficientnet_b0", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_large",
+    "regnet_x_400mf", "regnet_y_400mf", "resnet18", "squeezenet1_0", "swin_t", "vit_of_two_layers",
+)  # fmt: skip
+# Tokens as rows, index buffers, keyword arguments, activations in BatchNorm, code that can't be traced, GroupNorm,
+# LayerNorm over channels, attention over channels.
+TIMM = (
+    "timm:levit_128s", "timm:efficientformerv2_s0", "timm:vit_tiny_patch16_224", "timm:tf_efficientnet_lite0",
+    "timm:mobilevit_xxs", "timm:poolformer_s12", "timm:convnext_atto", "timm:edgenext_xx_small",
+)  # fmt: skip
+MODES = ("single", "data", "fsdp", "semi", "auto")
+CLASSES, BATCH, STEPS = 5, 4, 2
+# The smallest pictures that each takes, where that isn't 64 pixels.
+SIZES = {"inception_v3": 96, "alexnet": 64}
+# Names that timm's networks call what they draw with: shares of values, branches and positions that are dropped.
+SHARES = ("p", "dropout", "attention_dropout", "drop_prob", "attn_drop_rate", "attn_drop_p", "drop_rate")
+
+
+def build(name):
+    """A network of either library, and the size of its pictures: as small as it takes, of MaxVit a small one."""
+    torch.manual_seed(0)
+    if name.startswith("timm:"):
+        return _of_timm(name.removeprefix("timm:"))
+    if name == "vit_of_two_layers":  # searching and trying vit_b_32's plans takes 7 GB a process
+        return models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES), 32
+    size, how = SIZES.get(name, 64), {}
+    if name.startswith("vit"):
+        size = 28 if name.endswith("14") else 32
+        how = {"image_size": size}
+    if name in {"googlenet", "inception_v3"}:
+        how = {"init_weights": False, "aux_logits": True}
+    if name == "maxvit_t":
+        return models.MaxVit((size, size), 8, 2, [8, 16], [1, 1], 4, 0.0, num_classes=CLASSES), size
+    return models.get_model(name, weights=None, num_classes=CLASSES, **how), size
+
+
+def _of_timm(name):
+    import timm
+
+    wanted = timm.get_pretrained_cfg(name)
+    size = (wanted.input_size[-1] if wanted else 224) if wanted is None or wanted.fixed_input_size else 64
+    if name.startswith(("vit_", "deit", "beit", "swin", "eva")):
+        # Such networks are built for any size.
+        smaller = 64 if "patch16" in name or "patch4" in name else size
+        return timm.create_model(name, num_classes=CLASSES, img_size=smaller), smaller
+    return timm.create_model(name, num_classes=CLASSES), size
+
+
+def without_draws(model):
+    """The same network with nothing dropped by chance, so that all modes must give one result."""
+    for module in model.modules():
+        for word in SHARES:
+            if isinstance(getattr(module, word, None), float) and word in vars(module):
+                setattr(module, word, 0.0)
+    return model
+
+
+def train(world, mode, model, size):
+    """The whole network's tensors after two updates under a mode; on rank 0 alone of a sharded one."""
+    # Each process by itself is one alone.
+    world = World() if mode == "single" else world
+    flags = {
+        "data.name": f"synthetic:{2 * BATCH}x3x{size}x{size}x{CLASSES}", "train.batch": BATCH, "train.epochs": 1,
+        "train.lr": 0.001, "train.evaluate_every": 0.0, "train.precision": "fp64", "parallel.mode": mode,
+        "data.workers": 0, "train.norm_group": BATCH, "run.report": False,
+        "parallel.pin": ("loss=o@dp",) if mode == "semi" else (),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        job = load_job(flags, environment={}).job
+        trainer = _build(job, RunFolder(Path(folder)), world, {"live": Objects(model)})
+        for update in trainer.feed.updates(0, 0):
+            trainer.update(update, trainer.progress.step)
+            trainer.progress.advance(trainer.feed.order.steps_per_epoch)
+        network = trainer.network
+        if network.layouts:
+            pieces = trainer.network.inner.state_dict()
+            found = {
+                name: gather_whole(one.detach(), network.layouts[name], network.grid) for name, one in pieces.items()
+            }
+        else:
+            found = capture(trainer.network, trainer.update.optimizer, trainer.progress, {}).model
+        trainer.release()
+    return found
+
+
+def difference(got, wanted):
+    """The largest relative difference of a tensor, and its name."""
+    worst = 0.0, ""
+    for name, tensor in wanted.items():
+        scale = max(tensor.abs().max().item(), 1e-3) if tensor.is_floating_point() and tensor.numel() else 1.0
+        if tensor.numel():
+            worst = max(worst, ((got[name] - tensor).abs().max().item() / scale, name))
+    return worst
+
+
+def compare(world, name):
+    """(mode, seconds, largest difference from one process, its tensor or what went wrong) for each mode.
+
+    Ops are timed and plans are tried as ever, but for a shorter time, and fewer of them.
+    """
+    plan_choice.TIMES_BUDGET_S, plan_choice.ROUNDS = 1.0, LEAST_ROUNDS
+    SearchResult.finalists.__defaults__ = (1,)
+    model, size = build(name)
+    model = without_draws(model).double()
+    found, alone = [], None
+    for mode in MODES:
+        started = time.monotonic()
+        try:
+            got = train(world, mode, copy.deepcopy(model), size)
+            alone = alone or got
+            worst = difference(got, alone) if got else (0.0, "")
+        except Exception as error:  # noqa: BLE001 - whatever a network does; the table says it, and goes on
+            worst = math.inf, f"{type(error).__name__}: {error}".partition("\n")[0]
+        found.append((mode, time.monotonic() - started, *worst))
+    return found
+
+
+def compare_all(world, names):
+    """The same for several networks, by name."""
+    torch.set_num_threads(1)
+    # Nothing here works in place on what a network gives.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    return {name: compare(world, name) for name in names}

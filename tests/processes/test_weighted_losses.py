@@ -1,0 +1,296 @@
+"""A loss that is a weighted mean gives one gradient however the batch is shared; one that can't be shared is named."""
+
+import copy
+import functools
+import json
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
+
+from manyhands.config.job import TrainOptions
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.mesh import parse_mesh
+from manyhands.core.world import World
+from manyhands.parallel.convert import gather_whole
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.shared_plan import shared_plan
+from manyhands.train.data_setup import Objects
+from manyhands.train.exceptions import exceptions
+from manyhands.train.job import build
+from manyhands.train.loss import make_loss_fn
+from manyhands.train.prove import settle_loss
+from manyhands.train.session import Session
+from manyhands.train.split_model import SplitModel
+from tests.processes.ranks import run_on_ranks
+
+WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5])
+LOSSES = {
+    "weight": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "ignored": nn.CrossEntropyLoss(ignore_index=2),
+    "all": nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1, label_smoothing=0.1),
+    "sum": nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"),
+    "none": nn.CrossEntropyLoss(weight=WEIGHTS, reduction="none"),
+    "nll": nn.NLLLoss(weight=WEIGHTS, ignore_index=3),
+    "partial": functools.partial(F.cross_entropy, weight=WEIGHTS),
+    "own sum": lambda output, labels: F.cross_entropy(output, labels, reduction="sum"),
+    "squares": lambda output, labels: F.mse_loss(output, F.one_hot(labels, 5).to(output.dtype)),
+    "logits": lambda output, labels: nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)(output, F.one_hot(labels, 5).float()),
+}
+
+
+def _network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.LogSoftmax(1))
+
+
+def _train(world, loss, mode="data", network=None, **settings):
+    """The gradient after one update of 13 samples, and what was shown as their loss."""
+    flags = {
+        "data.name": "synthetic:13x1x4x4x5", "train.batch": 13, "train.precision": "fp32",
+        "parallel.mode": mode, "model.num_classes": 5, **settings,
+    }  # fmt: skip
+    network = network or _network()
+    job = load_job(flags, environment={}).job
+    plan = shared_plan(job.parallel, world) if mode == "semi" else None
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(network, loss=loss), plan)
+        update = next(trainer.feed.updates(0, 0))
+        trainer.update.add_gradients(update, 0)
+        gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.inner.named_parameters()]
+        shown, named = trainer.update.measured.take()[0], exceptions(trainer)
+        events = Path(folder, "events.jsonl")
+        said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+        named += [event["message"] for event in said if event["kind"] == "warning"]
+        trainer.release()
+    return gradients, shown, named, [(each.batch.images, each.batch.labels) for each in update.micro_batches]
+
+
+def _whole(name, parameter, network):
+    if network.layouts:
+        return gather_whole(parameter.grad, network.layouts[name], network.grid)
+    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+
+
+def _torchs_own(loss, micro_batches):
+    """What torch gives for the whole batch."""
+    network = _network()
+    images, labels = (torch.cat(each) for each in zip(*micro_batches, strict=True))
+    value = loss(network(images), labels)
+    (value if value.ndim == 0 else value.mean()).backward()
+    return [parameter.grad for parameter in network.parameters()]
+
+
+def _all(world, names, settings):
+    return [_train(world, LOSSES[name], **settings) for name in names]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return {name: _train(World(), loss, "single") for name, loss in LOSSES.items()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_process_has_torchs_own_gradient(whole, name):
+    gradients, _, named, micro_batches = whole[name]
+    assert named == []
+    torch.testing.assert_close(gradients, _torchs_own(LOSSES[name], micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (1, {"train.micro_batch": 2}),
+        (3, {}),
+        (3, {"train.micro_batch": 2}),
+        (2, {"mode": "fsdp"}),
+        (2, {"mode": "semi", "parallel.pin": ["1=o@dp"]}),
+    ],
+    ids=["micro-batches", "processes", "both", "fsdp", "semi"],
+)
+def test_however_a_batch_is_shared_the_gradient_is_the_same(whole, size, settings):
+    ranks = run_on_ranks(_all, size, list(LOSSES), settings)
+    for name, *results in zip(LOSSES, *ranks, strict=True):
+        gradients, shown, _, _ = whole[name]
+        for result in results:
+            torch.testing.assert_close(result[0], gradients, msg=lambda text, name=name: f"{name}: {text}")
+        assert sum(result[1] for result in results) == pytest.approx(shown, rel=1e-4), name
+
+
+def test_what_labels_count_for_adds_up_alike_however_they_are_shared():
+    loss_fn = make_loss_fn(TrainOptions(), nn.CrossEntropyLoss(weight=torch.rand(5)))
+    labels = torch.randint(5, (4096,))
+    assert float(sum(map(loss_fn.weigh, labels.split(7)))) == pytest.approx(float(loss_fn.weigh(labels)), rel=1e-12)
+
+
+def _small(output, labels):
+    """Cross-entropy [n] in small operators, of which each can do its part of the classes."""
+    powers = (output - output.max(1, keepdim=True).values).exp()
+    return -((powers / powers.sum(1, keepdim=True)).log() * F.one_hot(labels, 5)).sum(1)
+
+
+def _cut_classes(world):
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))
+    mode = {"mode": "single"} if world.alone else {"mode": "semi", "parallel.pin": ["1=o@dp", "loss=o@dp"]}
+    losses = (lambda o, t: _small(o, t).sum(), lambda o, t: _small(o, t).mean(), _small)
+    return [_train(world, loss, **mode, network=copy.deepcopy(network))[:2] for loss in losses]
+
+
+def test_a_sum_or_mean_of_ones_own_whose_classes_are_cut_has_the_same_gradient():
+    (alone,), ranks = run_on_ranks(_cut_classes, 1), run_on_ranks(_cut_classes, 2)
+    for (gradients, shown), *cut in zip(alone, *ranks, strict=True):
+        assert sum(each[1] for each in cut) == pytest.approx(shown, rel=1e-4)
+        for each in cut:
+            torch.testing.assert_close(each[0], gradients)
+
+
+def test_under_local_steps_a_process_weighs_its_own_samples():
+    settings = {"sync.method": "local"}
+    for ((gradients, _, named, micro_batches),) in run_on_ranks(_all, 2, ["weight"], settings):
+        assert "Local steps" in named[0]
+        torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], micro_batches))
+
+
+def _cut(world, name):
+    torch.manual_seed(2)
+    pictures, labels = torch.randn(13, 1, 4, 4), torch.arange(13) % 5
+    mesh = Plan(parse_mesh(f"dp={world.size}"), {"1": "o@dp"})
+    model = SplitModel(_network(), mesh, pictures[0], world, LOSSES[name])
+    loss = model.backward(pictures, labels)
+    gradients = [_whole(key, one, model.network) for key, one in model.inner.named_parameters()]
+    return loss, gradients, [(pictures, labels)]
+
+
+@pytest.mark.parametrize("name", ["all", "sum", "own sum"])
+def test_a_network_that_its_user_cuts_has_the_same_gradient(name):
+    for loss, gradients, whole_batch in run_on_ranks(_cut, 2, name):
+        torch.testing.assert_close(gradients, _torchs_own(LOSSES[name], whole_batch))
+        assert loss == pytest.approx(LOSSES[name](_network()(whole_batch[0][0]), whole_batch[0][1]).item())
+
+
+def _loop(world):
+    """A loop of one's own, which says what its samples count for."""
+    here = Session(world, load_job({"data.name": "objects"}, environment={}).job)
+    pictures, labels = torch.randn(13, 1, 4, 4, generator=torch.Generator().manual_seed(2)), torch.arange(13) % 5
+    network = _network()
+    model, _, samples = here.prepare(
+        network, torch.optim.SGD(network.parameters()), TensorDataset(pictures, labels), batch=13
+    )
+    for x, y in samples:
+        here.backward(LOSSES["weight"](model(x), y), WEIGHTS[y].sum())
+    return [parameter.grad for parameter in network.parameters()], [(pictures, labels)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loop_of_ones_own_says_what_its_samples_count_for(size):
+    for gradients, whole_batch in run_on_ranks(_loop, size):
+        torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], whole_batch))
+
+
+NOT_SUMS = {
+    "weights hidden in a function": lambda output, labels: F.cross_entropy(output, labels, weight=WEIGHTS),
+    "a class left out": lambda output, labels: F.cross_entropy(output, labels, ignore_index=4),
+    "contrasts": lambda output, labels: (output @ output.T).softmax(1).diagonal().mean() + 0 * labels.sum(),
+    "by the sample, of the batch": lambda output, labels: (
+        F.cross_entropy(output, labels, reduction="none") / F.cross_entropy(output, labels).detach()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SUMS)
+def test_a_loss_that_does_not_add_up_is_named(name):
+    _, _, (named, warned), _ = _train(World(), NOT_SUMS[name], "single")
+    assert "isn't the mean over its samples' losses" in named
+    assert "CrossEntropyLoss(weight=…) itself" in warned
+
+
+def _settled(loss, classes=5):
+    return settle_loss(make_loss_fn(TrainOptions(), loss), classes, classes, World(), torch.float32)
+
+
+class Stateful(nn.Module):
+    """Weighs by what it has seen, so that it must not see what is made up."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, output, labels):
+        self.seen += len(labels)
+        return F.cross_entropy(output, labels)
+
+
+@pytest.mark.parametrize("classes", [2, 5, 1000])
+def test_losses_of_probabilities_and_of_many_classes_are_tried(classes):
+    def of_probabilities(output, labels):
+        return F.binary_cross_entropy(output, F.one_hot(labels, classes).float())
+
+    assert _settled(of_probabilities, classes).dependent == ""
+    weights = torch.ones(classes)
+    weights[classes // 2] = 0.5
+    assert (
+        "weighted"
+        in _settled(lambda output, labels: F.cross_entropy(output, labels, weight=weights), classes).dependent
+    )
+
+
+@dataclass
+class Scaled:
+    """Compared by its fields, so that it has no hash."""
+
+    factor: float = 2.0
+
+    def __call__(self, output, labels):
+        return self.factor * F.cross_entropy(output, labels)
+
+
+def test_a_loss_without_a_hash_is_one_too():
+    assert _settled(Scaled()).dependent == ""
+    assert _settled(functools.partial(Scaled())).dependent == ""
+
+
+def test_trying_leaves_a_loss_and_the_generators_as_they_were():
+    loss, before = Stateful(), torch.get_rng_state()
+    assert _settled(loss).dependent == ""
+    assert loss.seen == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_cannot_be_tried_is_named_with_its_words():
+    def strict(output, labels):
+        raise RuntimeError("wants the network's own outputs")
+
+    assert "wants the network's own outputs" in _settled(strict).dependent
+    locked = Stateful()
+    locked.lock = threading.Lock()
+    assert "cannot pickle '_thread.lock'" in _settled(locked).dependent
+    told = _settled(lambda output, labels: F.cross_entropy(output * torch.rand(len(output), 1), labels)).dependent
+    assert "other values each time" in told
+
+
+def test_a_batch_of_ignored_samples_moves_nothing():
+    gradients, _, _, _ = _train(World(), nn.CrossEntropyLoss(weight=torch.zeros(5)), "single")
+    assert all(not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.CrossEntropyLoss, "the loss CrossEntropyLoss is a class"),
+        (lambda output, labels: 0.0, "the loss gives a float"),
+        (lambda output, labels: output[:1].sum(1), r"the loss gives a tensor \[1\]"),
+    ],
+)
+def test_what_is_no_loss_is_said_in_a_line(loss, words):
+    with pytest.raises(UserError, match=words):
+        _train(World(), loss, "single")

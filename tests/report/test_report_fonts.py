@@ -1,0 +1,38 @@
+"""Letters of class names: a font that has them where one is installed, else the report says so."""
+
+import dataclasses
+
+import pytest
+from fake_run import complete
+
+from manyhands.report import fonts, page
+from manyhands.report.fonts import fonts_for
+from manyhands.report.page import write_report
+
+
+def test_plain_letters_need_one_font():
+    assert fonts_for(["cat", "Löwe", ""]) == (["DejaVu Sans"], "")
+
+
+def test_chinese_letters_get_a_font_that_has_them():
+    found, missing = fonts_for(["猫", "长颈鹿（幼年）"])
+    if missing:
+        pytest.skip("NOT SHOWN that Chinese names are drawn: no font here has them")
+    assert len(found) > 1
+
+
+def test_letters_that_no_font_has_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fonts, "_candidates", lambda fresh: [])
+    assert fonts_for(["a猫狗a"]) == (["DejaVu Sans"], "狗猫")
+    run = complete(tmp_path / "run")
+    read = page.read_run
+
+    def names(path):
+        found = read(path)
+        classes = ["猫", *found.best.classes[1:]]
+        return dataclasses.replace(found, best=found.best.model_copy(update={"classes": classes}))
+
+    monkeypatch.setattr(page, "read_run", names)
+    text = write_report(getattr(run, "path", run)).read_text()
+    assert "no font on this machine has 猫" in text
+    assert "no font on this machine has 猫" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""A run folder belongs to one run at a time, on whichever machine it lies; who shares it says so."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from filelock import Timeout
+
+from manyhands.cluster.agents.connection import close_all
+from manyhands.cluster.agents.protocol import OpenRun
+from manyhands.cluster.agents.start import open_here
+from manyhands.core.claim import claim, hold_as_agent, run_id, set_run_id
+from manyhands.core.folder import RunFolder
+
+HOLDER, OTHER = "a" * 32, "b" * 32
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    return RunFolder(tmp_path)
+
+
+def test_one_start_at_a_time(folder):
+    lock = claim(folder, HOLDER)
+    assert lock
+    assert claim(folder, HOLDER) is None  # another machine of the same run, on the same disk
+    with pytest.raises(Timeout):
+        claim(folder, OTHER)
+    lock.release()
+    again = claim(folder, OTHER)
+    assert again
+    again.release()
+
+
+def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(folder, monkeypatch):
+    monkeypatch.setattr("manyhands.core.claim.LEAVING_S", 0.1)
+    with hold_as_agent(folder.ranks, 0):
+        with pytest.raises(Timeout):
+            claim(folder, HOLDER)
+        assert not (folder.ranks / "holder").exists()
+    lock = claim(folder, HOLDER)
+    assert lock
+    with hold_as_agent(folder.ranks, 0):  # its own agents begin later
+        pass
+    lock.release()
+
+
+def test_the_lock_goes_with_its_process(folder):
+    code = "import sys, pathlib; from manyhands.core.claim import *; lock = claim(RunFolder(pathlib.Path(sys.argv[1])),"
+    code += f" '{OTHER}'); print('has it', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(folder.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "has it\n"
+        with pytest.raises(Timeout):
+            claim(folder, HOLDER)
+        process.kill()
+    lock = claim(folder, HOLDER)
+    assert lock
+    lock.release()
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """Of three machines, as far as a folder can tell: two of one run, and one of another."""
+    links = [open_here(tmp_path / f"agent{number}.log") for number in range(3)]
+    yield links
+    close_all(links)
+
+
+def test_agents_keep_other_runs_out_and_tell_whose_a_folder_is(agents, tmp_path):
+    def ask(link, holder, run):
+        return link.ask(OpenRun(str(tmp_path / "run"), "none", holder, run), 30)
+
+    first, same, other = agents
+    assert ask(first, HOLDER, "1" * 32).run == ""
+    assert not ask(same, HOLDER, "1" * 32).taken
+    assert ask(other, OTHER, "2" * 32).taken
+    assert run_id(RunFolder(tmp_path / "run")) == "1" * 32
+    (tmp_path / "run" / "job.toml").touch()
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    close_all([first])
+    answer = ask(other, OTHER, "2" * 32)
+    assert answer.run == "1" * 32
+    assert not answer.taken
+    assert run_id(RunFolder(tmp_path / "run")) == "1" * 32
+
+
+def test_ids_are_ours_or_none(folder):
+    assert not run_id(folder)
+    made = set_run_id(folder)
+    assert run_id(folder) == made
+    assert set_run_id(folder) != made
+    for junk in (b"", b"\xff\xfe", b"../../x", b"a" * 4096, os.urandom(64)):
+        (folder.ranks / "id").write_bytes(junk)
+        assert not run_id(folder)

@@ -1,0 +1,130 @@
+"""What is cleaned, and what never is."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import psutil
+import pytest
+
+from manyhands.cli.main import main
+from manyhands.core.claim import claim, new_holder
+from manyhands.core.folder import RunFolder
+from manyhands.run import clean
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home, a temporary folder, and a work folder of its own; only this test's processes count."""
+    for name, variable in (("cache", "XDG_CACHE_HOME"), ("state", "XDG_STATE_HOME"), ("tmp", "TMPDIR")):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    monkeypatch.delenv("MANYHANDS_CACHE", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    ours, mine = clean._is_ours, lambda: {child.pid for child in psutil.Process().children()}
+    monkeypatch.setattr(clean, "_is_ours", lambda process: process.pid in mine() and ours(process))
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+def put(*path, old=True):
+    """A file of 5,000 bytes in folders of its own, two days old."""
+    (file := path[0].joinpath(*path[1:])).parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(bytes(5000))
+    if old:
+        for each in (file, file.parent):
+            os.utime(each, (time.time() - 2 * 86400,) * 2)
+    return file
+
+
+def cleaned(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(["clean", *words])
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+@pytest.fixture
+def litter(home):
+    cache = home / "cache" / "manyhands"
+    put(home, "work", "runs", "first", "ranks", "0.log")
+    (home / "work" / "runs" / "first" / "job.toml").touch()
+    return {
+        "goes": [
+            put(cache, "code", "0123", "net.py"),
+            put(cache, "decoded", "a.npy"),
+            put(cache, "unpacked", "b", "c.png"),
+            put(cache, "data", ".x.gz.99.part"),
+            put(home, "tmp", "manyhands-agent-a1b2c3d4", "0.json"),
+        ],
+        "stays": [
+            put(cache, "data", "mnist", "train.gz"),
+            put(cache, "data", ".y.gz.99.part", old=False),
+            put(cache, "planner", "ops-1.json"),
+            put(home, "tmp", "manyhands-mine", "file"),
+            put(home, "tmp", "manyhands-agent-new12345", "0.json", old=False),
+            home / "work" / "runs" / "first" / "ranks" / "0.log",
+        ],
+    }
+
+
+def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
+    everything = [*litter["goes"], *litter["stays"]]
+    code, out, _ = cleaned(capsys)
+    assert code == 0
+    assert "would be freed; nothing is removed yet: manyhands clean --yes" in out
+    assert all(path.exists() for path in everything)
+    code, out, _ = cleaned(capsys, "--json")
+    told = json.loads(out)
+    assert set(told["found"]) == {"code", "decoded", "unpacked", "parts", "temporary"}
+    assert told["bytes"] >= 5 * 5000
+    code, out, _ = cleaned(capsys, "--yes")
+    assert code == 0
+    assert " freed" in out
+    assert not any(path.exists() for path in litter["goes"])
+    assert all(path.exists() for path in litter["stays"])
+    assert cleaned(capsys)[1] == "there is nothing to clean\n"
+
+
+def test_a_run_goes_only_where_it_is_named_and_never_while_it_goes_on(litter, home, capsys):
+    run = home / "work" / "runs" / "first"
+    lock = claim(RunFolder(run), new_holder())
+    code, _, err = cleaned(capsys, "first", "--yes")
+    assert code == 2
+    assert "goes on and can't be removed" in err
+    assert all(path.exists() for path in [*litter["goes"], *litter["stays"]])
+    lock.release()
+    code, out, _ = cleaned(capsys, "first")
+    assert "manyhands clean first --yes" in out
+    assert run.exists()
+    assert cleaned(capsys, "first", "--yes")[0] == 0
+    assert not run.exists()
+    assert (home / "work" / "runs").exists()
+
+
+def test_what_processes_work_with_stays(litter, home, capsys):
+    copy = litter["goes"][0].parent
+    words = [sys.executable, "-c", "print(flush=True); input()", "manyhands"]
+    with subprocess.Popen(words, cwd=copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        code, out, _ = cleaned(capsys, "--yes")
+        assert code == 0
+        assert "kept  1 of the copies of code: processes work in them" in out
+        assert "kept  decoded pictures and unpacked archives" in out
+        assert [path.exists() for path in litter["goes"]] == [True, True, True, False, False]
+        process.stdin.close()
+
+
+def test_links_are_removed_and_what_they_lead_to_stays(home, capsys):
+    (home / "mine").mkdir()
+    precious = put(home, "mine", "file")
+    (home / "cache" / "manyhands" / "decoded").mkdir(parents=True)
+    (home / "cache" / "manyhands" / "decoded" / "link").symlink_to(home / "mine")
+    assert cleaned(capsys, "--yes")[0] == 0
+    assert precious.exists()
+    assert not list((home / "cache" / "manyhands" / "decoded").iterdir())

@@ -1,0 +1,72 @@
+"""What is said where memory ran out is tried as the job computes: in its precision, training or evaluating."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.world import Membership, World
+from manyhands.parallel import group
+from manyhands.run.python import _flags
+from manyhands.train.data_setup import Objects
+from manyhands.train.failing import explain_memory
+from manyhands.train.job import build
+
+
+class Hungry(nn.Module):
+    """Runs out of memory above so many samples: half as many in single precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.fits, self.kinds = nn.Linear(64, 5), 1000, set()
+
+    def forward(self, images):
+        output = self.inner(images.flatten(1))
+        self.kinds.add(output.dtype)
+        if len(images) > self.fits // (1 if output.dtype == torch.bfloat16 else 2):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return output
+
+
+@pytest.mark.parametrize(("precision", "fits"), [("bf16", 4), ("fp32", 2)])
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, phase):
+    flags = {
+        "data.name": "synthetic:40x1x8x8x5", "train.batch": 16, "train.evaluate_batch": 16,
+        "train.precision": precision,
+    }  # fmt: skip
+    network = Hungry()
+    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(tmp_path)), World(), "single", Objects(network))
+    network.fits, trainer.phase = 4, phase
+    network.kinds.clear()
+    mend = explain_memory(torch.OutOfMemoryError("CUDA out of memory"), trainer).mend
+    trainer.release()
+    assert network.kinds == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert f"_batch={fits}" in mend[0]
+    assert ("precision=bf16" in mend[-1]) == (precision == "fp32")
+
+
+def test_a_process_of_its_own_uses_the_device_that_it_was_given(monkeypatch):
+    used = []
+
+    class Module:
+        @staticmethod
+        def set_device(device):
+            used.append(device)
+
+    monkeypatch.setattr(group, "_device", lambda membership: membership.device)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: Module)
+    assert group.join(Membership(device="cuda:1"), "", 60, print).world.device == "cuda:1"
+    assert used == [torch.device("cuda:1")]
+    group.join(Membership(device="cpu"), "", 60, print)
+    assert len(used) == 1
+
+
+def test_an_option_of_another_section_is_named():
+    with pytest.raises(UserError) as raised:
+        _flags({"device": "cuda:1"}, "fit")
+    assert raised.value.mend == ("did you mean cluster__device?",)

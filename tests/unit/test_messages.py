@@ -1,0 +1,115 @@
+"""Messages between a head and its machines: they arrive typed, and what isn't one of ours is one clear error."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from manyhands.cluster.agents.connection import AgentConnection, MisunderstoodError, close_all
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import (
+    Alive,
+    Bind,
+    FilePiece,
+    Greeting,
+    Hello,
+    OpenRun,
+    StartWorkers,
+    WorkerExited,
+    WorkersEnded,
+)
+from manyhands.cluster.agents.start import _open, open_here
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.doctor.findings import Attempt
+from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
+from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
+from manyhands.core.records import Failure
+
+RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", mend=["m"])
+MESSAGES = (
+    Alive(),
+    Hello(FactsWanted(only=("name",)), remote=True),
+    Greeting({"cores": 2, "load": [0.5, math.inf]}),
+    OpenRun("runs/a", "token", "holder", "id", held={"metrics.jsonl": 3}),
+    StartWorkers(Orders("module:work", {"job": {"train": {"epochs": 2}}}, "ranks", [2, 1], environment={"A": "b"})),
+    WorkersEnded({0: {"status": "finished"}}, {1: -9}, {1: "the end"}, "n1", [RECORD]),
+    WorkerExited(1, 2, "n2", RECORD),
+    FilePiece("metrics.jsonl", "{}\n", 4),
+    Connect((Listener("::1", 4711, "00"),), 3.0),
+    Attempted((Attempt("::1", "timeout"),)),
+    RequestFailed("no", "n1", ("do this",)),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_sent_arrives_under_its_number_and_may_come_in_pieces(message):
+    line, lines = encode(message, 7), Lines()
+    assert line.count(b"\n") == 1
+    assert lines.take(line[:5]) == []
+    assert lines.take(line[5:] + line[:9]) == [(7, message)]
+    assert lines.take(line[9:]) == [(7, message)]
+
+
+@pytest.mark.parametrize("line", [b"", b"Welcome to n2!", b"[1, 2]", b"\xff"])
+def test_a_greeting_of_the_other_shell_is_no_message(line):
+    assert decode(line) is None
+
+
+@pytest.mark.parametrize("line", [b'{"v": 1', b'{"v": 1, "id": ' + b"9" * 50 + b"}"])
+def test_a_message_that_cannot_be_read_is_answered(line):
+    number, message = decode(line)
+    assert (number, type(message)) == (0, Misunderstood)
+    assert "a message can't be read" in message.what
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"v": VERSION + 1}, f"it is of version {VERSION + 1}, and ours is {VERSION}"),
+        ({"v": None}, "version None"),
+        ({"is": "Dance"}, "nobody knows 'Dance'"),
+        ({"is": ["Bind"]}, "nobody knows"),
+        ({"is": "Request"}, "nobody knows"),
+        ({"with": {}}, "Bind.address: Field required"),
+        ({"with": {"address": "::1", "port": "ssh"}}, "Bind.port: "),
+        ({"with": {"address": "::1", "dance": True}}, "Bind.dance: "),
+        ({"with": None}, "Bind: "),
+        ({"is": "WorkersSeen", "with": {"host": "n1", "ranks": ["junk"]}}, "WorkersSeen.ranks.0: "),
+    ],
+)
+def test_what_is_not_one_of_ours_is_one_clear_error(changed, said):
+    content = {**json.loads(encode(Bind("::1"), 3)), **changed}
+    number, message = decode(json.dumps(content).encode())
+    assert (number, type(message)) == (3, Misunderstood)
+    assert said in message.what
+    assert "install the same manyhands on all machines" in message.mend
+
+
+def test_names_are_unique_though_only_they_travel():
+    def all_below(kind):
+        return [kind, *(below for each in kind.__subclasses__() for below in all_below(each))]
+
+    assert sorted(Message.kinds) == sorted(kind.__name__ for kind in all_below(Message)[1:])
+
+
+def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(tmp_path):
+    connection = open_here(tmp_path / "agent.log")
+    try:
+        connection.unsent += encode(Alive()).replace(b'"v": 1', b'"v": 0')
+        with pytest.raises(MisunderstoodError, match="localhost: a message can't be understood: it is of version 0"):
+            connection.ask(Hello(FactsWanted(only=("name",))), 30)
+        assert connection.ask(Hello(FactsWanted(only=("cores",))), 30).facts["cores"] >= 1
+    finally:
+        close_all([connection])
+
+
+def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path):
+    said = '{"kind": "error", "id": 1, "what": "do"}'
+    other = f"import sys; sys.stdin.readline(); print({said!r}, flush=True); input()"
+    connection: AgentConnection = _open([sys.executable, "-c", other], Machine("n2"), tmp_path / "log", here=False)
+    try:
+        with pytest.raises(MisunderstoodError, match=r"n2: .* version unknown, and ours is 1"):
+            connection.ask(Hello(), 30)
+    finally:
+        close_all([connection])

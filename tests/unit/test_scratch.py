@@ -1,0 +1,82 @@
+"""Temporary folders and agents go with their process, however that ends."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from manyhands.core import scratch as module
+from manyhands.core.scratch import abandoned, scratch
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(module, "NEW_S", -1.0)
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+def child(code):
+    """A process that says so when it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+HOLDS = """
+import os, time
+from manyhands.core.scratch import scratch
+with scratch("test") as folder:
+    (folder / "file").touch()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(temporary):
+    with child(HOLDS) as process:
+        (left,) = temporary.glob("manyhands-test-*")
+        assert not list(abandoned())
+        process.kill()
+    (temporary / "manyhands-mine").mkdir()
+    (temporary / "manyhands-link").symlink_to(left)
+    assert list(abandoned()) == [left]
+    with scratch("next") as folder:
+        assert not left.exists()
+        assert (temporary / "manyhands-mine").exists()
+    assert not folder.exists()
+
+
+BUSY = """
+import time
+from manyhands.cluster.agents.head_watch import ended_with_head
+with ended_with_head(0, lambda: print("cleaned up", flush=True)):
+    print("ready", flush=True)
+    if {busy}:
+        time.sleep(60)
+print("left by itself", flush=True)
+input()
+"""
+
+
+def test_an_agent_ends_with_its_head_whatever_it_is_busy_with():
+    with child(BUSY.format(busy=True)) as process:
+        process.stdin.write("what nobody reads")
+        process.stdin.close()
+        process.wait(30)
+        assert process.stdout.read() == "cleaned up\n"
+        assert process.returncode == 1
+
+
+def test_what_is_sent_meanwhile_is_not_lost():
+    with child(BUSY.format(busy=False)) as process:
+        assert process.stdout.readline() == "left by itself\n"
+        process.stdin.write("an order\n")
+        process.stdin.close()
+        assert process.wait(30) == 0

@@ -1,0 +1,124 @@
+"""Who hangs, told from the processes' pulses: in the user's words, once, and only where something does."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from manyhands.cluster.agents import stall
+from manyhands.cluster.agents.protocol import WorkersSeen
+from manyhands.cluster.agents.pulses import Pulses, pulse_path
+from manyhands.cluster.agents.stall import Stalls
+from manyhands.core.pulse import PULSE_FILE, Pulse, Seen
+from manyhands.train import heart
+from manyhands.train.heart import Heart
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stall, "time", clock)
+    return clock
+
+
+def seen(rank, **more):
+    usual = {"count": 9, "step": 12, "phase": "train", "still_s": 40.0, "usual_s": 0.2, "calls": 50, "moved_bytes": 900,
+             "pid": 100 + rank, "quiet_s": 0.0, "cpu_s": 5.0, "stopped": False}  # fmt: skip
+    return Seen(rank=rank, **{**usual, **more})
+
+
+def told(clock, *ranks, later=None):
+    """What two looks, a second apart, have to say."""
+    stalls = Stalls()
+    stalls.take(WorkersSeen("n1", list(ranks)))
+    clock.now += 1
+    stalls.take(WorkersSeen("n1", [each.model_copy(update=later) for each in ranks]))
+    return stalls
+
+
+@pytest.mark.parametrize(
+    ("ranks", "later", "wanted", "hung"),
+    [
+        ([seen(0), seen(1, stopped=True, calls=-1)], {}, "rank 1 on n1 didn't come: process 101 is stopped", True),
+        ([seen(0), seen(1, quiet_s=40)], {}, "rank 1 on n1 didn't come: process 101 gives no sign of life", True),
+        ([seen(0), seen(1, calls=49)], {}, "rank 1 on n1 didn't come: it waits for something of its own", True),
+        ([seen(0), seen(1, calls=49, phase="data")], {}, "rank 1 on n1 didn't come: it waits for its data", True),
+        ([seen(0), seen(1, calls=49)], {"cpu_s": 6.0}, "it is still computing (train)", False),
+        ([seen(0), seen(1)], {"moved_bytes": 1_000_900}, "bytes still move between the processes (1 MB/s)", False),
+        ([seen(0), seen(1)], {}, "wait for each other and nothing moves between them; is the link cut?", True),
+        ([seen(0)], {"cpu_s": 6.0}, "rank 0 on n1 is still computing", False),
+        ([seen(0), seen(1, still_s=30.5)], {}, "step 13 has not come on for 40 s (usual: 0.2 s)", True),
+    ],
+)
+def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
+    stalls = told(clock, *ranks, later=later)
+    assert wanted in stalls.to_say()
+    assert stalls.to_say() == ""  # it is said once
+    assert bool(stalls.hung()) == hung
+
+
+@pytest.mark.parametrize("rank", [seen(0, still_s=29), seen(0, usual_s=20.0, still_s=80), seen(0, still_s=0.1)])
+def test_what_is_slow_as_usual_is_none(rank, clock):
+    stalls = Stalls()
+    stalls.take(WorkersSeen("n1", [rank]))
+    assert stalls.to_say() == stalls.hung() == ""
+
+
+def test_a_stall_that_is_over_is_forgotten_and_the_next_one_told(clock):
+    stalls = told(clock, seen(0))
+    assert stalls.to_say()
+    clock.now += 10  # its agent has nothing to complain of any more
+    assert stalls.to_say() == stalls.hung() == ""
+    stalls.take(WorkersSeen("n1", [seen(0)]))
+    assert stalls.to_say()
+
+
+def test_a_stopped_process_cannot_hear_a_wish_at_once(clock):
+    assert "is stopped" in told(clock, seen(0, still_s=1), seen(1, still_s=1, stopped=True)).hung()
+
+
+def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heart, "time", clock)
+    one = Heart()
+    said = []
+    for step, seconds in enumerate([9.0, 0.1, 0.1, 0.1, 8.0, 0.1, 2.9], 1):
+        one.beat()
+        clock.now += seconds
+        said.append(one.updated(step))
+    assert [bool(text) for text in said] == [False] * 4 + [True] + [False] * 2
+    assert said[4] == "training stood still for 8 s, for the link or another process (usual: 0.1 s)"
+
+
+def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(heart, "PULSE_S", 0.05)
+    monkeypatch.setenv(PULSE_FILE, str(pulse_path(tmp_path, 1)))
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        pulses = Pulses(tmp_path, {1: sleeper.pid})
+        assert pulses.news(all_of_them=True) == []
+        one = Heart()
+        with one.beating(lambda: "save"):
+            until = time.monotonic() + 20
+            while not pulse_path(tmp_path, 1).is_file() and time.monotonic() < until:
+                time.sleep(0.01)
+        assert Pulse.model_validate_json(pulse_path(tmp_path, 1).read_bytes()).phase == "save"
+        psutil.Process(sleeper.pid).suspend()
+        while psutil.Process(sleeper.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        pulses = Pulses(tmp_path, {1: sleeper.pid})
+        (found,) = pulses.news(all_of_them=False)
+        assert (found.rank, found.pid, found.stopped) == (1, sleeper.pid, True)
+        assert pulses.news(all_of_them=True) == []  # about once a second
+    finally:
+        sleeper.kill()
+        sleeper.wait()

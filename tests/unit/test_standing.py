@@ -1,0 +1,69 @@
+"""That machines stand still for each other is said once, with the share and what --sync auto would make of it."""
+
+import pytest
+from torchvision.models import resnet18
+
+from manyhands.core.link_speeds import named_link
+from manyhands.sync.costs import LinkCase
+from manyhands.sync.options import SyncOptions
+from manyhands.train.standing import Standing
+
+SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())
+
+
+class Journal:
+    def __init__(self):
+        self.said = []
+
+    def event(self, kind, text, step, **figures):
+        self.said.append((kind, text, step, figures))
+
+
+def standing(link):
+    return Standing(
+        lambda computing_s: LinkCase(SHAPES, 4, 9610, 3, computing_s, 0.0, named_link(link), 10_000),
+        SyncOptions(), {}, run="runs/a",
+    )  # fmt: skip
+
+
+def heeded(one, stood_s, step_s, steps, processes=3):
+    journal = Journal()
+    for step in range(1, steps + 1):
+        one.heed([processes * stood_s, processes * step_s], step, processes, journal)
+    return journal.said
+
+
+def test_a_slow_link_is_told_of_once_with_the_share_and_the_way_out():
+    ((kind, text, step, figures),) = heeded(standing("10mbit"), 54.0, 55.0, 9)
+    assert (kind, step) == ("sync", 2)
+    assert figures["share"] == pytest.approx(54 / 55)
+    assert "98% of the time" in text
+    assert "powersgd" in text
+    assert "manyhands resume runs/a --set sync.method=auto" in text
+
+
+def test_short_steps_are_watched_for_a_while():
+    ((_, text, step, _),) = heeded(standing("100mbit"), 0.9, 1.0, 9)
+    assert step == 4
+    assert "90% of the time" in text
+
+
+def test_a_third_of_the_time_and_less_goes_unsaid():
+    assert heeded(standing("10mbit"), 0.33, 1.0, 50) == []
+
+
+def test_where_auto_would_change_nothing_that_is_said():
+    ((_, text, _, _),) = heeded(standing("100gbit"), 0.9, 1.0, 9)
+    assert "--sync auto would keep allreduce" in text
+    assert "resume" not in text
+
+
+def test_standing_still_is_what_neither_computes_nor_waits_for_data():
+    one = standing("10mbit")
+    one.waited_for_data_s = lambda: 3.0
+    stood_s, all_s = one.mine(10.0, 2)
+    assert all_s == 10.0
+    assert 5.0 < stood_s <= 7.0
+    one.compute_s = 2.5
+    assert one.mine(10.0, 2) == [2.0, 10.0]
+    assert one.mine(1.0, 2) == [0.0, 1.0]

@@ -1,0 +1,120 @@
+"""Which signals ask for a stop, who hears them, and what is said of what was saved."""
+
+import os
+import signal
+
+import pytest
+
+from manyhands.cluster.agents.elastic import _last_words
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import WorkerExited
+from manyhands.cluster.agents.supervise import Ending, Watch, _Head, first_cause
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import Event, Failure, append
+from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
+from manyhands.run.train import failure_of, interrupted, saved_step
+
+
+def test_what_nohup_has_set_stays():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handled(lambda *_: None) as taken:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.SIGHUP not in taken
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_each_signal_is_heard_and_what_was_there_before_comes_back():
+    heard = []
+    before = [signal.getsignal(number) for number in STOPS]
+    with handled(lambda number, _frame: heard.append(number)):
+        for number in STOPS:
+            os.kill(os.getpid(), number)
+    assert heard == list(STOPS)
+    assert {number.name for number in STOPS} >= {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"}
+    assert [signal.getsignal(number) for number in STOPS] == before
+
+
+def test_a_schedulers_word_ends_what_has_nothing_to_save_as_ctrl_c_does():
+    with pytest.raises(KeyboardInterrupt), ended_like_ctrl_c():
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def record(**more):
+    return Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out of memory", where="rank 1", **more)
+
+
+def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(tmp_path):
+    folder = RunFolder(tmp_path)
+    ending = Ending(failed={1: 1}, records={1: record()})
+    assert "resume" not in str(failure_of(folder, ending))
+    (folder.checkpoints / "step-00000050").mkdir(parents=True)
+    assert f"manyhands resume {tmp_path} goes on from the last checkpoint, of step 50" in str(
+        failure_of(folder, ending)
+    )
+    told = Ending(failed={1: 1}, records={1: record(mend=["make room, then manyhands resume x"])})
+    assert str(failure_of(folder, told)).count("manyhands resume") == 1
+
+
+def test_a_process_that_left_no_word_is_named_with_its_own_machine():
+    ending = Ending(failed={1: -9}, words={1: "the last line"}, hosts={1: "n2"})
+    cause = first_cause(ending)
+    assert cause is not None
+    assert (cause.rank, cause.host, cause.what) == (1, "n2", "rank 1 was killed by SIGKILL")
+    assert cause.excerpt == "rank 1 wrote last:\nthe last line"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"code": -9}, "rank 1 on n2 was killed by SIGKILL; cleaning up"),
+        ({"code": 1, "record": record()}, "rank 1 on n2: out of memory; cleaning up"),
+        ({"code": 1, "record": record(consequence=True)}, None),
+        ({"code": 2, "record": record(exit_code=2)}, None),
+    ],
+)
+def test_a_failure_is_said_as_soon_as_its_agent_knows(said, told):
+    heard = []
+    head = _Head([], Watch(on_warning=heard.append))
+    for _ in range(2):
+        head._tell_of(WorkerExited(rank=1, host="n2", **said))
+    assert heard == ([told] if told else [])
+
+
+def test_last_words_are_of_this_start(tmp_path):
+    (tmp_path / "1.log").write_bytes(b"of an earlier start\n" + b"now \xff\n" * 20)
+
+    class Started:
+        _orders = Orders("", {}, str(tmp_path), [2])
+        log_starts = {1: 20}  # noqa: RUF012 - nobody changes it
+
+    words = _last_words(Started(), 1).splitlines()
+    assert len(words) == 8
+    assert set(words) == {"now \ufffd"}
+    assert _last_words(Started(), 0) == ""
+
+
+def test_nohup_stays_what_it_is():
+    """Who starts a run so that it outlives the terminal doesn't want its end to stop it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_like_ctrl_c():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhere(tmp_path):
+    folder = RunFolder(tmp_path / "a run")
+    folder.path.mkdir()
+    assert saved_step(folder) is None
+    assert "stopped before anything was saved" in str(interrupted(folder))
+    for step in (7, 40):
+        append(folder.events, Event(time=1.0, kind="saved", step=step))
+    assert saved_step(folder) == 40
+    (folder.checkpoints / "step-00000050").mkdir(parents=True)
+    (folder.checkpoints / ".step-00000060.part").mkdir()
+    told = str(interrupted(folder))
+    assert "at step 50, is whole" in told
+    assert f"manyhands resume '{folder.path}' goes on from step 50" in told

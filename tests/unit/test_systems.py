@@ -1,0 +1,50 @@
+"""What is said where a system or a device isn't one that manyhands can use."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from manyhands.core.errors import UserError
+from manyhands.core.world import Membership
+from manyhands.parallel import group
+
+NO_LOCKS = "import sys; sys.modules['fcntl'] = None\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from manyhands.cli.main import main\nmain(['train'])",
+        "from manyhands.cli.main import main\nmain(['--help'])",
+        "import manyhands\ntry:\n    manyhands.fit\nexcept manyhands.UserError as error:\n"
+        "    sys.exit('manyhands: ' + str(error))",
+    ],
+)
+def test_a_system_without_locks_of_files_is_one_line(code):
+    """As on Windows, where Python has no fcntl."""
+    done = subprocess.run([sys.executable, "-c", NO_LOCKS + code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stderr.startswith("manyhands: manyhands runs on Linux, on macOS, and on Windows within WSL2")
+    assert len(done.stderr.splitlines()) <= 3
+
+
+@pytest.mark.parametrize("kind", ["mps", "mps:0", "mps:1"])
+def test_a_machine_without_apples_gpu_says_so(kind, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: kind == "mps:1")
+    with pytest.raises(UserError, match=f"there is no {kind} device here"):
+        group.join(Membership(device=kind), "", 60, print)
+
+
+def test_apples_gpu_is_for_one_process(monkeypatch):
+    """Read, not run: nobody here has such a computer; what is decided for one is."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="mps"))
+    assert group._device(Membership(device="mps:0")) == group._device(Membership(device="auto")) == "mps"
+    pair = Membership(size=2, local_size=2, device="mps")
+    with pytest.raises(UserError, match="2 processes can't talk to each other from mps"):
+        group._device(pair)
+    assert group._device(Membership(size=2, local_size=2, device="auto")) == "cpu"

@@ -1,0 +1,74 @@
+"""What is a script's own: its words behind --, and all that it prints."""
+
+import os
+import threading
+
+import pytest
+
+from manyhands.cli.main import _own, _without_local_rank, main
+from manyhands.cluster.agents.mirror import OUTPUT, Receiver, Sender
+from manyhands.core.folder import RunFolder
+from manyhands.run.script import Echo
+
+
+def test_words_behind_the_dashes_are_left_alone():
+    given = ["train", "--local-rank=1", "train.py", "--", "--local_rank=0", "--json"]
+    assert _without_local_rank(given) == ["train", "train.py", "--", "--local_rank=0", "--json"]
+    assert "--json" not in _own(given)
+
+
+def test_a_scripts_json_flag_isnt_ours(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "missing.py", "--", "--json"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_output_without_line_ends_comes_from_another_machine_too(tmp_path):
+    there, here = RunFolder(tmp_path / "there"), RunFolder(tmp_path / "here")
+    for folder in (there, here):
+        folder.ranks.mkdir(parents=True)
+    receiver = Receiver(here.path)
+    sender = Sender(there.path, receiver.held(), output=True)
+    log = there.path / OUTPUT
+    written = b""
+    for piece in (b"epoch 1\n", "\r 10 %|███".encode()[:-1], "█".encode()[-1:] + b"| it/s", b"\nlast words"):
+        written += piece
+        log.write_bytes(written)
+        for news in sender.news():
+            receiver.take(news)
+        assert (here.path / OUTPUT).read_bytes() == written
+
+
+def test_all_that_rank_0_writes_is_shown_where_the_reader_is_slow(tmp_path, monkeypatch):
+    log = tmp_path / "0.log"
+    echo = Echo(log, quiet=False)
+    log.write_bytes(b"x" * 300_000)
+    reader, writer = os.pipe()
+    os.set_blocking(reader, True)
+    found = bytearray()
+
+    def read():
+        while piece := os.read(reader, 1000):
+            found.extend(piece)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+
+    class Output:
+        def flush(self):
+            """Nothing waits."""
+
+        def fileno(self):
+            return writer
+
+    # A signal that comes meanwhile ends a write early.
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: real(descriptor, bytes(content)[:4096]))
+    monkeypatch.setattr("sys.stdout", Output())
+    echo.update()
+    os.close(writer)
+    thread.join()
+    os.close(reader)
+    assert len(found) == 300_000
