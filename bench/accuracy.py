@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from manyhands.config.load import load_job
-from manyhands.core.links import Link
-from manyhands.sync.costs import Case
+from manyhands.core.link_speeds import LinkSpeed
+from manyhands.sync.costs import LinkCase
 from manyhands.sync.methods import allreduce, local, powersgd
 
 HERE = Path(__file__).parent
@@ -129,7 +129,7 @@ def sent_kb(setting):
     model = models.resnet18()
     shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())
     buffers = sum(buffer.numel() for buffer in model.buffers())
-    case = Case(shapes, 4, buffers, 3, step_s=0.15, backward_s=0.1, link=Link(1.2e6, 1e-3), steps=10_000)
+    case = LinkCase(shapes, 4, buffers, 3, step_s=0.15, backward_s=0.1, link=LinkSpeed(1.2e6, 1e-3), steps=10_000)
     method = {"local": local, "powersgd": powersgd}.get(options.method, allreduce)
     return method.estimate(case, options)[0].sent_bytes / 1000
 

@@ -5,12 +5,12 @@ from small_resnet import SmallResNet as SmallResNet
 
 from manyhands.sync.compress import LowRank
 
-_agree = LowRank.agree
+_agree = LowRank.average
 
 
 def _forgetting(self, values, peers):
-    agreed, held = yield from _agree(self, values, peers)
-    return agreed, torch.zeros_like(held)
+    averaged, residual = yield from _agree(self, values, peers)
+    return averaged, torch.zeros_like(residual)
 
 
-LowRank.agree = _forgetting
+LowRank.average = _forgetting

@@ -19,7 +19,7 @@ from tests.network.lab import Lab
 JOB = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", "--set", "run.report=false",
        "--set", "run.log_every_s=0.05"]  # fmt: skip
 IMPORT = (
-    "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent, manyhands.train.preload"
+    "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent, manyhands.worker.preload"
 )
 
 

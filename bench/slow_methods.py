@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from manyhands.core.world import World
 from manyhands.parallel.modes.data import apply
-from manyhands.parallel.network import How
+from manyhands.parallel.network import ModeRequest
 
 # Of a virtual step, the part that passes before the first gradient is there.
 FORWARD_SHARE = 1 / 3
@@ -123,7 +123,7 @@ class EveryStep(Way):
 
     def __init__(self, spec, module, world):
         super().__init__(spec, module, world)
-        self.call = apply(module, world, How()).call
+        self.call = apply(module, world, ModeRequest()).call
         if spec.name == "bf16":
             self.call.register_comm_hook(None, default_hooks.bf16_compress_hook)
 
@@ -131,17 +131,17 @@ class EveryStep(Way):
 class PowerSgdWay(Way):
     def __init__(self, spec, module, world):
         from manyhands.sync.powersgd import PowerSgd
-        from manyhands.sync.talk import Peers
+        from manyhands.sync.talk import SyncGroup
 
         super().__init__(spec, module, world)
-        self.peers = Peers(world.rank, world.size)
+        self.peers = SyncGroup(world.rank, world.size)
         self.agreement = PowerSgd(self.parameters, self.peers, rank=spec.rank, seed=0)
 
     def before_update(self, step):  # noqa: ARG002 - every update is alike
         self.agreement.expect()
 
     def agree(self):
-        self.agreement.agree()
+        self.agreement.average()
 
     def payload_bytes(self):
         return self.peers.sent_bytes
@@ -152,10 +152,10 @@ class LocalWay(Way):
         from manyhands.sync.buffers import Buffers
         from manyhands.sync.compress import compressor_named
         from manyhands.sync.local import LocalSteps, Pace
-        from manyhands.sync.talk import Peers
+        from manyhands.sync.talk import SyncGroup
 
         super().__init__(spec, module, world)
-        self.peers = Peers(world.rank, world.size)
+        self.peers = SyncGroup(world.rank, world.size)
         shapes = [tuple(one.shape) for one in self.parameters]
         compressor = compressor_named(
             spec.codec, shapes, rank=spec.rank, seed=0, device="cpu", dtype=self.parameters[0].dtype

@@ -7,10 +7,11 @@ import torch
 from torchvision.models import resnet18
 
 from bench.slow_methods import FORWARD_SHARE, read_spec
-from manyhands.core.links import Link
+from manyhands.core.link_speeds import LinkSpeed
 from manyhands.core.plugins import load_choice
-from manyhands.sync.choose import METHODS, choose
-from manyhands.sync.costs import Case
+from manyhands.sync.choose import choose
+from manyhands.sync.costs import LinkCase
+from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
 
 # Of a full Ethernet frame's 1514 bytes, what TCP carries.
@@ -51,14 +52,14 @@ def _case(rate, turn, step_s, pass_s):
     # While it sleeps instead of computing, the processor can compress.
     slept_s = 0.0 if turn["steps"] == "real" else float(turn["steps"].removesuffix("ms")) / 1e3
     bits_per_s = math.inf if rate == "none" else float(rate.removesuffix("mbit")) * 1e6 * CARRIED
-    return Case(
+    return LinkCase(
         shapes=tuple(tuple(one.shape) for one in network.parameters()),
         item_bytes=4,
         buffers=0,  # the bench leaves BatchNorm's statistics to each process
         machines=turn["processes"],
         step_s=step_s,
         backward_s=(slept_s or step_s) * (1 - FORWARD_SHARE),
-        link=Link(bits_per_s / 8, LATENCY_S),
+        link=LinkSpeed(bits_per_s / 8, LATENCY_S),
         steps=100_000,
         pass_s=pass_s,
         idle_s=slept_s * (1 - FORWARD_SHARE),

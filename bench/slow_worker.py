@@ -50,13 +50,13 @@ class Turn:
         self.way.call(self.pictures, self.labels).backward()
         agreeing = time.perf_counter()
         self.way.agree()
-        agreed = time.perf_counter()
+        averaged = time.perf_counter()
         self.optimizer.step()
         self.made += 1
         updated = time.perf_counter()
         self.way.after_update(self.made)
         self.optimizer.zero_grad()
-        self.agreeing_s += (computing - started) + (agreed - agreeing) + (time.perf_counter() - updated)
+        self.agreeing_s += (computing - started) + (averaged - agreeing) + (time.perf_counter() - updated)
 
     def warm_up(self):
         while self.made < self.first:

@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from manyhands.planner.trial import Case
+from manyhands.planner.trial import PlanCase
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Entry:
 
     def case(self):
         """The updates that are timed; everyone makes the same network."""
-        return Case(self._seeded, torch.zeros(self.picture), self.classes, self.batch, _criterion)
+        return PlanCase(self._seeded, torch.zeros(self.picture), self.classes, self.batch, _loss_fn)
 
     def _seeded(self):
         torch.manual_seed(0)
         return self.make().train()
 
 
-def _criterion(output, labels):
+def _loss_fn(output, labels):
     return nn.functional.cross_entropy(output, labels, reduction="sum"), output
 
 

@@ -11,13 +11,13 @@ import random
 from bench.group import joined
 from bench.split_cases import ENTRIES
 from manyhands.core.errors import UserError
-from manyhands.core.links import fitted_link, links_of
-from manyhands.parallel.describe import describe_network
+from manyhands.core.link_speeds import fitted_link, links_of
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import plan_from_plain
+from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
-from manyhands.planner.find import Wish, find
+from manyhands.planner.find import SearchRequest, find
 from manyhands.planner.measure import measure_collectives
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.trial import measure
@@ -37,7 +37,7 @@ def try_out(given, world):
     case = ENTRIES[given.case].case()
     points = measure_collectives({(0,): None}, "cpu", ("all_reduce",), budget_s=LINK_BUDGET_S)["all_reduce", (0,)]
     link = fitted_link("all_reduce", world.size, points)
-    own = search(given, case, link) if world.speaks else None
+    own = search(given, case, link) if world.is_main else None
     found = broadcast_plain(own, world)
     plans = {name: plan_from_plain(row["plan"], name) if row["plan"] else None for name, row in found["rows"].items()}
     seconds = measure(case, plans, world, given.rounds)
@@ -58,8 +58,8 @@ def search(given, case, link):
     group_batch_norms(model)
     graph = describe_network(model, case.picture)
     times = OpTimes("cpu", TIMES_BUDGET_S)
-    links = lambda mesh: links_of(mesh, within=link)  # noqa: E731 - as `run/automatic.py` gives
-    found = find(graph, Wish(given.size, case.batch), times, links)
+    links = lambda mesh: links_of(mesh, within=link)  # noqa: E731 - as `worker/plan_choice.py` gives
+    found = find(graph, SearchRequest(given.size, case.batch), times, links)
     finalists = found.finalists()
     options = {option.name: (found, option) for option in finalists}
     if given.tail:
@@ -88,7 +88,7 @@ def tail(given, graph, case, times, links, finalists):
             break
         pins = {name: f"{letter}@dp" for name, letter in zip(layers, letters, strict=True)}
         try:
-            found = find(graph, Wish(given.size, case.batch, pins=pins), times, links)
+            found = find(graph, SearchRequest(given.size, case.batch, pins=pins), times, links)
         except UserError:
             continue
         able_ones = [option for option in found.options if option.name.startswith("search")]

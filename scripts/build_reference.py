@@ -24,6 +24,7 @@ MEANINGS = ROOT / "docs" / "zh" / "meanings.toml"
 TYPES_IN_CHINESE = {
     "whole number": "整数",
     "list of numbers": "数的列表",
+    "list of texts": "文本的列表",
     "true or false": "true 或 false",
     "number": "数",
     "text": "文本",
@@ -73,7 +74,9 @@ def type_words(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(type_words(part) for part in get_args(annotation))
     if origin in (tuple, dict) or annotation in (tuple, dict):
-        return "list of numbers" if origin is tuple else "table"
+        if origin is tuple:
+            return "list of texts" if str in get_args(annotation) else "list of numbers"
+        return "table"
     return {int: "whole number", float: "number", bool: "true or false", str: "text"}[annotation]
 
 

@@ -22,7 +22,7 @@ def train(rank, port, given):
     sampler = DistributedSampler(dataset, num_replicas=PROCESSES, rank=rank)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
     model = DistributedDataParallel(make_network())
-    criterion = nn.CrossEntropyLoss()
+    loss_fn = nn.CrossEntropyLoss()
     optimizer = optim.SGD(model.parameters(), lr=RATE)
     clock = Clock("document", given.steps)
     over, epoch = False, 0
@@ -30,7 +30,7 @@ def train(rank, port, given):
         model.train()
         for number, (images, labels) in enumerate(loader):
             optimizer.zero_grad()
-            loss = criterion(model(images), labels)
+            loss = loss_fn(model(images), labels)
             loss.backward()
             optimizer.step()
             if number % 10 == 0:

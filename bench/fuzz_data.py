@@ -1,0 +1,126 @@
+"""Data sets of every kind that is read from outside, and the function that reads each."""
+
+import gzip
+import io
+import lzma
+import os
+import pickle
+import random
+import tarfile
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image
+
+from manyhands.data.archive import unpack_once
+from manyhands.data.datasets import cifar
+from manyhands.data.decode import decode, probe
+from manyhands.data.folder import list_splits
+from manyhands.data.idx import read_pair, write_idx
+from manyhands.data.options import DataOptions
+from manyhands.data.pictures import prepare
+from manyhands.data.transforms import Pixels
+
+
+def write_idx_pair(folder: Path, _rng: random.Random) -> None:
+    write_idx(folder / "images", torch.zeros(5, 7, 7, dtype=torch.uint8))
+    write_idx(folder / "labels", torch.arange(5, dtype=torch.uint8))
+
+
+def pack_idx(folder: Path, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        for name in ("images", "labels"):
+            (folder / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes(), 1))
+
+
+def read_idx(folder: Path) -> None:
+    end = ".gz" if (folder / "images.gz").exists() else ""
+    read_pair(folder / f"images{end}", folder / f"labels{end}", 10)
+
+
+def write_cifar(folder: Path, rng: random.Random) -> None:
+    """Both forms of CIFAR-10, in little, as a folder or packed."""
+    there = folder / "cifar10" / "cifar-10-batches-bin"
+    if rng.random() < 0.5:
+        record = b"\x03" + bytes(3 * 32 * 32)
+        there.mkdir(parents=True)
+        for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
+            (there / name).write_bytes(record * 2)
+        (there / "batches.meta.txt").write_text("a\nb\n")
+        return
+    there = there.with_name("cifar-10-batches-py")
+    there.mkdir(parents=True)
+    batch = {b"data": numpy.zeros((2, 3072), numpy.uint8), b"labels": [1, 2]}
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        (there / name).write_bytes(pickle.dumps(batch, protocol=2))
+    (there / "batches.meta").write_bytes(pickle.dumps({b"label_names": [b"a"] * 10}, protocol=2))
+
+
+def pack_cifar(folder: Path, rng: random.Random) -> None:
+    if rng.random() < 0.4:
+        (there,) = (folder / "cifar10").iterdir()
+        name = "cifar-10-binary.tar.gz" if there.name.endswith("bin") else "cifar-10-python.tar.gz"
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for file in there.iterdir():
+                archive.add(file, f"{there.name}/{file.name}")
+        for file in (*there.iterdir(), there):
+            file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
+        content = bytearray(packed.getvalue())
+        if rng.random() < 0.5:
+            content[rng.randrange(min(2_000, len(content)))] = rng.randrange(256)
+        (folder / "cifar10" / name).write_bytes(gzip.compress(bytes(content), 1))
+
+
+def read_cifar(folder: Path) -> None:
+    cifar.open("cifar10", DataOptions(name="cifar10", dir=str(folder), download=False))
+
+
+def write_archive(folder: Path, _rng: random.Random) -> None:
+    with tarfile.open(folder / "pictures.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        for name in ("train/a/1.png", "train/b/2.png", "test/a/3.png"):
+            entry = tarfile.TarInfo(name)
+            entry.size = 100
+            archive.addfile(entry, io.BytesIO(bytes(100)))
+
+
+def pack_archive(folder: Path, rng: random.Random) -> None:
+    kind = rng.choice(("xz", "gz", ""))
+    content = (folder / "pictures.tar").read_bytes()
+    packed = {"xz": lzma.compress(content, preset=0), "gz": gzip.compress(content, 1), "": content}[kind]
+    (folder / "pictures.tar").write_bytes(packed)
+
+
+def read_archive(folder: Path) -> None:
+    os.environ["MANYHANDS_CACHE"] = str(folder / "cache")
+    unpack_once(folder / "pictures.tar")
+
+
+KINDS = {
+    ".png": "PNG",
+    ".jpg": "JPEG",
+    ".gif": "GIF",
+    ".bmp": "BMP",
+    ".webp": "WEBP",
+    ".tif": "TIFF",
+    ".ppm": "PPM",
+    ".jp2": "JPEG2000",
+}
+
+
+def write_pictures(folder: Path, rng: random.Random) -> None:
+    for number, name in enumerate(("cat", "dog", "cat")):
+        suffix = rng.choice(list(KINDS))
+        mode = rng.choice(("RGB", "L"))
+        path = folder / name / f"{number}{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        Image.new(mode, (9, 7 + number)).save(path, KINDS[suffix])
+
+
+def read_pictures(folder: Path) -> None:
+    pixels = Pixels(8, 3, (0.5,) * 3, (0.5,) * 3, "none")
+    for listing in list_splits(folder, 0.3):
+        for index in range(len(listing)):
+            probe(listing.path(index))
+            prepare(decode(listing.path(index), 3), pixels, None)
