@@ -40,14 +40,10 @@ Tensors = dict[str, TensorEntry]
 
 @dataclass(frozen=True)
 class NetworkLayout:
-    """How a network is cut.
+    """How a network is cut."""
 
-    Attributes:
-        mesh: the processes.
-        layouts: of the entries of its state_dict, by name; one that isn't there is whole on every process.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the processes
+    # of the entries of its state_dict, by name; one that isn't there is whole on every process
     layouts: Mapping[str, TensorLayout]
 
     def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:

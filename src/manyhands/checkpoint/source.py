@@ -31,27 +31,18 @@ from manyhands.core.mesh import Mesh
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that is open for reading.
+    """A checkpoint that is open for reading."""
 
-    Attributes:
-        path: the folder or file.
-        form: "whole", "pieces", "safetensors" or "pth".
-        model: the network's tensors.
-        optimizer: the optimizer's tensors, by the names that `branches` has for them; None where there is none.
-        branches: the optimizer's state with {"$tensor": name} in each tensor's place.
-        state: step, epoch and so on; empty of another tool's file.
-        mesh: the processes that it is cut over; None where it is whole.
-        notes: what of the file is left out, as sentences.
-    """
-
-    path: Path
-    form: str
-    model: StoredTensors
+    path: Path  # the folder or file
+    form: str  # "whole", "pieces", "safetensors" or "pth"
+    model: StoredTensors  # the network's tensors
+    # the optimizer's tensors, by the names that `branches` has for them; None where there is none
     optimizer: StoredTensors | None = None
+    # the optimizer's state with {"$tensor": name} in each tensor's place
     branches: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    mesh: Mesh | None = None
-    notes: tuple[str, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)  # step, epoch and so on; empty of another tool's file
+    mesh: Mesh | None = None  # the processes that it is cut over; None where it is whole
+    notes: tuple[str, ...] = ()  # what of the file is left out, as sentences
 
     @property
     def step(self) -> int:

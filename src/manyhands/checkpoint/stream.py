@@ -35,17 +35,11 @@ CODES = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that a file will hold.
+    """A tensor that a file will hold."""
 
-    Attributes:
-        name: its key in the file.
-        dtype: its type.
-        shape: its shape.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    name: str  # its key in the file
+    dtype: torch.dtype  # its type
+    shape: tuple[int, ...]  # its shape
 
     @property
     def size_bytes(self) -> int:

@@ -24,19 +24,13 @@ _ERRORS: dict[str, type[ManyhandsError]] = {
 
 @dataclass(frozen=True)
 class SavingGroup:
-    """The processes that save or load together.
+    """The processes that save or load together."""
 
-    Attributes:
-        rank: this process's, which is its place in the mesh too.
-        size: how many they are.
-        gather: gives every process's JSON data by rank, on every process; a collective.
-        device: torch's name of the device that tensors are sent from and to.
-    """
-
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # this process's, which is its place in the mesh too
+    size: int = 1  # how many they are
+    # gives every process's JSON data by rank, on every process; a collective
     gather: Callable[[Any], list[Any]] = lambda value: [value]
-    device: str = "cpu"
+    device: str = "cpu"  # torch's name of the device that tensors are sent from and to
 
 
 def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:

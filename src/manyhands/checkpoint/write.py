@@ -31,21 +31,13 @@ WHOLE_NAMES = {MODEL: layout.MODEL, OPTIMIZER: layout.OPTIMIZER}
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint that is about to be written.
+    """A checkpoint that is about to be written."""
 
-    Attributes:
-        step: updates made so far.
-        mesh: the processes that it is cut over.
-        tensors: by kind ("model", "optimizer") and name, in the order that readers are to see.
-        texts: the plain data, by file name.
-        fetch: gives a tensor's values in a region of its view.
-    """
-
-    step: int
-    mesh: Mesh
-    tensors: Mapping[str, Tensors]
-    texts: Mapping[str, bytes]
-    fetch: Fetch
+    step: int  # updates made so far
+    mesh: Mesh  # the processes that it is cut over
+    tensors: Mapping[str, Tensors]  # by kind ("model", "optimizer") and name, in the order that readers are to see
+    texts: Mapping[str, bytes]  # the plain data, by file name
+    fetch: Fetch  # gives a tensor's values in a region of its view
 
 
 def write_pieces(staged: Path, contents: Contents, rank: int) -> Files:

@@ -15,23 +15,14 @@ _TEST_NAMES = ("val", "validation", "valid", _HELD_OUT)
 
 @dataclass(frozen=True)
 class Listing:
-    """The pictures of one split.
+    """The pictures of one split."""
 
-    Attributes:
-        root: the folder that holds the class folders.
-        classes: names of the class folders, sorted.
-        names: each picture's path below root, with "/"; sorted by class, then by name.
-        labels: each picture's class.
-        ignored: how many other files lie there.
-        notes: sentences for the user on what was left out.
-    """
-
-    root: Path
-    classes: tuple[str, ...]
-    names: tuple[str, ...]
-    labels: tuple[int, ...]
-    ignored: int = 0
-    notes: tuple[str, ...] = ()
+    root: Path  # the folder that holds the class folders
+    classes: tuple[str, ...]  # names of the class folders, sorted
+    names: tuple[str, ...]  # each picture's path below root, with "/"; sorted by class, then by name
+    labels: tuple[int, ...]  # each picture's class
+    ignored: int = 0  # how many other files lie there
+    notes: tuple[str, ...] = ()  # sentences for the user on what was left out
 
     def __len__(self) -> int:
         return len(self.names)

@@ -10,26 +10,16 @@ from manyhands.core.errors import UserError
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one published form of CIFAR.
+    """The files of one published form of CIFAR."""
 
-    Attributes:
-        folder: what the archive unpacks to.
-        archive: the archive's name.
-        train: files of the training split, in order.
-        test: file of the test split.
-        names: file with the class names.
-        label_bytes: in front of each binary record; 0 for a pickle.
-        key: of labels, or of class names, in a pickle: "labels", "fine_labels".
-        signs: files that together tell this form from everything else; the first of training if empty.
-    """
-
-    folder: str
-    archive: str
-    train: tuple[str, ...]
-    test: str
-    names: str
-    label_bytes: int = 0
-    key: str = "labels"
+    folder: str  # what the archive unpacks to
+    archive: str  # the archive's name
+    train: tuple[str, ...]  # files of the training split, in order
+    test: str  # file of the test split
+    names: str  # file with the class names
+    label_bytes: int = 0  # in front of each binary record; 0 for a pickle
+    key: str = "labels"  # of labels, or of class names, in a pickle: "labels", "fine_labels"
+    # files that together tell this form from everything else; the first of training if empty
     signs: tuple[str, ...] = field(default=())
 
     def lies_in(self, place: Path) -> bool:

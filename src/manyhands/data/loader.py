@@ -15,17 +15,11 @@ from manyhands.data.workers import WorkerFeed
 
 @dataclass
 class Batch:
-    """What one request became.
+    """What one request became."""
 
-    Attributes:
-        images: normalised, [n, C, S, S] (or the user's own shape [n, …]), on the device.
-        labels: int64 [n], on the device.
-        samples: int64 [n], the indices that were asked for, on the CPU.
-    """
-
-    images: Tensor
-    labels: Tensor
-    samples: Tensor
+    images: Tensor  # normalised, [n, C, S, S] (or the user's own shape [n, …]), on the device
+    labels: Tensor  # int64 [n], on the device
+    samples: Tensor  # int64 [n], the indices that were asked for, on the CPU
 
 
 class Loader:

@@ -32,15 +32,10 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class Decoded:
-    """A listing's pixels.
+    """A listing's pixels."""
 
-    Attributes:
-        images: uint8 [N, C, S, S]; black where a picture can't be read.
-        corrupt: the indices of those.
-    """
-
-    images: Tensor
-    corrupt: tuple[int, ...]
+    images: Tensor  # uint8 [N, C, S, S]; black where a picture can't be read
+    corrupt: tuple[int, ...]  # the indices of those
 
 
 class _DiffersError(Exception):

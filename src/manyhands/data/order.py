@@ -24,19 +24,12 @@ ALIGNED_SHARE_LIMIT = 1.15
 
 @dataclass(frozen=True)
 class Order:
-    """The order of training samples.
+    """The order of training samples."""
 
-    Attributes:
-        length: samples in the training split.
-        batch: samples in a global batch.
-        seed: the job's seed.
-        drop_last: leave out the last batch of an epoch where it is smaller.
-    """
-
-    length: int
-    batch: int
-    seed: int
-    drop_last: bool = False
+    length: int  # samples in the training split
+    batch: int  # samples in a global batch
+    seed: int  # the job's seed
+    drop_last: bool = False  # leave out the last batch of an epoch where it is smaller
 
     @property
     def steps_per_epoch(self) -> int:
@@ -58,39 +51,24 @@ class Order:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of one normalisation group that a process holds.
+    """A part of one normalisation group that a process holds."""
 
-    Attributes:
-        group: number of the group within the pass.
-        start: first row in the process's own batch.
-        stop: row after the last one.
-        size: samples in the whole group, over all processes.
-        shared: place in the list of groups that several processes hold, or -1 for a group of this process alone.
-        first: True on the process that holds the group's first sample.
-    """
-
-    group: int
-    start: int
-    stop: int
-    size: int
-    shared: int
-    first: bool
+    group: int  # number of the group within the pass
+    start: int  # first row in the process's own batch
+    stop: int  # row after the last one
+    size: int  # samples in the whole group, over all processes
+    shared: int  # place in the list of groups that several processes hold, or -1 for a group of this process alone
+    first: bool  # True on the process that holds the group's first sample
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process takes of one micro-batch.
+    """What one process takes of one micro-batch."""
 
-    Attributes:
-        start: first sample, counted within the global batch.
-        stop: sample after the last one; equal to start for a process that goes empty-handed.
-        spans: the normalisation groups it holds, in order.
-        shared_groups: sizes of the groups of this micro-batch that several processes hold; equal on all processes.
-    """
-
-    start: int
-    stop: int
-    spans: tuple[Span, ...]
+    start: int  # first sample, counted within the global batch
+    stop: int  # sample after the last one; equal to start for a process that goes empty-handed
+    spans: tuple[Span, ...]  # the normalisation groups it holds, in order
+    # sizes of the groups of this micro-batch that several processes hold; equal on all processes
     shared_groups: tuple[int, ...]
 
     @property
@@ -101,19 +79,13 @@ class Share:
 
 @dataclass(frozen=True)
 class BatchSharing:
-    """How global batches are shared out, as micro-batches and each process's share of them.
+    """How global batches are shared out, as micro-batches and each process's share of them."""
 
-    Attributes:
-        processes: how many share the work.
-        micro_batch: most samples a process takes in one micro-batch; 0 for no limit.
-        group: samples in a normalisation group; 0 where there are none.
-        aligned: shares may be of whole groups; False: of equal size, so that a share's halves are the shares of twice
-            as many processes.
-    """
-
-    processes: int
-    micro_batch: int = 0
-    group: int = 0
+    processes: int  # how many share the work
+    micro_batch: int = 0  # most samples a process takes in one micro-batch; 0 for no limit
+    group: int = 0  # samples in a normalisation group; 0 where there are none
+    # shares may be of whole groups; False: of equal size, so that a share's halves are the shares of twice as many
+    # processes
     aligned: bool = True
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:

@@ -44,15 +44,10 @@ def below(drawn: Tensor, limit: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleDraws:
-    """The draws of one sample, in plain Python.
+    """The draws of one sample, in plain Python."""
 
-    Attributes:
-        key: the epoch's, from `augmentation_key`.
-        sample: the index in the data set.
-    """
-
-    key: int
-    sample: int
+    key: int  # the epoch's, from `augmentation_key`
+    sample: int  # the index in the data set
 
     def bits(self, draw: int) -> int:
         """63 random bits."""

@@ -13,15 +13,10 @@ from manyhands.data.transforms import Pixels
 
 @dataclass(frozen=True)
 class ImagesInMemory:
-    """Pictures that are decoded already.
+    """Pictures that are decoded already."""
 
-    Attributes:
-        images: uint8 [N, C, H, W], C is 1 or 3.
-        labels: int64 [N].
-    """
-
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # uint8 [N, C, H, W], C is 1 or 3
+    labels: Tensor  # int64 [N]
 
     def __post_init__(self) -> None:
         """Refuses shapes and types that the loader could not serve."""
@@ -38,15 +33,10 @@ class ImagesInMemory:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Pictures that worker processes decode when they are needed.
+    """Pictures that worker processes decode when they are needed."""
 
-    Attributes:
-        paths: one file for each sample.
-        labels: int64 [N].
-    """
-
-    paths: tuple[str, ...]
-    labels: Tensor
+    paths: tuple[str, ...]  # one file for each sample
+    labels: Tensor  # int64 [N]
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -54,16 +44,12 @@ class ImageFiles:
 
 @dataclass(frozen=True)
 class UserSamples:
-    """The user's own map-style data set.
+    """The user's own map-style data set."""
 
-    Attributes:
-        dataset: gives (x, y) for an index. x is a float tensor (used as it is), or a picture: a uint8 tensor
-            [C, H, W] or [H, W], a uint8 array [H, W] or [H, W, C], or a PIL image. y is a whole number.
-        labels: int64 [N], or None where they can't be known without reading every sample.
-    """
-
+    # gives (x, y) for an index. x is a float tensor (used as it is), or a picture: a uint8 tensor [C, H, W] or [H, W],
+    # a uint8 array [H, W] or [H, W, C], or a PIL image. y is a whole number.
     dataset: Any
-    labels: Tensor | None = None
+    labels: Tensor | None = None  # int64 [N], or None where they can't be known without reading every sample
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -74,27 +60,16 @@ Source = ImagesInMemory | ImageFiles | UserSamples
 
 @dataclass(frozen=True)
 class Splits:
-    """An open data set.
+    """An open data set."""
 
-    Attributes:
-        train: what to learn from.
-        test: what to evaluate on.
-        classes: the name of each label, in label order.
-        description: for people, such as "digits: 1,437 + 360 pictures".
-        pixels: what suits this data set where neither the user nor the model says otherwise.
-        skipped: pictures that can't be read and were left out, because the user asked for that.
-        notes: sentences for the user on what else isn't as it looks.
-        held_out: what decides nothing and is evaluated once, when training is over.
-    """
-
-    train: Source
-    test: Source
-    classes: tuple[str, ...]
-    description: str
-    pixels: Pixels
-    skipped: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    held_out: Source | None = None
+    train: Source  # what to learn from
+    test: Source  # what to evaluate on
+    classes: tuple[str, ...]  # the name of each label, in label order
+    description: str  # for people, such as "digits: 1,437 + 360 pictures"
+    pixels: Pixels  # what suits this data set where neither the user nor the model says otherwise
+    skipped: tuple[str, ...] = ()  # pictures that can't be read and were left out, because the user asked for that
+    notes: tuple[str, ...] = ()  # sentences for the user on what else isn't as it looks
+    held_out: Source | None = None  # what decides nothing and is evaluated once, when training is over
 
     def named(self) -> list[tuple[str, Source]]:
         """All sources, with a word for each."""

@@ -18,25 +18,15 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
 @dataclass(frozen=True)
 class Pixels:
-    """How pictures become numbers.
+    """How pictures become numbers."""
 
-    Attributes:
-        size: rows and columns.
-        channels: 1 or 3.
-        mean: per channel, of pixels in 0 to 1.
-        std: per channel, of pixels in 0 to 1.
-        augment: "none", "crop", "crop-flip" or "resized-crop-flip"; only training samples are changed.
-        resize: the size before an evaluation picture's middle is cut out; 0: what suits the augmentation.
-        own: True where the user's data set gives numbers, which are used as they are.
-    """
-
-    size: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    augment: str
-    resize: int = 0
-    own: bool = False
+    size: int  # rows and columns
+    channels: int  # 1 or 3
+    mean: tuple[float, ...]  # per channel, of pixels in 0 to 1
+    std: tuple[float, ...]  # per channel, of pixels in 0 to 1
+    augment: str  # "none", "crop", "crop-flip" or "resized-crop-flip"; only training samples are changed
+    resize: int = 0  # the size before an evaluation picture's middle is cut out; 0: what suits the augmentation
+    own: bool = False  # True where the user's data set gives numbers, which are used as they are
 
     @property
     def resized_to(self) -> int:

@@ -15,30 +15,19 @@ Identity = str
 
 @dataclass
 class ClassFolder:
-    """What lies below one class folder.
+    """What lies below one class folder."""
 
-    Attributes:
-        names: the pictures' paths below the root, with "/"; sorted.
-        others: how many other files lie there; hidden ones don't count.
-    """
-
-    names: list[str] = field(default_factory=list)
-    others: int = 0
+    names: list[str] = field(default_factory=list)  # the pictures' paths below the root, with "/"; sorted
+    others: int = 0  # how many other files lie there; hidden ones don't count
 
 
 @dataclass(frozen=True)
 class Below:
-    """What lies below all class folders.
+    """What lies below all class folders."""
 
-    Attributes:
-        classes: one for each class folder, in the order that was given.
-        left_out: links (paths below the root) to folders that are part of the set already, or that hold it.
-        entered: all folders that were.
-    """
-
-    classes: list[ClassFolder]
-    left_out: list[str]
-    entered: set[Identity]
+    classes: list[ClassFolder]  # one for each class folder, in the order that was given
+    left_out: list[str]  # links (paths below the root) to folders that are part of the set already, or that hold it
+    entered: set[Identity]  # all folders that were
 
 
 def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity] = ()) -> Below:

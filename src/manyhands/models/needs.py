@@ -5,14 +5,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What pictures must be like, and what the user should know of the choice.
+    """What pictures must be like, and what the user should know of the choice."""
 
-    Attributes:
-        channels: 1 or 3; None where any number will do.
-        size: height and width in pixels to which pictures must be brought; None where they can stay as they are.
-        notes: sentences for the user.
-    """
-
-    channels: int | None = None
+    channels: int | None = None  # 1 or 3; None where any number will do
+    # height and width in pixels to which pictures must be brought; None where they can stay as they are
     size: int | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences for the user

@@ -23,19 +23,12 @@ def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[o
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class MicroBatchResult:
-    """What forward gave.
+    """What forward gave."""
 
-    Attributes:
-        loss: sum [] of this process's losses.
-        logits: [n, C].
-        labels: int64 [n] of the logits.
-        count: samples that this process reports; 0 where others report the same ones.
-    """
-
-    loss: Tensor
-    logits: Tensor
-    labels: Tensor
-    count: int
+    loss: Tensor  # sum [] of this process's losses
+    logits: Tensor  # [n, C]
+    labels: Tensor  # int64 [n] of the logits
+    count: int  # samples that this process reports; 0 where others report the same ones
 
 
 def _nothing(result: MicroBatchResult) -> None: ...

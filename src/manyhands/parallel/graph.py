@@ -16,59 +16,37 @@ INPUT, LOSS = "input", "loss"
 
 @dataclass(frozen=True)
 class Loop:
-    """What one letter means to one op along one axis of the mesh.
+    """What one letter means to one op along one axis of the mesh."""
 
-    Attributes:
-        inputs: a side for each tensor that the op reads, in the order of `Op.sources`.
-        output: the side of what it gives.
-        cuts: the dimension (of the view in `Op.views`, if there is one) in which a parameter or buffer is cut.
-        partial: parameters whose gradient is a term of a sum.
-        length: of what is cut: no more processes than that can share it; 0 for no limit.
-        even: the length must be divisible by the number of processes.
-    """
-
-    inputs: tuple[Side, ...]
-    output: Side
+    inputs: tuple[Side, ...]  # a side for each tensor that the op reads, in the order of `Op.sources`
+    output: Side  # the side of what it gives
+    # the dimension (of the view in `Op.views`, if there is one) in which a parameter or buffer is cut
     cuts: Mapping[str, int] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
-    length: int = 0
-    even: bool = False
+    partial: frozenset[str] = frozenset()  # parameters whose gradient is a term of a sum
+    length: int = 0  # of what is cut: no more processes than that can share it; 0 for no limit
+    even: bool = False  # the length must be divisible by the number of processes
 
 
 @dataclass
 class Op:
-    """One op of a network.
+    """One op of a network."""
 
-    Attributes:
-        name: the module's path, or the path of the module it lies in and the function's name: "layer1.0.add".
-        kind: the rule's name: "conv", "linear", "elementwise" …; "opaque" where there is none.
-        module: the module, for ops that are one.
-        node: its node in the traced graph; None for input and loss.
-        sources: names of the ops whose tensors it reads.
-        extents: shapes of the tensors it gives, for the tried number of samples; none for sizes and the like.
-        dtype: of the first of them.
-        batched: what it gives grows with the number of samples.
-        batchwise: a sample's part of what it gives depends on that sample alone.
-        trains: a gradient passes through it.
-        feature: the dimension of what it gives that holds channels or features; None if unknown.
-        tied: ops of the same word must take the same letters.
-        letters: what each letter means to it, or why it can't be taken.
-        views: shapes as which parameters are cut, where not as they are.
-    """
-
-    name: str
-    kind: str = "opaque"
-    module: nn.Module | None = None
-    node: fx.Node | None = None
-    sources: tuple[str, ...] = ()
+    name: str  # the module's path, or the path of the module it lies in and the function's name: "layer1.0.add"
+    kind: str = "opaque"  # the rule's name: "conv", "linear", "elementwise" …; "opaque" where there is none
+    module: nn.Module | None = None  # the module, for ops that are one
+    node: fx.Node | None = None  # its node in the traced graph; None for input and loss
+    sources: tuple[str, ...] = ()  # names of the ops whose tensors it reads
+    # shapes of the tensors it gives, for the tried number of samples; none for sizes and the like
     extents: tuple[Extent, ...] = ()
-    dtype: torch.dtype = torch.float32
-    batched: bool = False
-    batchwise: bool = True
-    trains: bool = False
-    feature: int | None = None
-    tied: str = ""
+    dtype: torch.dtype = torch.float32  # of the first of them
+    batched: bool = False  # what it gives grows with the number of samples
+    batchwise: bool = True  # a sample's part of what it gives depends on that sample alone
+    trains: bool = False  # a gradient passes through it
+    feature: int | None = None  # the dimension of what it gives that holds channels or features; None if unknown
+    tied: str = ""  # ops of the same word must take the same letters
+    # what each letter means to it, or why it can't be taken
     letters: dict[str, Loop | str] = field(default_factory=dict)
+    # shapes as which parameters are cut, where not as they are
     views: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -104,23 +82,14 @@ class Op:
 
 @dataclass
 class Graph:
-    """All ops of a network in their order, from "input" to "loss".
+    """All ops of a network in their order, from "input" to "loss"."""
 
-    Attributes:
-        ops: by name.
-        traced: the traced network.
-        samples: how many samples the extents are of.
-        input_shape: of one sample.
-        notes: sentences on parts that stay whole.
-        parameters: of the network, by name, in its own order.
-    """
-
-    ops: dict[str, Op]
-    traced: fx.GraphModule
-    samples: int
-    input_shape: tuple[int, ...]
-    notes: list[str] = field(default_factory=list)
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    ops: dict[str, Op]  # by name
+    traced: fx.GraphModule  # the traced network
+    samples: int  # how many samples the extents are of
+    input_shape: tuple[int, ...]  # of one sample
+    notes: list[str] = field(default_factory=list)  # sentences on parts that stay whole
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the network, by name, in its own order
 
     def matching(self, pattern: str) -> list[Op]:
         """Ops whose name a glob matches, or that lie in the module of that name."""

@@ -43,22 +43,14 @@ IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass
 class Group:
-    """This process's place and the store that all processes share (None when it is alone).
+    """This process's place and the store that all processes share (None when it is alone)."""
 
-    Attributes:
-        world: its place.
-        store: for small words between processes.
-        init_file: of file://; removed in the end, since it would spoil the next run.
-        keeps_store: True on the process that the store goes with.
-        cause: hears why another process failed; None until `listen`.
-        stands: of a process group that was there before, the groups of processes that there were; None of our own.
-    """
-
-    world: World
-    store: Any = None
-    init_file: Path | None = None
-    keeps_store: bool = False
-    cause: Cause | None = None
+    world: World  # its place
+    store: Any = None  # for small words between processes
+    init_file: Path | None = None  # of file://; removed in the end, since it would spoil the next run
+    keeps_store: bool = False  # True on the process that the store goes with
+    cause: Cause | None = None  # hears why another process failed; None until `listen`
+    # of a process group that was there before, the groups of processes that there were; None of our own
     stands: tuple[Any, ...] | None = None
 
     def listen(self, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:

@@ -22,14 +22,11 @@ Marked = TypeVar("Marked", bound="Parameter")
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of the whole tensor that a piece belongs to.
+    """What is known of the whole tensor that a piece belongs to."""
 
-    Attributes:
-        cuts: (dimension, names of the mesh's axes) of each cut; no names: the axes that are not for samples.
-        shape: of the whole tensor; None: as many times the piece's length as there are processes.
-    """
-
+    # (dimension, names of the mesh's axes) of each cut; no names: the axes that are not for samples
     cuts: tuple[tuple[int, tuple[str, ...]], ...]
+    # of the whole tensor; None: as many times the piece's length as there are processes
     shape: tuple[int, ...] | None = None
 
 

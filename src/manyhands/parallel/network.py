@@ -46,19 +46,12 @@ class ShareLike(Protocol):
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class MicroBatchShape:
-    """What a network on a mesh must know of a micro-batch before it begins.
+    """What a network on a mesh must know of a micro-batch before it begins."""
 
-    Attributes:
-        samples: in this micro-batch, over all processes.
-        batch: samples in the whole update.
-        share: what process number `index` of `parts` has of the micro-batch.
-        seed: decides what its ops draw; equal on all processes.
-    """
-
-    samples: int
-    batch: int
-    share: Callable[[int, int], ShareLike]
-    seed: int = 0
+    samples: int  # in this micro-batch, over all processes
+    batch: int  # samples in the whole update
+    share: Callable[[int, int], ShareLike]  # what process number `index` of `parts` has of the micro-batch
+    seed: int = 0  # decides what its ops draw; equal on all processes
 
 
 @dataclass(frozen=True)
@@ -72,19 +65,12 @@ class _Everything:
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class MicroBatch:
-    """What this process has of one forward and backward.
+    """What this process has of one forward and backward."""
 
-    Attributes:
-        inputs: [n, …]; where the share is empty, one sample that counts for nothing.
-        labels: int64 [n].
-        share: which samples of the update these are.
-        shape: the same over all processes.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-    share: ShareLike
-    shape: MicroBatchShape
+    inputs: Tensor  # [n, …]; where the share is empty, one sample that counts for nothing
+    labels: Tensor  # int64 [n]
+    share: ShareLike  # which samples of the update these are
+    shape: MicroBatchShape  # the same over all processes
 
 
 def whole_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
@@ -100,43 +86,29 @@ def _as_it_is(loss: Tensor) -> Tensor:
 
 @dataclass
 class ParallelNetwork:
-    """A network as one process holds it under a mode: whole, or sharded by torch. `NetworkOnMesh` is of the others.
+    """A network as one process holds it under a mode: whole, or sharded by torch. `NetworkOnMesh` is of the others."""
 
-    Attributes:
-        call: the module to call in training; its backward averages gradients where the mode does so.
-        inner: the user's network under its own names, for evaluation and checkpoints.
-        gradient_scale: what a process multiplies (its sum of losses / global batch) by, so that the gradients that
-            come out are those of the mean loss over the global batch: the number of processes for modes that average.
-        no_sync: a context in which backward adds up gradients without averaging them, for accumulation.
-        collective_forward: True when every process must call forward equally often, also in evaluation.
-        replicated: True when all processes hold equal parameters, so that they can be compared.
-        sharded: True when parameters are held as torch's own distributed tensors.
-        reach_all: of the loss of an update's last micro-batch, the same loss, whose backward comes to every parameter,
-            also to those that this micro-batch didn't use; for modes that wait for all.
-        endless: names of buffers that held NaN or infinity from the start, and may.
-        plan: what it was split by; None where it wasn't.
-        layouts: where each entry of the state dict lies; empty where no process holds pieces.
-        outputs: how many classes it tells apart, where that is known from splitting it; else 0.
-        most_parts: into how many parts some op shares out the samples of a micro-batch.
-        draws: some op is known to draw random numbers in training.
-        norms: what its BatchNorm layers are told of each micro-batch.
-    """
-
-    call: nn.Module
-    inner: nn.Module
+    call: nn.Module  # the module to call in training; its backward averages gradients where the mode does so
+    inner: nn.Module  # the user's network under its own names, for evaluation and checkpoints
+    # what a process multiplies (its sum of losses / global batch) by, so that the gradients that come out are those of
+    # the mean loss over the global batch: the number of processes for modes that average
     gradient_scale: float = 1.0
+    # a context in which backward adds up gradients without averaging them, for accumulation
     no_sync: Callable[[], AbstractContextManager[object]] = field(default=NothingToSync)
-    collective_forward: bool = False
-    replicated: bool = True
-    sharded: bool = False
+    collective_forward: bool = False  # True when every process must call forward equally often, also in evaluation
+    replicated: bool = True  # True when all processes hold equal parameters, so that they can be compared
+    sharded: bool = False  # True when parameters are held as torch's own distributed tensors
+    # of the loss of an update's last micro-batch, the same loss, whose backward comes to every parameter, also to those
+    # that this micro-batch didn't use; for modes that wait for all
     reach_all: Callable[[Tensor], Tensor] = field(default=_as_it_is)
-    endless: frozenset[str] = frozenset()
-    plan: Plan | None = None
+    endless: frozenset[str] = frozenset()  # names of buffers that held NaN or infinity from the start, and may
+    plan: Plan | None = None  # what it was split by; None where it wasn't
+    # where each entry of the state dict lies; empty where no process holds pieces
     layouts: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
-    outputs: int = 0
-    most_parts: int = 1
-    draws: bool = False
-    norms: NormGroups = field(init=False)
+    outputs: int = 0  # how many classes it tells apart, where that is known from splitting it; else 0
+    most_parts: int = 1  # into how many parts some op shares out the samples of a micro-batch
+    draws: bool = False  # some op is known to draw random numbers in training
+    norms: NormGroups = field(init=False)  # what its BatchNorm layers are told of each micro-batch
 
     # True where all processes compute each batch together, and not each its own samples with a network of its own.
     together: ClassVar[bool] = False
@@ -229,28 +201,18 @@ class ParallelNetwork:
 
 @dataclass(frozen=True)
 class ModeRequest:
-    """What a mode may need to know to apply itself.
+    """What a mode may need to know to apply itself."""
 
-    Attributes:
-        unused: True when some parameters may get no gradient.
-        plan: which part of each op's work each process does, for modes that follow one.
-        picture: one sample, whose numbers don't matter, for modes that look into the network.
-        cross_entropy: the loss is plain cross-entropy, whose classes can be cut.
-        loss: the user's own otherwise, whose classes can be cut where all of its small operators have rules.
-        grid: what the network was constructed with, for networks that their author has split.
-        samples: names of the mesh's axes over which samples are shared; None: all that cut no parameter.
-        reduces: False where somebody else averages gradients, for the mode data.
-        group: the processes that average in each update, for the mode data; None: all.
-        hook: what takes the place of a plain mean of gradients in DDP; None for that.
-    """
-
-    unused: bool = False
-    cross_entropy: bool = True
+    unused: bool = False  # True when some parameters may get no gradient
+    cross_entropy: bool = True  # the loss is plain cross-entropy, whose classes can be cut
+    # the user's own otherwise, whose classes can be cut where all of its small operators have rules
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    plan: Plan | None = None
+    plan: Plan | None = None  # which part of each op's work each process does, for modes that follow one
+    # one sample, whose numbers don't matter, for modes that look into the network
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))
-    grid: Grid | None = None
+    grid: Grid | None = None  # what the network was constructed with, for networks that their author has split
+    # names of the mesh's axes over which samples are shared; None: all that cut no parameter
     samples: tuple[str, ...] | None = None
-    reduces: bool = True
-    group: Any = None
-    hook: Any = None
+    reduces: bool = True  # False where somebody else averages gradients, for the mode data
+    group: Any = None  # the processes that average in each update, for the mode data; None: all
+    hook: Any = None  # what takes the place of a plain mean of gradients in DDP; None for that

@@ -52,23 +52,15 @@ class SpanLike(Protocol):
 
 @dataclass
 class NormGroups:
-    """What the BatchNorm layers of one network need to know about the current pass.
+    """What the BatchNorm layers of one network need to know about the current pass."""
 
-    Attributes:
-        spans: groups of this pass that this process holds parts of; empty: its whole pass is one group.
-        shared_sizes: samples in each group that several processes hold.
-        weight: of this pass's statistics where spans is empty (the process's part of the global batch).
-        batch: samples in the global batch.
-        processes: the process group that shares the samples; None: all processes.
-        apart: each process normalises its own samples and keeps its own statistics.
-    """
-
+    # groups of this pass that this process holds parts of; empty: its whole pass is one group
     spans: Sequence[SpanLike] = ()
-    shared_sizes: Sequence[int] = ()
-    weight: float = 1.0
-    batch: int = 0
-    processes: Any = None
-    apart: bool = False
+    shared_sizes: Sequence[int] = ()  # samples in each group that several processes hold
+    weight: float = 1.0  # of this pass's statistics where spans is empty (the process's part of the global batch)
+    batch: int = 0  # samples in the global batch
+    processes: Any = None  # the process group that shares the samples; None: all processes
+    apart: bool = False  # each process normalises its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
 
     def begin_micro_batch(self, spans: Sequence[SpanLike], shared_sizes: Sequence[int], count: int, batch: int) -> None:
@@ -94,17 +86,14 @@ class NormGroups:
 
 
 class GroupedNorm(_BatchNorm):
-    """The training pass of a BatchNorm layer that knows its groups; evaluation is torch's own.
-
-    Attributes:
-        seen: gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of
-            the weights: [2 C + 1].
-        rows_per_sample: rows of its input that each sample has, in the samples' order (some networks flatten tokens
-            into the first dimension); 0 where a row's sample isn't known, so that statistics are local.
-    """
+    """The training pass of a BatchNorm layer that knows its groups; evaluation is torch's own."""
 
     groups: NormGroups
+    # gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of the
+    # weights: [2 C + 1]
     seen: Tensor | None
+    # rows of its input that each sample has, in the samples' order (some networks flatten tokens into the first
+    # dimension); 0 where a row's sample isn't known, so that statistics are local
     rows_per_sample: int
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name

@@ -19,27 +19,16 @@ from manyhands.parallel.reduce import Reducer, total_norm
 
 @dataclass(kw_only=True)
 class NetworkOnMesh(ParallelNetwork):
-    """See `ParallelNetwork`.
+    """See `ParallelNetwork`."""
 
-    Attributes:
-        grid: the processes.
-        reducer: sums gradients.
-        input_axes: numbers of the axes along which processes are given different samples.
-        loss_axes: numbers of the axes along which processes compute the loss of different samples.
-        begin_micro_batch: is told of each micro-batch before it.
-        move_statistics: moves BatchNorm's running statistics.
-        make_loss_fn: makes the loss function one for this network's outputs.
-        whole_outputs: in evaluation each process gets the outputs of all samples; False: of its own.
-    """
-
-    grid: Grid
-    reducer: Reducer
-    input_axes: tuple[int, ...]
-    loss_axes: tuple[int, ...]
-    begin_micro_batch: Callable[[MicroBatchShape], None]
-    move_statistics: Callable[[], None]
-    make_loss_fn: Callable[[LossFn, float], LossFnWithLabels]
-    whole_outputs: bool = True
+    grid: Grid  # the processes
+    reducer: Reducer  # sums gradients
+    input_axes: tuple[int, ...]  # numbers of the axes along which processes are given different samples
+    loss_axes: tuple[int, ...]  # numbers of the axes along which processes compute the loss of different samples
+    begin_micro_batch: Callable[[MicroBatchShape], None]  # is told of each micro-batch before it
+    move_statistics: Callable[[], None]  # moves BatchNorm's running statistics
+    make_loss_fn: Callable[[LossFn, float], LossFnWithLabels]  # makes the loss function one for this network's outputs
+    whole_outputs: bool = True  # in evaluation each process gets the outputs of all samples; False: of its own
     together: ClassVar[bool] = True
 
     @property

@@ -37,15 +37,10 @@ def gradient_of(sides: Sequence[Side]) -> Layout:
 
 @dataclass(frozen=True)
 class Extent:
-    """The shape of a whole tensor.
+    """The shape of a whole tensor."""
 
-    Attributes:
-        dims: lengths; the first one is of a sample batch where `rows` is set.
-        rows: rows of dimension 0 that belong to one sample of the batch; 0 where the tensor doesn't grow with it.
-    """
-
-    dims: tuple[int, ...]
-    rows: int = 0
+    dims: tuple[int, ...]  # lengths; the first one is of a sample batch where `rows` is set
+    rows: int = 0  # rows of dimension 0 that belong to one sample of the batch; 0 where the tensor doesn't grow with it
 
     def edges(self, dim: int, parts: int, batch: int) -> list[int]:
         """Where the pieces of a dimension begin and end when a pass has `batch` samples."""
@@ -60,24 +55,16 @@ class Extent:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on each process's piece of a tensor.
+    """One operation on each process's piece of a tensor."""
 
-    Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all; or, without communication, slice, pad (the piece
-            among zeros) and keep_first (zeros on all but the first process).
-        axes: numbers of the mesh's axes it runs along, ascending; several are one group.
-        dim: the dimension that is put together or cut; for all_to_all the one that is cut.
-        joined: for all_to_all, the dimension that is put together.
-        outer: axes that cut `dim` already, more major than `axes`.
-        joined_outer: the same for `joined`.
-    """
-
+    # all_reduce, all_gather, reduce_scatter, all_to_all; or, without communication, slice, pad (the piece among zeros)
+    # and keep_first (zeros on all but the first process)
     kind: str
-    axes: tuple[int, ...]
-    dim: int = 0
-    joined: int = 0
-    outer: tuple[int, ...] = ()
-    joined_outer: tuple[int, ...] = ()
+    axes: tuple[int, ...]  # numbers of the mesh's axes it runs along, ascending; several are one group
+    dim: int = 0  # the dimension that is put together or cut; for all_to_all the one that is cut
+    joined: int = 0  # for all_to_all, the dimension that is put together
+    outer: tuple[int, ...] = ()  # axes that cut `dim` already, more major than `axes`
+    joined_outer: tuple[int, ...] = ()  # the same for `joined`
 
     @property
     def communicates(self) -> bool:
@@ -167,17 +154,11 @@ def _additions(current: list[Placement], target: Layout) -> list[Step]:
 
 @dataclass(frozen=True)
 class CollectiveMessage:
-    """One collective as it appears on the wire.
+    """One collective as it appears on the wire."""
 
-    Attributes:
-        kind: of collective.
-        axes: numbers of the mesh's axes of its group.
-        values: values of the tensor that each process holds when it begins; for all_gather, of the padded piece.
-    """
-
-    kind: str
-    axes: tuple[int, ...]
-    values: int
+    kind: str  # of collective
+    axes: tuple[int, ...]  # numbers of the mesh's axes of its group
+    values: int  # values of the tensor that each process holds when it begins; for all_gather, of the padded piece
 
 
 def messages(

@@ -23,33 +23,21 @@ _ERROR_OF_MEDIAN = 1.2533 * 1.4826
 
 @dataclass(frozen=True)
 class Finalist(Generic[Plan]):
-    """A plan that may be chosen.
+    """A plan that may be chosen."""
 
-    Attributes:
-        name: as tables say it; one of all is "data parallel".
-        plan: what `measure` takes.
-        predicted_seconds: of a step.
-    """
-
-    name: str
-    plan: Plan
-    predicted_seconds: float
+    name: str  # as tables say it; one of all is "data parallel"
+    plan: Plan  # what `measure` takes
+    predicted_seconds: float  # of a step
 
 
 @dataclass(frozen=True)
 class Pick:
-    """The plan that was chosen, and why.
+    """The plan that was chosen, and why."""
 
-    Attributes:
-        name: the finalist's.
-        reason: one sentence.
-        measured_seconds: the median of a step of each finalist; empty if nothing was timed.
-        gains: how many times as fast as data parallel each finalist is: (median, its standard error).
-    """
-
-    name: str
-    reason: str
-    measured_seconds: dict[str, float]
+    name: str  # the finalist's
+    reason: str  # one sentence
+    measured_seconds: dict[str, float]  # the median of a step of each finalist; empty if nothing was timed
+    # how many times as fast as data parallel each finalist is: (median, its standard error)
     gains: dict[str, tuple[float, float]]
 
 

@@ -25,23 +25,14 @@ ShareOf = Callable[[int, int], Share]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as it appears on the wire.
+    """One collective as it appears on the wire."""
 
-    Attributes:
-        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
-        axes: numbers of the mesh's axes of its group, those of more than one process alone.
-        values: that each process holds when it begins; for all_gather, of the padded piece.
-        item_bytes: of one value.
-        when: forward, backward, gradients or statistics.
-        op: that causes it; empty where several do.
-    """
-
-    kind: str
-    axes: tuple[int, ...]
-    values: int
-    item_bytes: int
-    when: str
-    op: str = ""
+    kind: str  # all_reduce, all_gather, reduce_scatter or all_to_all
+    axes: tuple[int, ...]  # numbers of the mesh's axes of its group, those of more than one process alone
+    values: int  # that each process holds when it begins; for all_gather, of the padded piece
+    item_bytes: int  # of one value
+    when: str  # forward, backward, gradients or statistics
+    op: str = ""  # that causes it; empty where several do
 
     def whole_bytes(self, mesh: Mesh) -> int:
         """Of the tensor that is whole, as `core.links` counts."""
@@ -58,23 +49,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """One update whose collectives are wanted.
+    """One update whose collectives are wanted."""
 
-    Attributes:
-        graph: of the network before it is cut, in training.
-        letters: of each op.
-        mesh: the processes.
-        batch: samples in the update, which is one micro-batch.
-        share: what process number `index` of `parts` has of it.
-        rank: whose view is wanted; the last one's pieces are the largest.
-    """
-
-    graph: Graph
-    letters: Letters
-    mesh: Mesh
-    batch: int
-    share: ShareOf
-    rank: int = 0
+    graph: Graph  # of the network before it is cut, in training
+    letters: Letters  # of each op
+    mesh: Mesh  # the processes
+    batch: int  # samples in the update, which is one micro-batch
+    share: ShareOf  # what process number `index` of `parts` has of it
+    rank: int = 0  # whose view is wanted; the last one's pieces are the largest
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:

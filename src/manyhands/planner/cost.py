@@ -30,26 +30,17 @@ from manyhands.planner.work import Work, parameter_part, part
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on besides the letters.
+    """What costs depend on besides the letters."""
 
-    Attributes:
-        work: seconds of ops.
-        links: seconds of collectives, on a mesh.
-        share: who has what of the update.
-        slots: numbers that the optimizer keeps for each parameter.
-        overlap: the share of the backward pass that gradients' collectives hide behind.
-        repeat: whether ops with parameters may be computed alike on several processes; where kernels may add up in
-            another order from time to time, the copies would drift apart.
-        memory_limit_bytes: of a process.
-    """
-
-    work: Work
-    links: LinkSpeeds
-    share: ShareOf
-    slots: int = 1
-    overlap: float = 0.3
+    work: Work  # seconds of ops
+    links: LinkSpeeds  # seconds of collectives, on a mesh
+    share: ShareOf  # who has what of the update
+    slots: int = 1  # numbers that the optimizer keeps for each parameter
+    overlap: float = 0.3  # the share of the backward pass that gradients' collectives hide behind
+    # whether ops with parameters may be computed alike on several processes; where kernels may add up in another order
+    # from time to time, the copies would drift apart
     repeat: bool = True
-    memory_limit_bytes: float | None = None
+    memory_limit_bytes: float | None = None  # of a process
 
     @property
     def mesh(self) -> Mesh:
@@ -59,25 +50,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one update costs a process; see `explain.PlanCandidate`.
+    """What one update costs a process; see `explain.PlanCandidate`."""
 
-    Attributes:
-        compute_seconds: forward, backward and the optimizer.
-        communication_seconds: collectives that ops wait for.
-        gradient_seconds: gradients' collectives, as far as nothing hides them.
-        memory_bytes: the most that a process holds.
-        collectives: all of them.
-        sent_bytes: by a process.
-        hiding_seconds: of computing, behind which gradients' collectives can hide.
-    """
-
-    compute_seconds: float
-    communication_seconds: float
-    gradient_seconds: float
-    memory_bytes: float
-    collectives: tuple[Collective, ...]
-    sent_bytes: float
-    hiding_seconds: float = 0.0
+    compute_seconds: float  # forward, backward and the optimizer
+    communication_seconds: float  # collectives that ops wait for
+    gradient_seconds: float  # gradients' collectives, as far as nothing hides them
+    memory_bytes: float  # the most that a process holds
+    collectives: tuple[Collective, ...]  # all of them
+    sent_bytes: float  # by a process
+    hiding_seconds: float = 0.0  # of computing, behind which gradients' collectives can hide
 
     @property
     def seconds(self) -> float:
@@ -169,17 +150,11 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A problem and what its choices mean.
+    """A problem and what its choices mean."""
 
-    Attributes:
-        problem: as plain numbers.
-        groups: the ops of each node, which take the same letters.
-        choices: the letters that each choice of a node stands for.
-    """
-
-    problem: Problem
-    groups: list[list[Op]]
-    choices: list[list[tuple[str, ...]]]
+    problem: Problem  # as plain numbers
+    groups: list[list[Op]]  # the ops of each node, which take the same letters
+    choices: list[list[tuple[str, ...]]]  # the letters that each choice of a node stands for
 
     def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
         """The letters of each op under an assignment."""

@@ -20,23 +20,14 @@ _FILE = "device-models.toml"
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device as its maker describes it.
+    """A device as its maker describes it."""
 
-    Attributes:
-        name: in full.
-        memory_bytes: of the device.
-        bandwidth: bytes per second of its memory.
-        within: bytes per second to a neighbour in the same machine, in one direction.
-        operations: per second, by precision.
-        source: of these figures.
-    """
-
-    name: str
-    memory_bytes: int
-    bandwidth: float
-    within: float
-    operations: Mapping[str, float]
-    source: str
+    name: str  # in full
+    memory_bytes: int  # of the device
+    bandwidth: float  # bytes per second of its memory
+    within: float  # bytes per second to a neighbour in the same machine, in one direction
+    operations: Mapping[str, float]  # per second, by precision
+    source: str  # of these figures
 
     def rates(self, precision: str) -> tuple[float, float]:
         """(operations, bytes) per second that are assumed to be reached.

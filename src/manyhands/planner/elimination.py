@@ -15,15 +15,10 @@ Factor = tuple[Scope, Matrix]
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """Nodes in the order in which they are eliminated.
+    """Nodes in the order in which they are eliminated."""
 
-    Attributes:
-        nodes: each node once.
-        scopes: the nodes that are left when it goes and that it meets, for each of `nodes`.
-    """
-
-    nodes: tuple[int, ...]
-    scopes: tuple[Scope, ...]
+    nodes: tuple[int, ...]  # each node once
+    scopes: tuple[Scope, ...]  # the nodes that are left when it goes and that it meets, for each of `nodes`
 
 
 def elimination_order(

@@ -37,31 +37,18 @@ _NAME_IN, _LEGEND_IN = 0.055, 1.7
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """One plan, as the table shows it; all of a step and of one process.
+    """One plan, as the table shows it; all of a step and of one process."""
 
-    Attributes:
-        name: such as "data parallel", "search 1", "yours".
-        mesh: such as dp=2,tp=2.
-        compute_seconds: the ops' own.
-        communication_seconds: between ops.
-        gradient_seconds: gradients' collectives, as far as nothing hides them.
-        memory_bytes: the most that a process holds.
-        sent_bytes: by a process.
-        measured_seconds: None if it wasn't timed.
-        fits: whether it keeps to the limit of memory.
-        note: why it can't be chosen, if so.
-    """
-
-    name: str
-    mesh: str
-    compute_seconds: float
-    communication_seconds: float
-    gradient_seconds: float
-    memory_bytes: float
-    sent_bytes: float
-    measured_seconds: float | None = None
-    fits: bool = True
-    note: str = ""
+    name: str  # such as "data parallel", "search 1", "yours"
+    mesh: str  # such as dp=2,tp=2
+    compute_seconds: float  # the ops' own
+    communication_seconds: float  # between ops
+    gradient_seconds: float  # gradients' collectives, as far as nothing hides them
+    memory_bytes: float  # the most that a process holds
+    sent_bytes: float  # by a process
+    measured_seconds: float | None = None  # None if it wasn't timed
+    fits: bool = True  # whether it keeps to the limit of memory
+    note: str = ""  # why it can't be chosen, if so
 
     @property
     def predicted_seconds(self) -> float:
@@ -87,15 +74,10 @@ class PlanCandidate:
 
 @dataclass(frozen=True)
 class Layer:
-    """One op of the chosen plan.
+    """One op of the chosen plan."""
 
-    Attributes:
-        name: its path in the network.
-        loops: the letter for each axis of the mesh.
-    """
-
-    name: str
-    loops: Sequence[str]
+    name: str  # its path in the network
+    loops: Sequence[str]  # the letter for each axis of the mesh
 
 
 def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, reason: str) -> Table:

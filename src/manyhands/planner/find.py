@@ -35,52 +35,30 @@ LinksOf = Callable[[Mesh], LinkSpeeds]
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is wanted of a plan.
+    """What is wanted of a plan."""
 
-    Attributes:
-        world_size: processes.
-        batch: samples in an update.
-        mesh: the only one to look at; None for all.
-        pins: strategies by op or pattern that must be kept.
-        memory_limit_bytes: of each process; None for no limit.
-        norm_group: samples that BatchNorm takes its statistics over; 0 where there are none.
-        slots: numbers that the optimizer keeps for each parameter.
-        accelerator: ops run on accelerators, whose kernels may add up in another order each time.
-        fill: "search" for what isn't pinned, or "data" to have it data parallel.
-        limit_s: for the search.
-    """
-
-    world_size: int
-    batch: int
-    mesh: Mesh | None = None
-    pins: Mapping[str, str] | None = None
-    memory_limit_bytes: int | None = None
-    norm_group: int = 0
-    slots: int = 1
-    accelerator: bool = False
-    fill: str = SEARCH
-    limit_s: float = 30.0
+    world_size: int  # processes
+    batch: int  # samples in an update
+    mesh: Mesh | None = None  # the only one to look at; None for all
+    pins: Mapping[str, str] | None = None  # strategies by op or pattern that must be kept
+    memory_limit_bytes: int | None = None  # of each process; None for no limit
+    norm_group: int = 0  # samples that BatchNorm takes its statistics over; 0 where there are none
+    slots: int = 1  # numbers that the optimizer keeps for each parameter
+    accelerator: bool = False  # ops run on accelerators, whose kernels may add up in another order each time
+    fill: str = SEARCH  # "search" for what isn't pinned, or "data" to have it data parallel
+    limit_s: float = 30.0  # for the search
 
 
 @dataclass(frozen=True)
 class Option:
-    """A plan that may be chosen.
+    """A plan that may be chosen."""
 
-    Attributes:
-        name: as tables say it.
-        mesh: the processes.
-        letters: of each op.
-        prediction: of one update.
-        fits: whether it keeps to the limit of memory.
-        allowed: whether it keeps the user's pins.
-    """
-
-    name: str
-    mesh: Mesh
-    letters: Letters
-    prediction: Prediction
-    fits: bool = True
-    allowed: bool = True
+    name: str  # as tables say it
+    mesh: Mesh  # the processes
+    letters: Letters  # of each op
+    prediction: Prediction  # of one update
+    fits: bool = True  # whether it keeps to the limit of memory
+    allowed: bool = True  # whether it keeps the user's pins
 
     def candidate(self, measured_seconds: float | None = None) -> PlanCandidate:
         """As the table shows it."""
@@ -91,25 +69,15 @@ class Option:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        options: all plans looked at; data parallel first.
-        pick: which one is to run, and why.
-        graph: of the network.
-        wish: what was wanted.
-        notes: sentences on ops that could not be timed.
-        spread: the share by which the times that predictions are made from varied.
-        fewer: prices data parallel on another number of processes.
-    """
-
-    options: tuple[Option, ...]
-    pick: Pick
-    graph: Graph
-    wish: SearchRequest
-    notes: tuple[str, ...] = ()
-    spread: float = 0.0
-    fewer: Callable[[int], Option] | None = None
+    options: tuple[Option, ...]  # all plans looked at; data parallel first
+    pick: Pick  # which one is to run, and why
+    graph: Graph  # of the network
+    wish: SearchRequest  # what was wanted
+    notes: tuple[str, ...] = ()  # sentences on ops that could not be timed
+    spread: float = 0.0  # the share by which the times that predictions are made from varied
+    fewer: Callable[[int], Option] | None = None  # prices data parallel on another number of processes
 
     @property
     def chosen(self) -> Option:

@@ -16,17 +16,11 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class IntegerResult:
-    """What the integer program came to.
+    """What the integer program came to."""
 
-    Attributes:
-        choices: the best assignment; None if there is none that fits, or none was found in time.
-        bound_seconds: nothing that fits is faster.
-        stopped: whether the time was used up.
-    """
-
-    choices: list[int] | None
-    bound_seconds: float
-    stopped: bool
+    choices: list[int] | None  # the best assignment; None if there is none that fits, or none was found in time
+    bound_seconds: float  # nothing that fits is faster
+    stopped: bool  # whether the time was used up
 
 
 @dataclass

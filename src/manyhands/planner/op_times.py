@@ -45,19 +45,12 @@ def environment(device: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class OpTime:
-    """What is kept of an op.
+    """What is kept of an op."""
 
-    Attributes:
-        seconds: of the quickest repeat, forward and backward.
-        spread: the share by which the quickest quarter of the repeats differs.
-        busy: the share of this machine's processors that others took meanwhile.
-        at: when it was measured, seconds since 1970.
-    """
-
-    seconds: float
-    spread: float
-    busy: float
-    at: float
+    seconds: float  # of the quickest repeat, forward and backward
+    spread: float  # the share by which the quickest quarter of the repeats differs
+    busy: float  # the share of this machine's processors that others took meanwhile
+    at: float  # when it was measured, seconds since 1970
 
 
 class OpTimes:

@@ -13,36 +13,22 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OpChoice:
-    """What one way of splitting an op costs each process in a step. Infinite seconds forbid the choice.
+    """What one way of splitting an op costs each process in a step. Infinite seconds forbid the choice."""
 
-    Attributes:
-        seconds: computing forward, backward and update, and collectives that nothing hides.
-        gradient_seconds: collectives that agree on its parameters' gradients.
-        hideable_seconds: computing in the backward pass that such collectives may hide behind.
-        memory_bytes: parameters, gradients, optimizer and saved activations.
-    """
-
-    seconds: float
-    gradient_seconds: float = 0.0
-    hideable_seconds: float = 0.0
-    memory_bytes: float = 0.0
+    seconds: float  # computing forward, backward and update, and collectives that nothing hides
+    gradient_seconds: float = 0.0  # collectives that agree on its parameters' gradients
+    hideable_seconds: float = 0.0  # computing in the backward pass that such collectives may hide behind
+    memory_bytes: float = 0.0  # parameters, gradients, optimizer and saved activations
 
 
 @dataclass(frozen=True)
 class Edge:
-    """What two nodes' choices cost together.
+    """What two nodes' choices cost together."""
 
-    Attributes:
-        a: number of the first node.
-        b: number of the second node.
-        seconds: [choice of a, choice of b]; infinite entries are forbidden. Equal matrices may be one object.
-        memory_bytes: likewise; None if nothing is kept.
-    """
-
-    a: int
-    b: int
-    seconds: Matrix
-    memory_bytes: Matrix | None = None
+    a: int  # number of the first node
+    b: int  # number of the second node
+    seconds: Matrix  # [choice of a, choice of b]; infinite entries are forbidden. Equal matrices may be one object.
+    memory_bytes: Matrix | None = None  # likewise; None if nothing is kept
 
 
 @dataclass(frozen=True)
@@ -51,20 +37,14 @@ class Problem:
 
     The step's seconds are the sum over nodes and edges, and of the gradients' seconds what isn't hidden:
     max(0, sum of gradient_seconds - overlap * sum of hideable_seconds).
-
-    Attributes:
-        nodes: the choices of each node.
-        edges: costs between nodes.
-        memory_limit_bytes: the most that all nodes and edges together may take; None if there is no limit.
-        overlap: the share of hideable seconds that gradients' collectives really hide behind, 0 to 1.
-        names: of the nodes, as errors say them.
     """
 
-    nodes: Sequence[Sequence[OpChoice]]
-    edges: Sequence[Edge] = ()
+    nodes: Sequence[Sequence[OpChoice]]  # the choices of each node
+    edges: Sequence[Edge] = ()  # costs between nodes
+    # the most that all nodes and edges together may take; None if there is no limit
     memory_limit_bytes: float | None = None
-    overlap: float = 0.0
-    names: Sequence[str] = ()
+    overlap: float = 0.0  # the share of hideable seconds that gradients' collectives really hide behind, 0 to 1
+    names: Sequence[str] = ()  # of the nodes, as errors say them
 
     def name(self, node: int) -> str:
         """How a node is called in messages."""
@@ -73,27 +53,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """One choice for each node, and what they cost together.
+    """One choice for each node, and what they cost together."""
 
-    Attributes:
-        choices: number of the choice of each node.
-        seconds: of a step: the sum of the next three.
-        node_seconds: the nodes' own.
-        edge_seconds: the edges'.
-        exposed_seconds: what isn't hidden of the gradients' collectives.
-        gradient_seconds: of the gradients' collectives, hidden or not.
-        memory_bytes: of all nodes and edges.
-        bound_seconds: no assignment that is allowed is faster; None where nobody searched.
-    """
-
-    choices: tuple[int, ...]
-    seconds: float
-    node_seconds: float
-    edge_seconds: float
-    exposed_seconds: float
-    gradient_seconds: float
-    memory_bytes: float
-    bound_seconds: float | None = None
+    choices: tuple[int, ...]  # number of the choice of each node
+    seconds: float  # of a step: the sum of the next three
+    node_seconds: float  # the nodes' own
+    edge_seconds: float  # the edges'
+    exposed_seconds: float  # what isn't hidden of the gradients' collectives
+    gradient_seconds: float  # of the gradients' collectives, hidden or not
+    memory_bytes: float  # of all nodes and edges
+    bound_seconds: float | None = None  # no assignment that is allowed is faster; None where nobody searched
 
     @property
     def proven(self) -> bool:
@@ -102,13 +71,9 @@ class Solution:
 
 
 class NoPlanError(UserError):
-    """No assignment is allowed.
+    """No assignment is allowed."""
 
-    Attributes:
-        least_memory_bytes: what the smallest plan takes, if the limit of memory is the reason.
-    """
-
-    least_memory_bytes: float | None = None
+    least_memory_bytes: float | None = None  # what the smallest plan takes, if the limit of memory is the reason
 
 
 class SearchStoppedError(ManyhandsError):

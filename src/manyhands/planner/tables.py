@@ -15,25 +15,15 @@ _NO_PLAN_MENDS = ("loosen a pin", "choose another mesh")
 
 @dataclass(frozen=True)
 class Tables:
-    """The numbers of a problem; each pair of nodes has one matrix at most.
+    """The numbers of a problem; each pair of nodes has one matrix at most."""
 
-    Attributes:
-        seconds: of each node's choices.
-        excess: gradients' seconds minus what hides them, of each node's choices.
-        memory: bytes of each node's choices.
-        pairs: seconds by (a, b) with a < b.
-        kept: bytes by (a, b), where there are some.
-        limit: the most bytes; infinite if there is no limit.
-        original: the numbers in the problem of each node's choices.
-    """
-
-    seconds: list[Matrix]
-    excess: list[Matrix]
-    memory: list[Matrix]
-    pairs: dict[Pair, Matrix]
-    kept: dict[Pair, Matrix]
-    limit: float
-    original: list[NDArray[np.intp]]
+    seconds: list[Matrix]  # of each node's choices
+    excess: list[Matrix]  # gradients' seconds minus what hides them, of each node's choices
+    memory: list[Matrix]  # bytes of each node's choices
+    pairs: dict[Pair, Matrix]  # seconds by (a, b) with a < b
+    kept: dict[Pair, Matrix]  # bytes by (a, b), where there are some
+    limit: float  # the most bytes; infinite if there is no limit
+    original: list[NDArray[np.intp]]  # the numbers in the problem of each node's choices
 
     @property
     def sizes(self) -> list[int]:

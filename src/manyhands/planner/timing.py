@@ -24,14 +24,10 @@ _EFFICIENCY = 0.85
 
 @dataclass(frozen=True)
 class Timing:
-    """How long something takes.
+    """How long something takes."""
 
-    Attributes:
-        seconds: of the quickest repeat, or the median of processor time.
-        spread: the share by which the quickest quarter of the repeats, two at least, differs; 0 of a single one.
-    """
-
-    seconds: float
+    seconds: float  # of the quickest repeat, or the median of processor time
+    # the share by which the quickest quarter of the repeats, two at least, differs; 0 of a single one
     spread: float = 0.0
 
     def times(self, factor: float) -> "Timing":

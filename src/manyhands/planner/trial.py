@@ -32,32 +32,19 @@ PROVEN = 1e-9
 
 @dataclass(frozen=True)
 class PlanCase:
-    """What is tried.
+    """What is tried."""
 
-    Attributes:
-        make: a new network in training, the same each time and on each process.
-        picture: one sample.
-        classes: of the labels.
-        batch: samples in an update.
-        loss_fn: the loss's sum, and the logits.
-        smoothing: of labels.
-        cross_entropy: the loss function is plain cross-entropy, whose classes can be cut.
-        norm_group: samples that BatchNorm takes its statistics over; 0 where there are none.
-        precision: of forward, as a job names it.
-        micro_batch: most samples that a process takes in one forward and backward; 0 for no limit.
-        optimizer: made for the parameters.
-    """
-
-    make: Callable[[], nn.Module]
-    picture: Tensor
-    classes: int
-    batch: int
-    loss_fn: LossFn
-    smoothing: float = 0.0
-    cross_entropy: bool = True
-    norm_group: int = 0
-    precision: str = "fp32"
-    micro_batch: int = 0
+    make: Callable[[], nn.Module]  # a new network in training, the same each time and on each process
+    picture: Tensor  # one sample
+    classes: int  # of the labels
+    batch: int  # samples in an update
+    loss_fn: LossFn  # the loss's sum, and the logits
+    smoothing: float = 0.0  # of labels
+    cross_entropy: bool = True  # the loss function is plain cross-entropy, whose classes can be cut
+    norm_group: int = 0  # samples that BatchNorm takes its statistics over; 0 where there are none
+    precision: str = "fp32"  # of forward, as a job names it
+    micro_batch: int = 0  # most samples that a process takes in one forward and backward; 0 for no limit
+    # made for the parameters
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(
         model.parameters(), lr=1e-6, momentum=0.9
     )
@@ -158,17 +145,11 @@ def _slowest(update: Callable[[], None], world: World) -> float:
 
 @dataclass(frozen=True)
 class Proof:
-    """How far a plan's update is from that of one process.
+    """How far a plan's update is from that of one process."""
 
-    Attributes:
-        worst: the largest difference, as a share of the tensor's largest value.
-        where: the tensor it is in, or "loss".
-        compared: how many tensors were compared.
-    """
-
-    worst: float
-    where: str
-    compared: int
+    worst: float  # the largest difference, as a share of the tensor's largest value
+    where: str  # the tensor it is in, or "loss"
+    compared: int  # how many tensors were compared
 
     @property
     def holds(self) -> bool:

@@ -12,15 +12,10 @@ from manyhands.report.read import parse, parse_metrics
 
 @dataclass
 class Tail:
-    """Reads the whole lines that were added to a file since the last look.
+    """Reads the whole lines that were added to a file since the last look."""
 
-    Attributes:
-        path: the file; it needn't be there yet.
-        offset: bytes read so far, up to the end of a line.
-    """
-
-    path: Path
-    offset: int = 0
+    path: Path  # the file; it needn't be there yet
+    offset: int = 0  # bytes read so far, up to the end of a line
 
     def poll(self) -> list[dict[str, Any]]:
         """New lines as plain objects; a torn last line waits for its rest, a damaged one is left out."""

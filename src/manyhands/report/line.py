@@ -18,18 +18,12 @@ _BAR_MIN, _BAR_MAX = 8, 24
 
 @dataclass
 class ScreenProgress:
-    """What is known while a run goes on.
+    """What is known while a run goes on."""
 
-    Attributes:
-        last: the newest step record.
-        saved: when the newest checkpoint was committed.
-        heard: when the newest record came.
-        recent: (time, step) of the last minutes, for the time left.
-    """
-
-    last: StepMetrics | None = None
-    saved: float | None = None
-    heard: float | None = None
+    last: StepMetrics | None = None  # the newest step record
+    saved: float | None = None  # when the newest checkpoint was committed
+    heard: float | None = None  # when the newest record came
+    # (time, step) of the last minutes, for the time left
     recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def take(self, record: StepMetrics | EvaluationMetrics | Event) -> None:

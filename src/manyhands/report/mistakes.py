@@ -21,19 +21,12 @@ _WORST_CLASSES, _PAIRS = 20, 30
 
 @dataclass(frozen=True)
 class ClassScore:
-    """How one class was recognised.
+    """How one class was recognised."""
 
-    Attributes:
-        name: the class.
-        count: its samples.
-        right: those that were recognised.
-        predicted: all samples that were taken for this class.
-    """
-
-    name: str
-    count: int
-    right: int
-    predicted: int
+    name: str  # the class
+    count: int  # its samples
+    right: int  # those that were recognised
+    predicted: int  # all samples that were taken for this class
 
     @property
     def recall(self) -> float:

@@ -22,21 +22,13 @@ _END_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Now:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        state: "starting", "running", "stopping"; or "unknown", where the head is on another machine.
-        processes: how many train; None while that isn't known.
-        step: the newest record of an update.
-        top1: of the newest evaluation.
-        end: the event that ended the work, if one did.
-    """
-
-    state: str
-    processes: int | None = None
-    step: StepMetrics | None = None
-    top1: float | None = None
-    end: Event | None = None
+    state: str  # "starting", "running", "stopping"; or "unknown", where the head is on another machine
+    processes: int | None = None  # how many train; None while that isn't known
+    step: StepMetrics | None = None  # the newest record of an update
+    top1: float | None = None  # of the newest evaluation
+    end: Event | None = None  # the event that ended the work, if one did
 
 
 def look(record: Running) -> Now:

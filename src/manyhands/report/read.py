@@ -40,37 +40,23 @@ class WorkPeriod:
 
 @dataclass
 class RunData:
-    """Everything that a run folder tells.
+    """Everything that a run folder tells."""
 
-    Attributes:
-        folder: where the run lies.
-        job: the configuration as job.toml has it; empty if it can't be read.
-        environment: env.json, or empty.
-        plan: plan.json, or empty.
-        steps: rising in step; what a resumed run did again is there once, as it was done last.
-        evaluations: likewise.
-        events: as they were written.
-        sessions: the stretches of work, the repeated parts included.
-        best: counts at the best evaluation.
-        last: counts at the newest evaluation.
-        tests: of what was held out, with the "best" and the "last" weights; empty where nothing was.
-        unreadable: letters of class names that this machine can't draw; known once pictures were drawn.
-        failures: the first causes before their consequences, by time.
-    """
-
-    folder: RunFolder
-    job: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    plan: PlanRecord = field(default_factory=PlanRecord)
+    folder: RunFolder  # where the run lies
+    job: dict[str, Any] = field(default_factory=dict)  # the configuration as job.toml has it; empty if it can't be read
+    environment: dict[str, Any] = field(default_factory=dict)  # env.json, or empty
+    plan: PlanRecord = field(default_factory=PlanRecord)  # plan.json, or empty
+    # rising in step; what a resumed run did again is there once, as it was done last
     steps: list[StepMetrics] = field(default_factory=list)
-    evaluations: list[EvaluationMetrics] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    sessions: list[WorkPeriod] = field(default_factory=list)
-    best: EvaluationDetail | None = None
-    last: EvaluationDetail | None = None
+    evaluations: list[EvaluationMetrics] = field(default_factory=list)  # likewise
+    events: list[Event] = field(default_factory=list)  # as they were written
+    sessions: list[WorkPeriod] = field(default_factory=list)  # the stretches of work, the repeated parts included
+    best: EvaluationDetail | None = None  # counts at the best evaluation
+    last: EvaluationDetail | None = None  # counts at the newest evaluation
+    # of what was held out, with the "best" and the "last" weights; empty where nothing was
     tests: dict[str, EvaluationDetail] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    unreadable: str = ""
+    failures: list[Failure] = field(default_factory=list)  # the first causes before their consequences, by time
+    unreadable: str = ""  # letters of class names that this machine can't draw; known once pictures were drawn
 
 
 def read_run(path: Path) -> RunData:

@@ -19,19 +19,12 @@ from manyhands.sync.vector import as_vector, dtype_of, write_vector
 
 @dataclass(frozen=True)
 class MachineGroup:
-    """Processes that agree in every step by other means, of which one leads.
+    """Processes that agree in every step by other means, of which one leads."""
 
-    Attributes:
-        group: their process group.
-        leader: the rank, among all processes of the run, of the one that leads.
-        size: how many they are.
-        is_leader: True on that process.
-    """
-
-    group: Any
-    leader: int
-    size: int
-    is_leader: bool
+    group: Any  # their process group
+    leader: int  # the rank, among all processes of the run, of the one that leads
+    size: int  # how many they are
+    is_leader: bool  # True on that process
 
 
 class Buffers:

@@ -30,17 +30,11 @@ def check_method(word: str) -> None:
 
 @dataclass(frozen=True)
 class SyncChoice:
-    """A method that was chosen, with what it was chosen from.
+    """A method that was chosen, with what it was chosen from."""
 
-    Attributes:
-        chosen: one of `costs`.
-        costs: of all methods, and of each codec that was considered.
-        reason: one sentence with figures.
-    """
-
-    chosen: Cost
-    costs: tuple[Cost, ...]
-    reason: str
+    chosen: Cost  # one of `costs`
+    costs: tuple[Cost, ...]  # of all methods, and of each codec that was considered
+    reason: str  # one sentence with figures
 
 
 def choose(

@@ -14,32 +14,20 @@ _STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10
 
 @dataclass(frozen=True)
 class LinkCase:
-    """What decides the costs of agreeing.
+    """What decides the costs of agreeing."""
 
-    Attributes:
-        shapes: of all trainable parameters.
-        item_bytes: of one of their values.
-        buffers: values in the network's buffers (BatchNorm's statistics).
-        machines: parties that agree over the link.
-        step_s: one update without any agreement.
-        backward_s: the part of it in which gradients can be sent already.
-        link: between two machines.
-        steps: updates of the whole run.
-        pass_s: one sum of two vectors of all values on this device, in which compressing is counted; 0 estimates it.
-        idle_s: the part of `backward_s` in which what compresses has nothing else to do.
-        layers_s: what layers send to each other in every update where machines agree in each (BatchNorm's sums).
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    item_bytes: int
-    buffers: int
-    machines: int
-    step_s: float
-    backward_s: float
-    link: LinkSpeed
-    steps: int
+    shapes: tuple[tuple[int, ...], ...]  # of all trainable parameters
+    item_bytes: int  # of one of their values
+    buffers: int  # values in the network's buffers (BatchNorm's statistics)
+    machines: int  # parties that agree over the link
+    step_s: float  # one update without any agreement
+    backward_s: float  # the part of it in which gradients can be sent already
+    link: LinkSpeed  # between two machines
+    steps: int  # updates of the whole run
+    # one sum of two vectors of all values on this device, in which compressing is counted; 0 estimates it
     pass_s: float = 0.0
-    idle_s: float = 0.0
+    idle_s: float = 0.0  # the part of `backward_s` in which what compresses has nothing else to do
+    # what layers send to each other in every update where machines agree in each (BatchNorm's sums)
     layers_s: float = 0.0
 
     def compressing_s(self, passes: float) -> float:
@@ -56,24 +44,13 @@ class LinkCase:
 
 @dataclass(frozen=True)
 class Cost:
-    """One way of agreeing, and what it costs.
+    """One way of agreeing, and what it costs."""
 
-    Attributes:
-        method: its name.
-        step_s: one update, agreement included, in the long run.
-        sent_bytes: by each machine per update.
-        exchange_s: one agreement by itself.
-        codec: of `local`.
-        every: steps between agreements.
-        delay: steps for which an agreement goes on beside training.
-        refused: why it is no candidate, though its costs are shown; empty for candidates.
-    """
-
-    method: str
-    step_s: float
-    sent_bytes: float
-    exchange_s: float = 0.0
-    codec: CodecName = "none"
-    every: int = 1
-    delay: int = 0
-    refused: str = ""
+    method: str  # its name
+    step_s: float  # one update, agreement included, in the long run
+    sent_bytes: float  # by each machine per update
+    exchange_s: float = 0.0  # one agreement by itself
+    codec: CodecName = "none"  # of `local`
+    every: int = 1  # steps between agreements
+    delay: int = 0  # steps for which an agreement goes on beside training
+    refused: str = ""  # why it is no candidate, though its costs are shown; empty for candidates

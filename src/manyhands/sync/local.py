@@ -26,67 +26,39 @@ from manyhands.sync.vector import add_vector, as_vector, dtype_of, write_vector
 
 @dataclass
 class Flight:
-    """An exchange under way.
+    """An exchange under way."""
 
-    Attributes:
-        since: the step at which it began.
-        moved: how far this process had come from the agreed point then [n].
-        residual: of the exchange before, which goes along [n].
-        compressor: the compressor's state before.
-        talk: the conversation, on its machine's leader.
-    """
-
-    since: int
-    moved: Tensor
-    residual: Tensor
-    compressor: dict[str, Tensor]
-    talk: Talk[tuple[Tensor, Tensor]] | None
+    since: int  # the step at which it began
+    moved: Tensor  # how far this process had come from the agreed point then [n]
+    residual: Tensor  # of the exchange before, which goes along [n]
+    compressor: dict[str, Tensor]  # the compressor's state before
+    talk: Talk[tuple[Tensor, Tensor]] | None  # the conversation, on its machine's leader
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How often processes agree, and how late.
+    """How often processes agree, and how late."""
 
-    Attributes:
-        every: steps from one exchange to the next.
-        delay: steps for which an exchange may go on beside training, at most `every`; 0 waits for it.
-        lr: factor of the agreed movement.
-        momentum: Nesterov's, of the agreed movements.
-    """
-
-    every: int
-    delay: int = 0
-    lr: float = 1.0
-    momentum: float = 0.0
+    every: int  # steps from one exchange to the next
+    delay: int = 0  # steps for which an exchange may go on beside training, at most `every`; 0 waits for it
+    lr: float = 1.0  # factor of the agreed movement
+    momentum: float = 0.0  # Nesterov's, of the agreed movements
 
 
 @dataclass
 class LocalSteps:
-    """Keeps the agreed point, and has processes agree.
+    """Keeps the agreed point, and has processes agree."""
 
-    Attributes:
-        parameters: the trainable ones, in an order that is equal everywhere.
-        buffers: of the network; agreed on where an exchange isn't under way.
-        peers: who agrees: one process of each machine.
-        compressor: how the movement is sent.
-        pace: how often.
-        weight: of this machine's movement in the mean; the mean of all weights is 1.
-        machine: where several processes move together.
-        rounds: exchanges that have been applied.
-        waited_s: time that training stood still for them.
-        exchange_s: how long the last one took.
-    """
-
-    parameters: Sequence[Tensor]
-    buffers: Buffers
-    peers: SyncGroup
-    compressor: Compressor
-    pace: Pace
-    weight: float = 1.0
-    machine: MachineGroup | None = None
-    rounds: int = field(default=0, init=False)
-    waited_s: float = field(default=0.0, init=False)
-    exchange_s: float = field(default=0.0, init=False)
+    parameters: Sequence[Tensor]  # the trainable ones, in an order that is equal everywhere
+    buffers: Buffers  # of the network; agreed on where an exchange isn't under way
+    peers: SyncGroup  # who agrees: one process of each machine
+    compressor: Compressor  # how the movement is sent
+    pace: Pace  # how often
+    weight: float = 1.0  # of this machine's movement in the mean; the mean of all weights is 1
+    machine: MachineGroup | None = None  # where several processes move together
+    rounds: int = field(default=0, init=False)  # exchanges that have been applied
+    waited_s: float = field(default=0.0, init=False)  # time that training stood still for them
+    exchange_s: float = field(default=0.0, init=False)  # how long the last one took
 
     def __post_init__(self) -> None:
         self._dtype = dtype_of(self.parameters)

@@ -19,17 +19,11 @@ _CONTROL_BYTES = 220
 
 @dataclass(frozen=True)
 class SyncMessage:
-    """What a machine sends, one after the other.
+    """What a machine sends, one after the other."""
 
-    Attributes:
-        sent_bytes: by each machine.
-        seconds: until all have it.
-        work_s: of these, those in which a machine's cores can't compute.
-    """
-
-    sent_bytes: float = 0.0
-    seconds: float = 0.0
-    work_s: float = 0.0
+    sent_bytes: float = 0.0  # by each machine
+    seconds: float = 0.0  # until all have it
+    work_s: float = 0.0  # of these, those in which a machine's cores can't compute
 
     def __add__(self, other: "SyncMessage") -> "SyncMessage":
         """One after the other."""

@@ -30,17 +30,11 @@ _CLOSING_S = 10.0
 
 @dataclass(frozen=True)
 class _SentBatch:
-    """What came of sending a batch.
+    """What came of sending a batch."""
 
-    Attributes:
-        sent: what this process sent.
-        mean: of what all sent.
-        lost: what of this process's part rounding kept back.
-    """
-
-    sent: Tensor
-    mean: Tensor
-    lost: Tensor
+    sent: Tensor  # what this process sent
+    mean: Tensor  # of what all sent
+    lost: Tensor  # what of this process's part rounding kept back
 
 
 class PowerSgd:

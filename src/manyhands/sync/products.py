@@ -20,15 +20,11 @@ _EXPLAINED = 1e-6
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How factors are computed with.
+    """How factors are computed with."""
 
-    Attributes:
-        multiply: columns [r, n] times columns [r, m], into [n, m].
-        orthonormal: factors as columns [r, n], and what may replace a column that has come to nothing, to orthonormal
-            columns that span those of each factor; see `gram_schmidt`.
-    """
-
-    multiply: Multiply
+    multiply: Multiply  # columns [r, n] times columns [r, m], into [n, m]
+    # factors as columns [r, n], and what may replace a column that has come to nothing, to orthonormal columns that
+    # span those of each factor; see `gram_schmidt`
     orthonormal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 

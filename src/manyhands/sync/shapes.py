@@ -16,21 +16,13 @@ _SHARE, _MOST, _FEWEST_VALUES = 0.4, 0.25, 8192
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor that is sent as a thin factor.
+    """A tensor that is sent as a thin factor."""
 
-    Attributes:
-        place: of the tensor.
-        rows: of the matrix that it is taken for.
-        columns: likewise.
-        rank: columns of its factors.
-        first: the factor that goes in the first turn: 0 the left one [rows, rank], 1 the right one [columns, rank].
-    """
-
-    place: int
-    rows: int
-    columns: int
-    rank: int
-    first: int
+    place: int  # of the tensor
+    rows: int  # of the matrix that it is taken for
+    columns: int  # likewise
+    rank: int  # columns of its factors
+    first: int  # the factor that goes in the first turn: 0 the left one [rows, rank], 1 the right one [columns, rank]
 
     def length(self, turn: int) -> int:
         """Values in a column of the factor that goes in a turn."""
@@ -39,17 +31,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the tensors of a vector are sent.
+    """How the tensors of a vector are sent."""
 
-    Attributes:
-        matrices: those that go as products of two thin matrices, of which one is sent in each turn.
-        rest: places of those that go as they are.
-        shapes: of all tensors.
-    """
-
-    matrices: tuple[Matrix, ...]
-    rest: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    matrices: tuple[Matrix, ...]  # those that go as products of two thin matrices, of which one is sent in each turn
+    rest: tuple[int, ...]  # places of those that go as they are
+    shapes: tuple[tuple[int, ...], ...]  # of all tensors
 
     def values(self, turn: int) -> int:
         """How many are sent in a turn: one factor of each matrix, and the tensors that go as they are."""

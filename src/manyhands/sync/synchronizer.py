@@ -25,40 +25,24 @@ FACTORS_FORMAT = 3
 
 @dataclass(frozen=True)
 class Places:
-    """Which processes belong together.
+    """Which processes belong together."""
 
-    Attributes:
-        leaders: ranks of each machine's leader, the process that exchanges for it.
-        machine: ranks of this process's machine.
-        group: of this process's machine, where it has several processes.
-    """
-
-    leaders: tuple[int, ...]
-    machine: tuple[int, ...]
-    group: Any = None
+    leaders: tuple[int, ...]  # ranks of each machine's leader, the process that exchanges for it
+    machine: tuple[int, ...]  # ranks of this process's machine
+    group: Any = None  # of this process's machine, where it has several processes
 
 
 @dataclass(frozen=True)
 class Party:
-    """Who takes part, as a method's `make` must know it.
+    """Who takes part, as a method's `make` must know it."""
 
-    Attributes:
-        world: all processes.
-        places: which of them belong together.
-        new_group: makes a process group of some ranks; a collective.
-        from_rank_0: rank 0's number, on all processes; a collective.
-        seed: equal everywhere.
-        unused: names of trainable parameters that got no gradient when the network was tried.
-        steps: updates of the whole run.
-    """
-
-    world: World
-    places: Places
-    new_group: Callable[[Sequence[int]], Any]
-    from_rank_0: Callable[[float], float]
-    seed: int
-    unused: Sequence[str] = ()
-    steps: int = 0
+    world: World  # all processes
+    places: Places  # which of them belong together
+    new_group: Callable[[Sequence[int]], Any]  # makes a process group of some ranks; a collective
+    from_rank_0: Callable[[float], float]  # rank 0's number, on all processes; a collective
+    seed: int  # equal everywhere
+    unused: Sequence[str] = ()  # names of trainable parameters that got no gradient when the network was tried
+    steps: int = 0  # updates of the whole run
 
     @property
     def is_leader(self) -> bool:
@@ -102,15 +86,10 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Timed(Protocol):
-    """What is waited for.
+    """What is waited for."""
 
-    Attributes:
-        waited_s: time that training stood still for others.
-        exchange_s: how long the last exchange beside training took; 0 where there is none.
-    """
-
-    waited_s: float
-    exchange_s: float
+    waited_s: float  # time that training stood still for others
+    exchange_s: float  # how long the last exchange beside training took; 0 where there is none
 
 
 class Synchronizer:

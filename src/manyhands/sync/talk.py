@@ -28,19 +28,12 @@ Conversation = Generator[Any, None, T]
 
 @dataclass
 class SyncGroup:
-    """Those who agree: one process of each party.
+    """Those who agree: one process of each party."""
 
-    Attributes:
-        rank: this process's place among them.
-        size: how many they are.
-        group: their process group; None: all processes of the run.
-        sent_bytes: counts what this process has sent in conversations.
-    """
-
-    rank: int = 0
-    size: int = 1
-    group: Any = None
-    sent_bytes: int = 0
+    rank: int = 0  # this process's place among them
+    size: int = 1  # how many they are
+    group: Any = None  # their process group; None: all processes of the run
+    sent_bytes: int = 0  # counts what this process has sent in conversations
 
     def exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
         """Starts sending uint8 [size, n], row r to rank r; what comes, and the collective."""
@@ -191,15 +184,10 @@ class Relay(Generic[T]):
 
 @dataclass
 class Residual:
-    """What rounding has left out of the values that a process sends.
+    """What rounding has left out of the values that a process sends."""
 
-    Attributes:
-        own: of the values that it brought [n]; None before the first exchange.
-        sums: of the part whose mean it computes for all [n / size]; None before the first exchange.
-    """
-
-    own: Tensor | None = None
-    sums: Tensor | None = None
+    own: Tensor | None = None  # of the values that it brought [n]; None before the first exchange
+    sums: Tensor | None = None  # of the part whose mean it computes for all [n / size]; None before the first exchange
 
     def together(self, peers: "SyncGroup") -> Tensor:
         """Both as values yet to be sent [n]: their mean over all processes is what the agreed mean lacks."""

@@ -15,25 +15,15 @@ from manyhands.core.errors import UserError
 
 @dataclass(frozen=True)
 class Start:
-    """What one command says.
+    """What one command says."""
 
-    Attributes:
-        command: it.
-        machines: how many take part.
-        slots: processes on its own machine; 0 for one per accelerator.
-        rank: of its own machine; None where it doesn't say.
-        address: of the master; empty where it doesn't say.
-        port: of the master; 0 where it doesn't say.
-        devices: numbers of the devices that it uses; empty for all.
-    """
-
-    command: Command
-    machines: int
-    slots: int
-    rank: int | None
-    address: str
-    port: int
-    devices: tuple[int, ...]
+    command: Command  # it
+    machines: int  # how many take part
+    slots: int  # processes on its own machine; 0 for one per accelerator
+    rank: int | None  # of its own machine; None where it doesn't say
+    address: str  # of the master; empty where it doesn't say
+    port: int  # of the master; 0 where it doesn't say
+    devices: tuple[int, ...]  # numbers of the devices that it uses; empty for all
 
 
 def joined(starts: Sequence[Start], rank_flag: str, address_flag: str) -> Cluster:

@@ -15,19 +15,12 @@ _ON = re.compile(r"#\s*on\s+(\S+)\s*")
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """One command."""
 
-    Attributes:
-        words: the program and its arguments.
-        variables: those set before it, as in `NAME=value program`.
-        host: the machine that a comment before it names: "# on n1"; empty without.
-        where: file and line, for the user.
-    """
-
-    words: tuple[str, ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    host: str = ""
-    where: str = ""
+    words: tuple[str, ...]  # the program and its arguments
+    variables: Mapping[str, str] = field(default_factory=dict)  # those set before it, as in `NAME=value program`
+    host: str = ""  # the machine that a comment before it names: "# on n1"; empty without
+    where: str = ""  # file and line, for the user
 
 
 def commands(text: str, where: str, is_wanted: Callable[[Sequence[str]], bool]) -> list[Command]:
@@ -95,17 +88,11 @@ def _rest(words: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CommandFlags:
-    """A program's flags.
+    """A program's flags."""
 
-    Attributes:
-        valued: names of those that take a value, without dashes and with underscores.
-        switches: names of those that take none.
-        short: one-letter names to long ones.
-    """
-
-    valued: frozenset[str]
-    switches: frozenset[str] = frozenset()
-    short: Mapping[str, str] = field(default_factory=dict)
+    valued: frozenset[str]  # names of those that take a value, without dashes and with underscores
+    switches: frozenset[str] = frozenset()  # names of those that take none
+    short: Mapping[str, str] = field(default_factory=dict)  # one-letter names to long ones
 
     def read(self, words: Sequence[str], where: str) -> dict[str, str]:
         """Values of the flags before the program that is to be started; switches are "true".

@@ -12,19 +12,14 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a cluster.
+    """One machine of a cluster."""
 
-    Attributes:
-        host: the name or address that it is reached by; for ssh it may be user@name.
-        slots: processes on it; 0 for one per accelerator, or one where there is none.
-        devices: numbers of the devices that its processes use, in the order of their ranks; empty for 0, 1, 2 …
-        port: that its ssh listens on; 0 for what ssh itself takes. Behind one address several machines may be told
-            apart by it, as rented ones are.
-    """
-
-    host: str
-    slots: int = 0
+    host: str  # the name or address that it is reached by; for ssh it may be user@name
+    slots: int = 0  # processes on it; 0 for one per accelerator, or one where there is none
+    # numbers of the devices that its processes use, in the order of their ranks; empty for 0, 1, 2 …
     devices: tuple[int, ...] = ()
+    # that its ssh listens on; 0 for what ssh itself takes. Behind one address several machines may be told apart by it,
+    # as rented ones are.
     port: int = 0
 
     @property
@@ -61,21 +56,13 @@ def in_brackets(address: str) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All machines of a job, in the order of their ranks.
+    """All machines of a job, in the order of their ranks."""
 
-    Attributes:
-        machines: the first one has rank 0.
-        master_address: where rank 0's store listens; empty for the first machine's own address.
-        master_port: of that store; 0 for one that is free.
-        machine: which of the machines this one is, where the description says so.
-        source: what the cluster was read from, for the user.
-    """
-
-    machines: tuple[Machine, ...]
-    master_address: str = ""
-    master_port: int = 0
-    machine: int | None = None
-    source: str = field(default="", compare=False)
+    machines: tuple[Machine, ...]  # the first one has rank 0
+    master_address: str = ""  # where rank 0's store listens; empty for the first machine's own address
+    master_port: int = 0  # of that store; 0 for one that is free
+    machine: int | None = None  # which of the machines this one is, where the description says so
+    source: str = field(default="", compare=False)  # what the cluster was read from, for the user
 
     @property
     def size(self) -> int:
@@ -85,61 +72,37 @@ class Cluster:
 
 @dataclass(frozen=True)
 class LauncherPlace:
-    """The one process that a launcher's environment says this is.
+    """The one process that a launcher's environment says this is."""
 
-    Attributes:
-        rank: among all processes.
-        size: number of processes.
-        local_rank: on this machine.
-        local_size: processes on this machine.
-        master_address: where rank 0's store listens; empty where the environment doesn't say.
-        master_port: of that store; 0 where the environment doesn't say.
-        device: number of this process's device; None for the local rank's.
-        started_by: the launcher, for the user: "Slurm", "OpenMPI" …
-        origins: field name to the variable (or the rule) that its value came from, for `manyhands explain`.
-    """
-
-    rank: int
-    size: int
-    local_rank: int = 0
-    local_size: int = 1
-    master_address: str = ""
-    master_port: int = 0
-    device: int | None = None
-    started_by: str = ""
+    rank: int  # among all processes
+    size: int  # number of processes
+    local_rank: int = 0  # on this machine
+    local_size: int = 1  # processes on this machine
+    master_address: str = ""  # where rank 0's store listens; empty where the environment doesn't say
+    master_port: int = 0  # of that store; 0 where the environment doesn't say
+    device: int | None = None  # number of this process's device; None for the local rank's
+    started_by: str = ""  # the launcher, for the user: "Slurm", "OpenMPI" …
+    # field name to the variable (or the rule) that its value came from, for `manyhands explain`
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """This machine among others that each start their own processes; no head watches over all of them.
+    """This machine among others that each start their own processes; no head watches over all of them."""
 
-    Attributes:
-        sizes: processes on each machine, in the order of their ranks.
-        machine: this machine's place in `sizes`.
-        address: where the store listens, on the first machine.
-        port: of the store.
-        devices: numbers of the devices of this machine's processes; empty for 0, 1, 2 …
-    """
-
-    sizes: tuple[int, ...]
-    machine: int
-    address: str
-    port: int
-    devices: tuple[int, ...] = ()
+    sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks
+    machine: int  # this machine's place in `sizes`
+    address: str  # where the store listens, on the first machine
+    port: int  # of the store
+    devices: tuple[int, ...] = ()  # numbers of the devices of this machine's processes; empty for 0, 1, 2 …
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a machine is reached by the others.
+    """Where a machine is reached by the others."""
 
-    Attributes:
-        interface: its name there; empty where all processes are on one machine.
-        address: of that interface.
-    """
-
-    interface: str
-    address: str
+    interface: str  # its name there; empty where all processes are on one machine
+    address: str  # of that interface
 
     def environment(self) -> dict[str, str]:
         """Variables that have the backends' own searches for an interface end there."""

@@ -23,17 +23,11 @@ _MOST_VALUES = 400_000  # each with its place; ten times what a table of ten tho
 
 @dataclass(frozen=True)
 class Document:
-    """A JSON file.
+    """A JSON file."""
 
-    Attributes:
-        value: what is in it.
-        lines: path of each value to its line, counted from 1.
-        where: the file, for the user.
-    """
-
-    value: Any
-    lines: dict[Path, int]
-    where: str
+    value: Any  # what is in it
+    lines: dict[Path, int]  # path of each value to its line, counted from 1
+    where: str  # the file, for the user
 
     def at(self, path: Path) -> str:
         """File, line and field of a value; of what holds it where the value itself is missing."""

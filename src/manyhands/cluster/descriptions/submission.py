@@ -8,32 +8,17 @@ JOB = "@JOB@"
 
 @dataclass(frozen=True)
 class Submission:
-    """What to start, and on what.
+    """What to start, and on what."""
 
-    Attributes:
-        name: of the job, for the scheduler's lists.
-        command: what each process runs; a word may hold JOB.
-        nodes: machines.
-        processes: on each machine.
-        accelerators: on each machine; 0 for none.
-        threads: CPU cores for each process; 0 for the scheduler's own default.
-        time_limit: in the scheduler's own words; empty for its default.
-        options: further words for the scheduler, such as "--partition=gpu".
-        image: the container image.
-        kind: of Kubernetes' manifest.
-        runtime: the training runtime that a TrainJob refers to.
-        namespace: Kubernetes'; empty for the current one.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    nodes: int = 1
-    processes: int = 1
-    accelerators: int = 0
-    threads: int = 0
-    time_limit: str = ""
-    options: tuple[str, ...] = ()
-    image: str = ""
-    kind: str = "TrainJob"
-    runtime: str = "torch-distributed"
-    namespace: str = ""
+    name: str  # of the job, for the scheduler's lists
+    command: tuple[str, ...]  # what each process runs; a word may hold JOB
+    nodes: int = 1  # machines
+    processes: int = 1  # on each machine
+    accelerators: int = 0  # on each machine; 0 for none
+    threads: int = 0  # CPU cores for each process; 0 for the scheduler's own default
+    time_limit: str = ""  # in the scheduler's own words; empty for its default
+    options: tuple[str, ...] = ()  # further words for the scheduler, such as "--partition=gpu"
+    image: str = ""  # the container image
+    kind: str = "TrainJob"  # of Kubernetes' manifest
+    runtime: str = "torch-distributed"  # the training runtime that a TrainJob refers to
+    namespace: str = ""  # Kubernetes'; empty for the current one

@@ -14,19 +14,12 @@ TUNNELS = ("tun", "tap", "wg", "tailscale", "zt", "utun")
 
 @dataclass(frozen=True)
 class AddressCandidate:
-    """One address of a machine.
+    """One address of a machine."""
 
-    Attributes:
-        interface: its name.
-        address: as text.
-        network: the subnet, as text.
-        speed_mbps: what the interface says of itself; 0 where it doesn't.
-    """
-
-    interface: str
-    address: str
-    network: str
-    speed_mbps: int
+    interface: str  # its name
+    address: str  # as text
+    network: str  # the subnet, as text
+    speed_mbps: int  # what the interface says of itself; 0 where it doesn't
 
     @property
     def version(self) -> int:

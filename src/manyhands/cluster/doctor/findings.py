@@ -12,138 +12,86 @@ Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a machine to reach another at one of its addresses.
+    """One attempt of a machine to reach another at one of its addresses."""
 
-    Attributes:
-        address: that was tried.
-        result: refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no way
-            leads there; other: something answers that isn't our machine.
-        local: the address that the attempt left from; empty where it didn't.
-        latency_ms: of one small message and its answer, the median of several.
-        port: that was tried.
-    """
-
-    address: str
+    address: str  # that was tried
+    # refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no way leads there;
+    # other: something answers that isn't our machine
     result: Reached
-    local: str = ""
-    latency_ms: float | None = None
-    port: int = 0
+    local: str = ""  # the address that the attempt left from; empty where it didn't
+    latency_ms: float | None = None  # of one small message and its answer, the median of several
+    port: int = 0  # that was tried
 
 
 @dataclass(frozen=True)
 class Contact:
-    """Why no agent answers from a machine.
+    """Why no agent answers from a machine."""
 
-    Attributes:
-        kind: unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder,
-            other-version or other.
-        what: one sentence.
-        mend: what to do about it.
-    """
-
-    kind: str
-    what: str
-    mend: tuple[str, ...] = ()
+    kind: str  # unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder, other-version or other
+    what: str  # one sentence
+    mend: tuple[str, ...] = ()  # what to do about it
 
 
 @dataclass(frozen=True)
 class AllReduceTest:
-    """How a real all-reduce over all machines went.
+    """How a real all-reduce over all machines went."""
 
-    Attributes:
-        result: skipped: not all machines could take part.
-        said: the first cause, where it failed.
-        seconds: it took to meet and to add up, without torch's import.
-        missing: hosts that did not arrive.
-    """
-
-    result: Literal["ok", "failed", "skipped"]
-    said: str = ""
-    seconds: float = 0.0
-    missing: tuple[str, ...] = ()
+    result: Literal["ok", "failed", "skipped"]  # skipped: not all machines could take part
+    said: str = ""  # the first cause, where it failed
+    seconds: float = 0.0  # it took to meet and to add up, without torch's import
+    missing: tuple[str, ...] = ()  # hosts that did not arrive
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the job asks of the machines.
+    """What the job asks of the machines."""
 
-    Attributes:
-        processes: on each host; a host that isn't named runs one.
-        threads: of each process; 0: cores divided by processes.
-        port: that the job names; 0: any.
-        interface: that the job names; empty: found by trying.
-        data: what the user called the data; empty: nothing to compare.
-        download: a named data set may be fetched where it is missing.
-        code: the job uses the user's own Python files.
-        files: the user's own files that the job names, by their path in the work folder.
-        device: "auto", "cpu", "cuda", "npu" …
-        reach: host to the command that reaches it from here: the user's ssh, with port and user.
-    """
-
-    processes: Mapping[str, int] = field(default_factory=dict)
-    threads: int = 0
-    port: int = 0
-    interface: str = ""
-    data: str = ""
-    download: bool = True
-    code: bool = False
-    files: tuple[str, ...] = ()
-    device: str = "auto"
+    processes: Mapping[str, int] = field(default_factory=dict)  # on each host; a host that isn't named runs one
+    threads: int = 0  # of each process; 0: cores divided by processes
+    port: int = 0  # that the job names; 0: any
+    interface: str = ""  # that the job names; empty: found by trying
+    data: str = ""  # what the user called the data; empty: nothing to compare
+    download: bool = True  # a named data set may be fetched where it is missing
+    code: bool = False  # the job uses the user's own Python files
+    files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
+    device: str = "auto"  # "auto", "cpu", "cuda", "npu" …
+    # host to the command that reaches it from here: the user's ssh, with port and user
     reach: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Survey:
-    """All that was found out, for the checks to judge.
+    """All that was found out, for the checks to judge."""
 
-    Attributes:
-        hosts: in the order of their ranks; one alone means this machine.
-        facts: of each machine that could be asked.
-        errors: why the others could not.
-        reach: (from, to) to the attempts, one for each address of the second.
-        chosen: the interface and address that each machine is to be reached at.
-        mbps: (from, to) to what went through.
-        latency_ms: (from, to) to the median of a small message and its answer.
-        clock_s: how far each clock is ahead of the asking machine's, and how uncertain that is.
-        port_errors: host to why the port that the job names can't be used there.
-        collective: the real one; None where it wasn't tried.
-        needs: of the job.
-    """
-
-    hosts: tuple[str, ...]
-    facts: dict[str, Facts] = field(default_factory=dict)
-    errors: dict[str, Contact] = field(default_factory=dict)
+    hosts: tuple[str, ...]  # in the order of their ranks; one alone means this machine
+    facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that could be asked
+    errors: dict[str, Contact] = field(default_factory=dict)  # why the others could not
+    # (from, to) to the attempts, one for each address of the second
     reach: dict[tuple[str, str], tuple[Attempt, ...]] = field(default_factory=dict)
+    # the interface and address that each machine is to be reached at
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
-    mbps: dict[tuple[str, str], float] = field(default_factory=dict)
+    mbps: dict[tuple[str, str], float] = field(default_factory=dict)  # (from, to) to what went through
+    # (from, to) to the median of a small message and its answer
     latency_ms: dict[tuple[str, str], float] = field(default_factory=dict)
+    # how far each clock is ahead of the asking machine's, and how uncertain that is
     clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # host to why the port that the job names can't be used there
     port_errors: dict[str, str] = field(default_factory=dict)
-    collective: AllReduceTest | None = None
-    needs: Needs = field(default_factory=Needs)
+    collective: AllReduceTest | None = None  # the real one; None where it wasn't tried
+    needs: Needs = field(default_factory=Needs)  # of the job
 
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One thing that is wrong, or is as it should be.
+    """One thing that is wrong, or is as it should be."""
 
-    Attributes:
-        check: the file in `cluster/doctor/checks/` that found it.
-        severity: fail: training would fail; warn: it would work, but worse than it could.
-        hosts: that it is about.
-        what: one sentence.
-        mend: what to do, a command where there is one.
-        cause: findings with the same cause are one; the worst is shown.
-        explains: causes that are mere consequences of this one and aren't shown beside it.
-    """
-
-    check: str
-    severity: Severity
-    hosts: tuple[str, ...]
-    what: str
-    mend: tuple[str, ...] = ()
-    cause: str = ""
-    explains: tuple[str, ...] = ()
+    check: str  # the file in `cluster/doctor/checks/` that found it
+    severity: Severity  # fail: training would fail; warn: it would work, but worse than it could
+    hosts: tuple[str, ...]  # that it is about
+    what: str  # one sentence
+    mend: tuple[str, ...] = ()  # what to do, a command where there is one
+    cause: str = ""  # findings with the same cause are one; the worst is shown
+    explains: tuple[str, ...] = ()  # causes that are mere consequences of this one and aren't shown beside it
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""

@@ -8,42 +8,25 @@ from manyhands.cluster.messages import Done, Message, Request
 
 @dataclass(frozen=True)
 class FactsWanted:
-    """What a machine is to say of itself beside the general facts.
+    """What a machine is to say of itself beside the general facts."""
 
-    Attributes:
-        workdir: of the job; empty for where the agent is.
-        runs: folder in which run folders will lie; empty for the usual one.
-        data: as the job names it; empty for none.
-        data_dir: where the job says that data lies.
-        torch: where there is an accelerator torch is asked too, which takes seconds.
-        only: names of the facts that are wanted; empty for all.
-    """
-
-    workdir: str = ""
-    runs: str = ""
-    data: str = ""
-    data_dir: str = ""
-    torch: bool = False
-    only: tuple[str, ...] = ()
+    workdir: str = ""  # of the job; empty for where the agent is
+    runs: str = ""  # folder in which run folders will lie; empty for the usual one
+    data: str = ""  # as the job names it; empty for none
+    data_dir: str = ""  # where the job says that data lies
+    torch: bool = False  # where there is an accelerator torch is asked too, which takes seconds
+    only: tuple[str, ...] = ()  # names of the facts that are wanted; empty for all
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Where a machine listens, or why it can't.
+    """Where a machine listens, or why it can't."""
 
-    Attributes:
-        address: its own.
-        port: of the listener.
-        token: who doesn't know it isn't answered.
-        error: why nothing listens there; empty where all is well.
-        holder: who holds the port, if that is why.
-    """
-
-    address: str
-    port: int = 0
-    token: str = ""
-    error: str = ""
-    holder: str = ""
+    address: str  # its own
+    port: int = 0  # of the listener
+    token: str = ""  # who doesn't know it isn't answered
+    error: str = ""  # why nothing listens there; empty where all is well
+    holder: str = ""  # who holds the port, if that is why
 
     @property
     def trouble(self) -> str:

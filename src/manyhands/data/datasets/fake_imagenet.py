@@ -20,17 +20,11 @@ _TRAIN, _TEST, _CLASSES, _SIZE = 1_281_167, 50_000, 1000, 224
 
 @dataclass(frozen=True)
 class _Noise:
-    """Pictures uint8 [3, size, size], the same one for the same index each time.
+    """Pictures uint8 [3, size, size], the same one for the same index each time."""
 
-    Attributes:
-        purpose: "train" or "test".
-        targets: int64 [N].
-        size: rows and columns.
-    """
-
-    purpose: str
-    targets: Tensor
-    size: int
+    purpose: str  # "train" or "test"
+    targets: Tensor  # int64 [N]
+    size: int  # rows and columns
 
     def __len__(self) -> int:
         return len(self.targets)

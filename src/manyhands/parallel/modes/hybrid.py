@@ -33,23 +33,14 @@ TAKES_MESH = True
 
 @dataclass
 class HybridNetwork:
-    """A network that its author has split.
+    """A network that its author has split."""
 
-    Attributes:
-        model: whose parameters are this process's pieces.
-        grid: the processes.
-        layouts: of each parameter and buffer, by its name in the state dict.
-        samples: numbers of the mesh's axes over which samples are shared.
-        reducer: sums gradients.
-        norms: BatchNorm's groups; shared over the axes of the samples only.
-    """
-
-    model: nn.Module
-    grid: Grid
-    layouts: dict[str, TensorLayout]
-    samples: tuple[int, ...]
-    reducer: Reducer
-    norms: NormGroups
+    model: nn.Module  # whose parameters are this process's pieces
+    grid: Grid  # the processes
+    layouts: dict[str, TensorLayout]  # of each parameter and buffer, by its name in the state dict
+    samples: tuple[int, ...]  # numbers of the mesh's axes over which samples are shared
+    reducer: Reducer  # sums gradients
+    norms: NormGroups  # BatchNorm's groups; shared over the axes of the samples only
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
         """Describes the pass that comes next. Processes with the same samples draw alike, as in dropout."""

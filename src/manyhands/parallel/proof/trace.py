@@ -21,17 +21,11 @@ _WHOLE = ("enter", "all_reduce", "gather")
 
 @dataclass
 class CollectiveCall:
-    """One call of a collective.
+    """One call of a collective."""
 
-    Attributes:
-        label: axis, method and the user's line: "tp.enter at net.py:12".
-        value: what came out, if it is whole.
-        gradient: of what went in, if that was whole; None where backward didn't come by.
-    """
-
-    label: str
-    value: Tensor | None = None
-    gradient: Tensor | None = None
+    label: str  # axis, method and the user's line: "tp.enter at net.py:12"
+    value: Tensor | None = None  # what came out, if it is whole
+    gradient: Tensor | None = None  # of what went in, if that was whole; None where backward didn't come by
 
 
 @contextmanager

@@ -22,20 +22,14 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class GradientTrial:
-    """What a network is tried on.
+    """What a network is tried on."""
 
-    Attributes:
-        sample: the whole batch [n, …].
-        labels: of all samples, or None.
-        loss: of output and labels (of the output alone, without labels): a mean, or one value per sample. None:
-            cross-entropy, or, without labels, a weighted sum of all outputs.
-        tolerance: as a part of a tensor's largest value.
-    """
-
-    sample: Tensor
-    labels: Tensor | None
+    sample: Tensor  # the whole batch [n, …]
+    labels: Tensor | None  # of all samples, or None
+    # of output and labels (of the output alone, without labels): a mean, or one value per sample. None: cross-entropy,
+    # or, without labels, a weighted sum of all outputs.
     loss: Loss | None
-    tolerance: float
+    tolerance: float  # as a part of a tensor's largest value
 
     def __call__(self, output: Any, rows: slice) -> Tensor:
         """These rows' part of the mean loss."""

@@ -26,17 +26,11 @@ LINEAR: set[Any] = {F.linear}
 
 @dataclass(frozen=True)
 class Operands:
-    """What a product reads.
+    """What a product reads."""
 
-    Attributes:
-        left: [..., k].
-        right: [..., k, m], or [k]; of `F.linear` [m, k].
-        bias: added to the result [..., m]; None if there is none.
-    """
-
-    left: fx.Node
-    right: fx.Node
-    bias: fx.Node | None = None
+    left: fx.Node  # [..., k]
+    right: fx.Node  # [..., k, m], or [k]; of `F.linear` [m, k]
+    bias: fx.Node | None = None  # added to the result [..., m]; None if there is none
 
 
 def matches(op: Op) -> bool:

@@ -170,21 +170,13 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
 
 @dataclass
 class Pacer:
-    """Keeps local steps in time with the link.
+    """Keeps local steps in time with the link."""
 
-    Attributes:
-        steps: whose pace it is.
-        cost: the method with its pace.
-        options: what the user says of it.
-        total_steps: updates of the whole run.
-        compressing_s: an exchange's own work; equal on all processes, which decide alike.
-    """
-
-    steps: "LocalSteps"
-    cost: Cost
-    options: Options
-    total_steps: int
-    compressing_s: float
+    steps: "LocalSteps"  # whose pace it is
+    cost: Cost  # the method with its pace
+    options: Options  # what the user says of it
+    total_steps: int  # updates of the whole run
+    compressing_s: float  # an exchange's own work; equal on all processes, which decide alike
     _lengths: list[float] = field(default_factory=list[float], init=False)
     _rounds: int = field(default=0, init=False)
 

@@ -25,24 +25,14 @@ _NOT_GIVEN = -1
 
 @dataclass(frozen=True)
 class ImagenetFlags:
-    """main.py's flags as they were given; None where one wasn't.
+    """main.py's flags as they were given; None where one wasn't."""
 
-    Attributes:
-        data: the folder with train/ and val/.
-        batch_size: of one node.
-        workers: decoding processes of one node.
-        world_size: nodes; -1 as main.py's own default.
-        rank: this node; -1 as main.py's own default.
-        gpu: the one accelerator to use.
-        dummy: pictures made by chance instead of a folder.
-    """
-
-    data: str | None = None
+    data: str | None = None  # the folder with train/ and val/
     arch: str | None = None
-    workers: int | None = None
+    workers: int | None = None  # decoding processes of one node
     epochs: int | None = None
     start_epoch: int | None = None
-    batch_size: int | None = None
+    batch_size: int | None = None  # of one node
     lr: float | None = None
     momentum: float | None = None
     weight_decay: float | None = None
@@ -50,30 +40,24 @@ class ImagenetFlags:
     resume: str | None = None
     evaluate: bool = False
     pretrained: bool = False
-    world_size: int | None = None
-    rank: int | None = None
+    world_size: int | None = None  # nodes; -1 as main.py's own default
+    rank: int | None = None  # this node; -1 as main.py's own default
     dist_url: str | None = None
     dist_backend: str | None = None
     seed: int | None = None
-    gpu: int | None = None
+    gpu: int | None = None  # the one accelerator to use
     no_accel: bool = False
     multiprocessing_distributed: bool = False
-    dummy: bool = False
+    dummy: bool = False  # pictures made by chance instead of a folder
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """This node among all.
+    """This node among all."""
 
-    Attributes:
-        count: how many there are.
-        rank: this one.
-        url: where they meet; empty for one node.
-    """
-
-    count: int = 1
-    rank: int = 0
-    url: str = ""
+    count: int = 1  # how many there are
+    rank: int = 0  # this one
+    url: str = ""  # where they meet; empty for one node
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
