@@ -195,11 +195,7 @@ def _number(content: dict[str, Any], key: str, path: Path) -> float:
 
 
 def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """main.py's optimizer, its parameters numbered; None where there is none.
-
-    Raises:
-        UserError: it has another form.
-    """
+    """main.py's optimizer, its parameters numbered; None where there is none. Raises UserError: it has another form."""
     found = content.get("optimizer")
     if not isinstance(found, dict):
         return None

@@ -137,11 +137,7 @@ def _numbers(names: tuple[str, ...], mesh: Mesh, where: str) -> tuple[int, ...]:
 
 
 def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """Numbers of named axes, ascending.
-
-    Raises:
-        UserError: the mesh has no such axis, or one is named twice.
-    """
+    """Numbers of named axes, ascending. Raises UserError: the mesh has no such axis, or one is named twice."""
     unknown = [name for name in names if name not in mesh.names]
     if unknown:
         mend = (f"its axes are {', '.join(mesh.names)}", "or another --mesh")

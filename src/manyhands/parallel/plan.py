@@ -69,11 +69,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_from_plain(content: Any, where: str) -> Plan:
-    """Reads what `as_plain` wrote, or a person edited.
-
-    Raises:
-        UserError: it is not a plan; says which field.
-    """
+    """Reads what `as_plain` wrote, or a person edited. Raises UserError: it is not a plan; says which field."""
     return _plan_of_record(parse_plan_record(content, where), where)
 
 
@@ -248,11 +244,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
-    """Reads "fc=n@dp o@tp" words.
-
-    Raises:
-        UserError: a word is not of this form.
-    """
+    """Reads "fc=n@dp o@tp" words. Raises UserError: a word is not of this form."""
     pins: dict[str, str] = {}
     for word in words:
         match = re.fullmatch(r"\s*([^=\s]+)\s*=\s*(\S.*)", word)

@@ -219,11 +219,7 @@ class OpTimes:
 
 
 def _checked(content: Any, environment: dict[str, str]) -> dict[str, OpTime]:
-    """The times in a file that aren't too old.
-
-    Raises:
-        ValueError: it isn't such a file.
-    """
+    """The times in a file that aren't too old. Raises ValueError: it isn't such a file."""
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("environment") != environment:
         raise ValueError("it has another form")
     times = content.get("times")

@@ -92,11 +92,7 @@ def _more_epochs(change: Change) -> bool:
 
 
 def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
-    """Refuses changes that have no update left to act on.
-
-    Raises:
-        UserError: one of them decides what is trained.
-    """
+    """Refuses changes that have no update left to act on. Raises UserError: one of them decides what is trained."""
     deciding = [change for change in found if change.decides]
     if deciding:
         raise UserError(

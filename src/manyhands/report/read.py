@@ -60,11 +60,7 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Reads the run in folder `path`.
-
-    Raises:
-        UserError: there is no run, or a newer manyhands wrote it.
-    """
+    """Reads the run in folder `path`. Raises UserError: there is no run, or a newer manyhands wrote it."""
     folder = RunFolder(path)
     if not folder.exists():
         raise no_run(path)

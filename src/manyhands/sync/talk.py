@@ -82,11 +82,7 @@ class Talk(Generic[T]):
             threading.Thread(target=self._go_on, name="manyhands exchange", daemon=True).start()
 
     def result(self) -> T:
-        """Waits for the end.
-
-        Raises:
-            RuntimeError: a collective failed; as it said.
-        """
+        """Waits for the end. Raises RuntimeError: a collective failed; as it said."""
         self._ended.wait()
         if self._error:
             raise self._error

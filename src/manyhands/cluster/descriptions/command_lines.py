@@ -132,11 +132,7 @@ class CommandFlags:
 
 
 def number(flags: Mapping[str, str], name: str, least: int, most: int, where: str) -> int:
-    """A flag's whole number.
-
-    Raises:
-        UserError: it is not one, or outside least … most.
-    """
+    """A flag's whole number. Raises UserError: it is not one, or outside least … most."""
     text = flags[name]
     if not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most:
         flag = name if name.isupper() else f"--{name.replace('_', '-')}"

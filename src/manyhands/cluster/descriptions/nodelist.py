@@ -58,11 +58,7 @@ def _numbers(ranges: str, text: str, where: str) -> list[str]:
 
 
 def expand_counts(text: str, where: str) -> list[int]:
-    """The numbers of a list such as "2(x3),1": 2, 2, 2, 1.
-
-    Raises:
-        UserError: the list is broken.
-    """
+    """The numbers of a list such as "2(x3),1": 2, 2, 2, 1. Raises UserError: the list is broken."""
     found: list[int] = []
     for entry in text.strip().split(","):
         match = _COUNT.fullmatch(entry)

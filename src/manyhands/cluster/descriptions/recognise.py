@@ -29,11 +29,7 @@ def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
 
 
 def read_text(path: Path) -> str:
-    """A description's text.
-
-    Raises:
-        UserError: it can't be read, or is not text.
-    """
+    """A description's text. Raises UserError: it can't be read, or is not text."""
     try:
         content = read_bytes(path, MOST_TEXT_BYTES, pipes=True)
     except OSError as error:
@@ -44,11 +40,7 @@ def read_text(path: Path) -> str:
 
 
 def text_from(content: bytes, where: str) -> str:
-    """The text of a description's bytes.
-
-    Raises:
-        UserError: it is not text, or longer than any description.
-    """
+    """The text of a description's bytes. Raises UserError: it is not text, or longer than any description."""
     try:
         if len(content) > MOST_TEXT_BYTES:
             raise UnreadableError(f"it is larger than {MOST_TEXT_BYTES >> 20} MiB")
@@ -63,11 +55,7 @@ def _no_description(where: str, error: ValueError) -> UserError:
 
 
 def format_of(path: str, text: str) -> ModuleType:
-    """The format that a text is in.
-
-    Raises:
-        UserError: none fits; what was tried is listed.
-    """
+    """The format that a text is in. Raises UserError: none fits; what was tried is listed."""
     tried: list[str] = []
     for name in module_names(FORMATS):
         module = load_choice(FORMATS, name)

@@ -28,11 +28,7 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def port(variables: Mapping[str, str], default: int) -> int:
-    """MASTER_PORT, or the default.
-
-    Raises:
-        UserError: it is no port.
-    """
+    """MASTER_PORT, or the default. Raises UserError: it is no port."""
     text = variables.get("MASTER_PORT", "").strip() or str(default)
     if not 0 < (found := typed_number(text) or 0) < 65536:
         raise UserError(

@@ -42,11 +42,7 @@ def recognise(_path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads accelerate's configuration.
-
-    Raises:
-        UserError: a key is unknown, or a value is wrong or missing.
-    """
+    """Reads accelerate's configuration. Raises UserError: a key is unknown, or a value is wrong or missing."""
     values = _Values(text, where)
     machines = values.number("num_machines", 1, _MOST_PROCESSES, 1)
     slots = _slots(values, machines)

@@ -45,11 +45,7 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a hostfile.
-
-    Raises:
-        UserError: a line is not a host with its slots; or there is no host at all.
-    """
+    """Reads a hostfile. Raises UserError: a line is not a host with its slots; or there is no host at all."""
     found: list[tuple[Machine, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = _without_comment(line).split()
@@ -86,11 +82,7 @@ def read_list(text: str, where: str) -> Cluster:
 
 
 def write(cluster: Cluster) -> str:
-    """Writes a hostfile.
-
-    Raises:
-        UserError: a hostfile can't hold this cluster.
-    """
+    """Writes a hostfile. Raises UserError: a hostfile can't hold this cluster."""
     lines = [
         m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
         for m in cluster.machines

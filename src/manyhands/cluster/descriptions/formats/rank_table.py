@@ -33,11 +33,7 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a completed table.
-
-    Raises:
-        UserError: see `read_table`.
-    """
+    """Reads a completed table. Raises UserError: see `read_table`."""
     table = read_table(text, where)
     return Cluster(tuple(map(_machine, table.by_rank)), source=f"rank table {where}".rstrip())
 

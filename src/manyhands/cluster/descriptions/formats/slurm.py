@@ -177,11 +177,7 @@ _LONG = {"N": "nodes", "w": "nodelist"}
 
 
 def read(text: str, where: str) -> Cluster:
-    """The machines that a batch script names.
-
-    Raises:
-        UserError: it names none, or not how many processes each has.
-    """
+    """The machines that a batch script names. Raises UserError: it names none, or not how many processes each has."""
     found = _settings(text, where)
     if "nodelist" not in found:
         mend = ("#SBATCH --nodelist=n1,n2", "or let Slurm choose, and start with srun")
