@@ -101,10 +101,10 @@ class Started:
 
 
 @contextlib.contextmanager
-def training(lab, out, *more):
+def training(lab, out, *more, job=JOB):
     """A run on all hosts, that meets by hand; it is ended with the block if it hasn't ended before."""
     init = f"tcp://{lab.address(1)}:{free_port()}"
-    command = [sys.executable, "-m", "manyhands", "train", *JOB, *more, "--out", out, "--init", init]
+    command = [sys.executable, "-m", "manyhands", "train", *job, *more, "--out", out, "--init", init]
     processes = [
         lab.exec(
             host, [*command, "--world-size", MACHINES, "--rank", host - 1], text=True,
@@ -195,15 +195,17 @@ def test_by_default_a_line_says_what_agreeing_takes_and_what_to_do(slow_lab, her
 
 def test_the_pace_follows_a_link(slow_lab, here):
     """A slower link makes processes agree less often, and a faster one more often; the run itself is never over."""
-    steps = ["--train.epochs", 1000, *local("int4"), "--checkpoint.every", "never"]
-    with training(slow_lab, "run", *steps) as run:
+    steps = ["--train.epochs", 2000, *local("int4"), "--checkpoint.every", "never"]
+    # A step long enough that exchanges are far from as rare as they may become, on fast machines too.
+    job = ["synthetic:9600x3x32x32x10", "net.py:Net", "--batch", "480", "--train.evaluate_every", "0"]
+    with training(slow_lab, "run", *steps, job=job) as run:
         wait_until(lambda: events("run", "first-step"), run.processes[0])
         before = _paces("run")[0]
         for rate, sign in (("1mbit", 1), ("100mbit", -1)):
             for host in slow_lab.hosts:
                 slow_lab.rate(host, rate)
             changed = lambda sign=sign, before=before: sign * (_paces("run")[-1] - before) > 0  # noqa: E731
-            wait_until(changed, run.processes[0], patience=180)
+            wait_until(changed, run.processes[0], patience=240)
             before = _paces("run")[-1]
 
 
