@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from bench.group import joined
-from manyhands.cli.train import settings
+from manyhands.cli.flags import settings
 from manyhands.config.load import load_job
 from manyhands.planner.trial import Runner, _slowest
 from manyhands.worker.plan_search import network_of

@@ -35,6 +35,32 @@ def test_torch_is_not_imported(what, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+# Prints each command whose page of help brings along a package that only work needs.
+HELP = """
+import contextlib, importlib.metadata, io, re, sys
+from manyhands.cli.main import COMMANDS, main
+from manyhands.cli.checkpoint import checkpoint
+
+needed = {re.match(r"[\\w-]+", line)[0] for line in importlib.metadata.requires("manyhands")} - {"cyclopts", "rich"}
+owners = importlib.metadata.packages_distributions().items()
+modules = {name for name, packages in owners if needed & {one.lower().replace("_", "-") for one in packages}}
+assert {"torch", "pydantic", "yaml", "PIL", "tomli_w"} <= modules
+pages = [[], *([name] for name in COMMANDS), *(["checkpoint", name] for name in checkpoint if name[0] != "-")]
+for page in pages:
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        main([*page, "--help"])
+    assert "Usage: manyhands" in text.getvalue(), page
+    if found := modules & {*sys.modules}:
+        print(page, found)
+        modules -= found
+"""
+
+
+def test_help_needs_no_package_but_those_that_print_it():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 RECIPES = sorted(entry.name.removesuffix(".toml") for entry in files("manyhands.config.recipes").iterdir()
                  if entry.name.endswith(".toml"))  # fmt: skip
 

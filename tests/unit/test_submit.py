@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.cli.flags import settings
 from manyhands.cli.main import _options_by_path
-from manyhands.cli.train import settings
 from manyhands.cluster.descriptions.formats import slurm
 from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.config.load import load_job

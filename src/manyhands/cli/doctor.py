@@ -4,12 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.text import Text
 
-from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings
-from manyhands.cli.train import settings
-from manyhands.config.load import load_job
+from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings, settings
 from manyhands.core.shown import plain, say, show_json
 
 if TYPE_CHECKING:
@@ -35,6 +31,9 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
 
     Leaves with 3 where training would fail.
     """
+    from manyhands.config.load import load_job
+    from manyhands.run.doctor import diagnose
+
     job_file = Path(data) if data and data.endswith(".toml") else None
     flags = {
         "data.name": None if job_file else data,
@@ -45,8 +44,6 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
         "cluster.interface": interface,
         **settings(set_ or []),
     }
-    from manyhands.run.doctor import diagnose
-
     diagnosis = diagnose(load_job(flags, file=job_file).job, say)
     if picture and not diagnosis.survey.mbps:
         say("no picture is drawn, for nothing could be measured between machines")
@@ -62,6 +59,9 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
 
 
 def _print(diagnosis: "Diagnosis") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(highlight=False, soft_wrap=True)
     for finding in diagnosis.findings:
         mark, style = MARKS[finding.severity]

@@ -4,10 +4,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Processes, Settings
-from manyhands.cli.train import settings
+from manyhands.cli.flags import Processes, Settings, settings
 from manyhands.core.shown import plain, show, show_json
-from manyhands.report.words import FEW_CLASSES
 
 
 def evaluate(  # noqa: PLR0913 - one argument for each flag
@@ -41,6 +39,8 @@ def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
         show_json(found)
         return
     show(plain(found["checkpoint"]) or "no checkpoint: the network as it starts")
+    from manyhands.report.words import FEW_CLASSES
+
     fifth = f"top-5 {found['top5']:.2%}   " if found["classes"] > FEW_CLASSES else ""
     show(f"{found['count']} samples, each once   top-1 {found['top1']:.2%}   {fifth}"
           f"loss {found['loss']:.4f}   ({plain(found['data'])})")  # fmt: skip

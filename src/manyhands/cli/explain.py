@@ -5,9 +5,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Settings
-from manyhands.cli.train import settings
-from manyhands.config.load import load_job
+from manyhands.cli.flags import Settings, settings
 from manyhands.core.shown import plain, show, show_json
 
 
@@ -30,6 +28,7 @@ def explain(  # noqa: PLR0913 - one argument for each flag
 
     Put it in the place of train, such as srun manyhands explain.
     """
+    from manyhands.config.load import load_job
     from manyhands.run.explain import explained
 
     flags: dict[str, Any] = {

@@ -1,8 +1,10 @@
 """Flags that several commands have, each said once."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+
+from manyhands.core.errors import UserError
 
 NAME = Parameter(
     help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, or a job.toml; "
@@ -53,3 +55,20 @@ AsJson = Annotated[
     bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
 ]  # fmt: skip
 Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")]
+
+
+def settings(words: list[str]) -> dict[str, Any]:
+    """`key=value` words as values by dotted key.
+
+    Raises:
+        UserError: a word has no "=".
+    """
+    from manyhands.config.load import parse_value
+
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise UserError(f'"{word}" is not key=value', "--set", ("such as --set train.lr=0.05",))
+        found[key.strip()] = parse_value(value)
+    return found

@@ -1,19 +1,20 @@
 """manyhands imagenet."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig, Sync
-from manyhands.cli.train import print_config, run, settings
+from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig, Sync, settings
 from manyhands.cluster.descriptions.formats import imagenet as main_py
 from manyhands.cluster.descriptions.formats.imagenet import ImagenetFlags, Nodes
-from manyhands.cluster.descriptions.inventory import Meeting
-from manyhands.config.load import LoadedJob, load_job
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.shown import say, show
 from manyhands.models.published import published_names
+
+if TYPE_CHECKING:
+    from manyhands.cluster.descriptions.inventory import Meeting
+    from manyhands.config.load import LoadedJob
 
 RECIPE = "imagenet-main"
 NETWORKS = " | ".join(published_names()) or "a network of torchvision"
@@ -78,6 +79,8 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     and, if it is the best, model_best.pth.tar are written into the current folder. Every option of the job can be
     given by its path too, such as --train.norm-group local.
     """
+    from manyhands.config.load import load_job
+
     flags = ImagenetFlags(
         data=data, arch=arch, workers=workers, epochs=epochs, start_epoch=start_epoch, batch_size=batch_size, lr=lr,
         momentum=momentum, weight_decay=weight_decay, print_freq=print_freq, resume=resume, evaluate=evaluate,
@@ -88,6 +91,8 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     values = {**main_py.job_values(flags, nodes), "run.out": out, "sync.method": sync, **settings(set_ or [])}
     loaded = load_job(values, recipe=RECIPE)
     if show_config:
+        from manyhands.cli.show_config import print_config
+
         print_config(loaded)
         return 0
     _check_files(flags, nodes)
@@ -96,6 +101,8 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     try:
         if evaluate and not dry_run:
             return _evaluate(loaded, flags, as_json=as_json)
+        from manyhands.cli.training import run
+
         meeting = None if dry_run else _meeting(flags, nodes, loaded)
         return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, meeting=meeting)
     except ManyhandsError as error:
@@ -124,7 +131,7 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
         )
 
 
-def _meeting(flags: ImagenetFlags, nodes: Nodes, loaded: LoadedJob) -> Meeting | None:
+def _meeting(flags: ImagenetFlags, nodes: Nodes, loaded: "LoadedJob") -> "Meeting | None":
     """What several processes on each of several nodes meet by; None where each node has one process."""
     if not nodes.url or not flags.multiprocessing_distributed or loaded.job.cluster.device == "cpu":
         return None
@@ -134,7 +141,7 @@ def _meeting(flags: ImagenetFlags, nodes: Nodes, loaded: LoadedJob) -> Meeting |
     return main_py.meeting_of(flags, count) if count > 1 else None
 
 
-def _evaluate(loaded: LoadedJob, flags: ImagenetFlags, *, as_json: bool) -> int:
+def _evaluate(loaded: "LoadedJob", flags: ImagenetFlags, *, as_json: bool) -> int:
     from manyhands.cli.evaluate import show_evaluation
     from manyhands.run.evaluate import evaluate_job
 

@@ -30,12 +30,11 @@ from manyhands.cli.flags import (
     Settings,
     ShowConfig,
     Sync,
+    settings,
 )
-from manyhands.cli.train import print_config, run, settings, what
-from manyhands.config.load import load_job
+from manyhands.cli.train import what
 from manyhands.core.errors import UserError
 from manyhands.core.shown import show
-from manyhands.parallel.options import MODE_OF_PLANS
 
 
 def launch(  # noqa: PLR0913 - one argument for each flag
@@ -76,6 +75,9 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     quiet: Quiet = False,
 ) -> int:
     """Train on several machines, started and watched from here over ssh; or hand the job to a scheduler."""
+    from manyhands.config.load import load_job
+    from manyhands.parallel.options import MODE_OF_PLANS
+
     job_file = Path(data) if data and data.endswith(".toml") else None
     flags: dict[str, Any] = {
         **what(data, model, arguments),
@@ -102,6 +104,8 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     }
     loaded = load_job({**flags, **settings(set_ or [])}, file=job_file)
     if show_config:
+        from manyhands.cli.show_config import print_config
+
         print_config(loaded)
         return 0
     if loaded.job.cluster.on and loaded.job.run.script:
@@ -117,4 +121,6 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         raise UserError(
             "no machines are named", "manyhands launch", ("--hosts n1,n2", "or --hostfile FILE", "or --on slurm")
         )
+    from manyhands.cli.training import run
+
     return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet)

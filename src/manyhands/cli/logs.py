@@ -4,11 +4,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Settings
-from manyhands.cli.train import settings
+from manyhands.cli.flags import Settings, settings
 from manyhands.core.errors import UserError
 from manyhands.core.shown import say, show
-from manyhands.run.logs import find_run, show_logs
 
 
 def logs(
@@ -21,6 +19,8 @@ def logs(
     set_: Settings = None,
 ) -> int:
     """Show what the processes of a run wrote."""
+    from manyhands.run.logs import find_run, show_logs
+
     if last < 0:
         raise UserError(f"--last is a number of lines, found {last}", "--last", ("--last 20",))
     try:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import cyclopts
-from rich.console import Console
-from rich.text import Text
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 from manyhands.core.shown import plain_lines, show_json
@@ -151,6 +149,9 @@ def _show(error: ManyhandsError, *, as_json: bool) -> None:
     if as_json:
         content = {"error": error.what, "where": error.where, "do": list(error.mend), "exit_code": error.exit_code}
         show_json(content)
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text(f"manyhands: {error.what}", style="bold red"))
     if error.where:

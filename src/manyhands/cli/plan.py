@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Model, Settings, Sync
-from manyhands.cli.train import settings
-from manyhands.config.load import load_job
+from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Model, Settings, Sync, settings
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.shown import plain, say, show, show_json
 
@@ -94,6 +92,7 @@ def _new(
     verify: bool,
     as_json: bool,
 ) -> int:
+    from manyhands.config.load import load_job
     from manyhands.run.plan import search_plan, show_plan
 
     job = load_job(flags, file=job_file).job

@@ -1,14 +1,15 @@
 """manyhands ps."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from manyhands.core.registry import Running, running
 from manyhands.core.shown import plain, show, show_json
-from manyhands.report.now import Now, as_object, look
-from manyhands.report.words import duration, percent, place
+
+if TYPE_CHECKING:
+    from manyhands.core.registry import Running
+    from manyhands.report.now import Now
 
 HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
@@ -18,6 +19,9 @@ def ps(
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON array")] = False,
 ) -> int:
     """List the runs that go on: where, since when, how far."""
+    from manyhands.core.registry import running
+    from manyhands.report.now import as_object, look
+
     found = [(record, look(record)) for record in running()]
     if as_json:
         show_json([as_object(record, now) for record, now in found])
@@ -32,7 +36,10 @@ def ps(
     return 0
 
 
-def _row(record: Running, now: Now) -> tuple[str, ...]:
+def _row(record: "Running", now: "Now") -> tuple[str, ...]:
+    from manyhands.report.now import as_object
+    from manyhands.report.words import duration, percent, place
+
     about = as_object(record, now)
     count = f"{now.processes} x " if now.processes else ""
     progress = "-"

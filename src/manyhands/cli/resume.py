@@ -4,13 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AsJson, Quiet, Settings
-from manyhands.cli.train import run, settings
-from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
-from manyhands.report.read import read_run
-from manyhands.run.find import find_reference
-from manyhands.run.own_code import announce_resumed
+from manyhands.cli.flags import AsJson, Quiet, Settings, settings
 
 
 def resume(
@@ -24,6 +18,13 @@ def resume(
     quiet: Quiet = False,
 ) -> int:
     """Go on with a stopped or broken run, at the exact next sample, on any number of processes."""
+    from manyhands.cli.training import run
+    from manyhands.config.load import load_job
+    from manyhands.core.folder import RunFolder
+    from manyhands.report.read import read_run
+    from manyhands.run.find import find_reference
+    from manyhands.run.own_code import announce_resumed
+
     folder = find_reference(name)
     read_run(folder)
     flags = {

@@ -1,12 +1,12 @@
 """manyhands schema."""
 
-import json
-
-from manyhands.config.job import Job
-from manyhands.core.shown import show
-
 
 def schema() -> int:
     """Print the JSON Schema of job.toml, for editors."""
+    import json
+
+    from manyhands.config.job import Job
+    from manyhands.core.shown import show
+
     show(json.dumps(Job.model_json_schema(), indent=1))
     return 0

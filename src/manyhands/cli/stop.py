@@ -7,10 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
-from manyhands.core.folder import RunFolder
 from manyhands.core.shown import say, show
-from manyhands.core.stops import saved_step
-from manyhands.run.watch import find_running, stop_run
 
 
 def stop(
@@ -20,6 +17,10 @@ def stop(
     now: Annotated[bool, Parameter(negative="", help="end it at once; what isn't saved is lost")] = False,
 ) -> int:
     """Have a run that goes on save and stop, and wait for it."""
+    from manyhands.core.folder import RunFolder
+    from manyhands.core.stops import saved_step
+    from manyhands.run.watch import find_running, stop_run
+
     record = find_running(run)
     try:
         end = stop_run(record, say, now=now)
