@@ -14,9 +14,7 @@ FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".safetensors")
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and a sentence for each newer one that doesn't.
 
-    Args:
-        folder: the checkpoints folder; it need not exist.
-        step_limit: steps above it are left out without a word.
+    The folder need not exist. Steps above the limit are left out without a word.
     """
     passed_over: list[str] = []
     for path in layout.step_folders(folder):

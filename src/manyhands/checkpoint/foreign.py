@@ -57,9 +57,7 @@ def read_foreign(path: Path) -> Snapshot:
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
     """Turns an optimizer's own state dict, whose parameters are numbered, into `Snapshot.optimizer`'s form.
 
-    Args:
-        optimizer_state: {"state": {0: {key: Tensor or number}}, "param_groups": [{"params": [0, 1 …], "lr": …}]}.
-        parameter_names: the trained parameters in the order in which the optimizer was given them.
+    The names are the trained parameters' in the order in which the optimizer was given them.
 
     Raises:
         UserError: the numbers of parameters differ, so the optimizer belongs to another network.

@@ -17,12 +17,6 @@ from manyhands.core.layouts import TensorLayout, whole
 def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
     """A rank's pieces as contents; `fetch` gives the rank's own region of a tensor, whichever is asked for.
 
-    Args:
-        step: updates made so far.
-        snapshot: the rank's pieces, in the shapes of `TensorLayout.local_shape`.
-        network_layout: how the network is cut.
-        rank: a place in the mesh.
-
     Raises:
         RunError: a piece doesn't have the shape that its layout says, or one of two names of a piece has no layout.
         TypeError: the state or the optimizer's state is not plain data.

@@ -12,15 +12,9 @@ _known_good: dict[Path, Stamp] = {}
 
 
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes what is no longer needed; never anything that `save` didn't make.
+    """Deletes all but the newest `keep` that verify and the best, and what interrupted saves left; gives what went.
 
-    Args:
-        folder: the checkpoints folder.
-        keep: as many of the newest that verify are kept.
-        best: is kept whatever its age.
-
-    Returns:
-        The deleted checkpoints and leftovers of interrupted saves. Nothing is deleted until `keep` verify.
+    Never anything that `save` didn't make, and nothing until `keep` verify.
     """
     removed: list[Path] = []
     kept = 0

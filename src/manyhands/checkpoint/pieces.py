@@ -95,12 +95,7 @@ def specs_of(tensors: Tensors, regions: Mapping[str, Region]) -> list[Spec]:
 
 
 def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
-    """The content of pieces.json.
-
-    Args:
-        mesh: the processes.
-        tensors: by name, of the model and, where there is one, of the optimizer.
-    """
+    """The content of pieces.json; tensors by kind: of the model and, where there is one, of the optimizer."""
     content: dict[str, Any] = {"mesh": mesh.as_dict()}
     for kind, named in tensors.items():
         written: dict[str, list[tuple[int, Region]]] = {name: [] for name in named}

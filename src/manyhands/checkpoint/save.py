@@ -40,16 +40,10 @@ def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
 def save_pieces(folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Path:
     """Commits folder/step-NNNNNNNN in pieces, each written by the process that holds it; a collective.
 
-    Args:
-        folder: the checkpoints folder, on a disk that all processes share.
-        step: updates made so far.
-        snapshot: this process's pieces, in the shapes of `TensorLayout.local_shape`; must not change until this
-            returns. Its state, and what its optimizer has beside tensors, are taken from rank 0.
-        network_layout: how the network is cut; equal on all processes.
-        peers: the processes, as many as the mesh has.
-
-    Returns:
-        The committed folder; one of that step that is there and verifies is left.
+    All processes, as many as the mesh has, share the folder's disk. The snapshot has this process's pieces, in the
+    shapes of `TensorLayout.local_shape`, and must not change until this returns; its state, and what its optimizer has
+    beside tensors, are taken from rank 0. Returns the committed folder; one of that step that is there and verifies is
+    left.
 
     Raises:
         UserError: the processes don't share the folder's disk.
@@ -78,17 +72,8 @@ def save_pieces(folder: Path, step: int, snapshot: Snapshot, network_layout: Net
 def save_whole(folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Path:
     """Commits folder/step-NNNNNNNN whole, with a manifest; rank 0 writes, the others send their pieces; a collective.
 
-    Tensors are sent and written one by one, so no process holds more than its own share and one tensor.
-
-    Args:
-        folder: the checkpoints folder; only rank 0 needs to see it.
-        step: updates made so far.
-        snapshot: as for `save_pieces`.
-        network_layout: how the network is cut; equal on all processes.
-        peers: the processes, as many as the mesh has.
-
-    Returns:
-        The committed folder; one of that step that is there and verifies is left.
+    Only rank 0 needs to see the folder. Tensors are sent and written one by one, so no process holds more than its own
+    share and one tensor. For the snapshot and what is returned see `save_pieces`.
 
     Raises:
         RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.

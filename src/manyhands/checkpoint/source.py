@@ -94,11 +94,8 @@ class Source:
 def open_checkpoint(path: Path, *, verified: bool = False) -> Source:
     """Opens a checkpoint folder, whole or in pieces, or a .pth.tar, .pth, .pt or .safetensors file.
 
-    A .pth file can't be read in parts, so it is whole in memory as long as the source is used.
-
-    Args:
-        path: the folder or file.
-        verified: True where another process has just compared the folder with its manifest.
+    A .pth file can't be read in parts, so it is whole in memory as long as the source is used. `verified`: another
+    process has just compared the folder with its manifest.
 
     Raises:
         TornCheckpointError: a file is missing or not what was committed.

@@ -44,16 +44,9 @@ class StoredTensors(ABC):
         return self.described[name].dtype
 
     def read(self, name: str, view: tuple[int, ...] | None = None, region: Region | None = None) -> Tensor:
-        """The values in a region, in memory of their own.
+        """The values in a region of a view, in memory of their own; by default all, in the tensor's own shape.
 
-        Args:
-            name: of the tensor.
-            view: the shape that the region is of, with as many values as the tensor has; its own shape by default.
-                Where it isn't the one that was cut, the whole tensor is in memory for a moment.
-            region: (start, stop) in each dimension of the view; by default all of it.
-
-        Returns:
-            A tensor of the region's shape.
+        Where the view isn't the one that was cut, the whole tensor is in memory for a moment.
         """
         stored = self.described[name].layout
         view = stored.shape if view is None else view

@@ -50,10 +50,7 @@ class Spec:
 def write_stream(path: Path, specs: Sequence[Spec], fetch: Callable[[str], Tensor]) -> None:
     """Writes a file's header, then each tensor as it is fetched; as the safetensors library would have written it.
 
-    Args:
-        path: the file.
-        specs: what it holds, in the order that readers are to see.
-        fetch: gives a tensor by name, with the spec's type and shape; asked once for each name, in the file's order.
+    The specs come in the order that readers are to see; each name is fetched once, in the file's order.
 
     Raises:
         OSError: the disk is full or failing.

@@ -33,15 +33,9 @@ def written_order(file: Any) -> list[str]:
 
 
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Takes the tensors out of nested dicts, lists and tuples.
+    """Takes the tensors out of nested dicts, lists and tuples, into `tensors`, named by their path from `name`.
 
-    Args:
-        tree: plain data with tensors among it.
-        name: the name of this branch; tensors are named by their path.
-        tensors: gains the tensors.
-
-    Returns:
-        JSON data with {"$tensor": name} in a tensor's place.
+    Gives JSON data with {"$tensor": name} in a tensor's place.
 
     Raises:
         TypeError: something is neither plain data nor a tensor.

@@ -34,14 +34,7 @@ class SavingGroup:
 
 
 def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:
-    """Has every process do its work; a collective.
-
-    Args:
-        peers: the processes.
-        work: this process's; returns JSON data.
-
-    Returns:
-        What each process's work returned, by rank.
+    """Has every process do its work, which returns JSON data; all results by rank; a collective.
 
     Raises:
         ManyhandsError: a process's work failed. All processes raise the error of the lowest rank that failed.

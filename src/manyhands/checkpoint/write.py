@@ -58,13 +58,7 @@ def write_pieces(staged: Path, contents: Contents, rank: int) -> Files:
 
 
 def finish_pieces(staged: Path, contents: Contents, written: Files) -> None:
-    """Writes what is written once, the manifest last.
-
-    Args:
-        staged: the folder, with the files of all ranks.
-        contents: the checkpoint.
-        written: what `write_pieces` returned, of all ranks.
-    """
+    """Writes what is written once, the manifest last; `written` is what `write_pieces` returned, of all ranks."""
     texts = {layout.PIECES: layout.text(describe_pieces(contents.mesh, contents.tensors)), **contents.texts}
     _write_manifest(staged, contents.step, {**_write_texts(staged, texts), **written}, layout.PIECES_FORMAT)
 
@@ -110,14 +104,7 @@ def _seal(file: Path) -> dict[str, Any]:
 
 
 def _write_manifest(staged: Path, step: int, files: dict[str, Any], number: int) -> None:
-    """Writes a staged folder's last file.
-
-    Args:
-        staged: the folder.
-        step: updates made so far.
-        files: what `_seal` returned of each other file.
-        number: of the format.
-    """
+    """Writes a staged folder's last file; `files` is what `_seal` returned of each other one, `number` the format's."""
     manifest = {"format": number, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
     (staged / layout.MANIFEST).write_bytes(layout.manifest_text({**manifest, "files": files}))
     commit.sync_file(staged / layout.MANIFEST)

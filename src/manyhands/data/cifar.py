@@ -28,13 +28,10 @@ _MEND = ("fetch it again, or copy it anew",)
 
 
 def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
-    """Reads a layout's files from a folder, or from an archive at any depth; an archive is read once, front to back.
-
-    Returns:
-        Contents by name; the file of class names may be absent.
+    """Reads a layout's files by name, from a folder or from an archive at any depth, read once from front to back.
 
     Raises:
-        UserError: another one is missing, or the archive is torn.
+        UserError: one is missing (but for that of the class names), or the archive is torn.
     """
     needed = (*layout.train, layout.test)
     names = (*needed, layout.names)

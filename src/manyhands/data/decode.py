@@ -36,15 +36,10 @@ def corrupt(path: str, reason: str) -> CorruptImageError:
 
 
 def decode(path: str, channels: int, content: bytes | None = None) -> Image.Image:
-    """Decodes a picture.
+    """Decodes a picture to mode "RGB" (3 channels) or "L" (1); `content` are its bytes where they are at hand already.
 
     Grey, palette, CMYK, 16-bit and floating-point pictures are converted, a camera's orientation is applied,
     transparency is dropped, and the first frame of an animation is taken.
-
-    Args:
-        path: the file; names the picture in errors.
-        channels: 3 for mode "RGB", 1 for "L".
-        content: the file's bytes, where they are at hand already.
 
     Raises:
         CorruptImageError: it is missing, empty, cut short, no picture, or of more than 89 megapixels.

@@ -10,16 +10,11 @@ from manyhands.core.once import one_at_a_time
 
 
 def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
-    """Fetches a file, unless it is there.
+    """Fetches a file such as "mnist/train-images-idx3-ubyte.gz", unless it is there.
 
-    Processes of one host take turns; those that waited find the file, or learn that the attempt failed without
-    trying again. MANYHANDS_MIRROR names a server that is asked instead of `urls`; its files lie as `name` says.
-
-    Args:
-        name: data set and file, "mnist/train-images-idx3-ubyte.gz".
-        urls: where it is published; tried in order.
-        md5: the published checksum.
-        into: where to keep it.
+    Processes of one host take turns; those that waited find the file, or learn that the attempt failed without trying
+    again. MANYHANDS_MIRROR names a server that is asked instead of `urls`, which are tried in order; its files lie as
+    `name` says.
 
     Raises:
         UserError: no attempt succeeded; says what was tried and where to put the file by hand.

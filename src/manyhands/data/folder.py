@@ -28,11 +28,9 @@ class Listing:
         return len(self.names)
 
     def path(self, index: int) -> str:
-        """The file of a picture."""
         return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
 
     def part(self, chosen: list[int]) -> "Listing":
-        """The pictures at these indices."""
         names = tuple(self.names[index] for index in chosen)
         labels = tuple(self.labels[index] for index in chosen)
         return Listing(self.root, self.classes, names, labels)
@@ -69,10 +67,9 @@ def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:
 
 
 def list_held_out(root: Path, train: Listing) -> tuple[Listing | None, tuple[str, ...]]:
-    """Lists root/test where another split is evaluated during training; its labels are those of the training classes.
+    """Lists root/test where another split is evaluated during training, and gives sentences for the user.
 
-    Returns:
-        The pictures, None where there are none, and sentences for the user.
+    Its labels are those of the training classes.
 
     Raises:
         UserError: it has classes that the training split lacks, or an empty one.
@@ -111,11 +108,7 @@ def is_divided(root: Path) -> bool:
 
 
 def list_classes(root: Path, *, least: int = 2) -> Listing:
-    """Lists the pictures in root's class folders, at any depth.
-
-    Args:
-        root: the folder that holds the class folders.
-        least: so many of them; one is enough where the classes are known already.
+    """Lists the pictures in root's class folders, at any depth; one folder is enough where classes are known already.
 
     Raises:
         UserError: there are no class folders, fewer than `least`, or one without pictures.

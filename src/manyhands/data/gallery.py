@@ -24,13 +24,7 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
 
     Square pictures of one size up to 64 stay in memory, decoded, while they fit `options.memory_limit_mib`. With
     `options.skip_corrupt` every picture is decoded once to find those that can't be read; otherwise the first such
-    picture is an error when it is reached.
-
-    Args:
-        root: the folder.
-        options: limits, validation share, and what to do about corrupt pictures.
-        title: for the description; the folder's name if empty.
-        usual: mean, deviation and augmentation that are known for this data.
+    picture is an error when it is reached. `usual`: mean, deviation and augmentation that are known for this data.
 
     Raises:
         UserError: the folder can't be used.

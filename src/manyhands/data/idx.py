@@ -30,14 +30,7 @@ _MEND = ("delete the file and fetch it again, or copy it anew",)
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an IDX file of bytes.
-
-    Args:
-        path: plain or .gz.
-        dimensions: 3 for pictures [N, H, W], 1 for labels [N].
-
-    Returns:
-        uint8, of the shape that the file gives.
+    """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions (pictures), [N] for 1 (labels).
 
     Raises:
         UserError: it isn't such a file, is cut short, or holds more than it says.

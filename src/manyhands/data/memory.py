@@ -43,16 +43,9 @@ class _DiffersError(Exception):
 
 
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
-    """Decodes every picture, or takes the result that this host has already.
+    """Decodes every picture, or takes the result that this host has already; each should be size x size.
 
-    Args:
-        listing: the pictures; each should be size x size.
-        channels: 1 or 3.
-        size: rows and columns.
-        grey_only: True where one picture with colours should end the attempt.
-
-    Returns:
-        The pixels, or None where a picture differs in size (or is coloured).
+    None where a picture differs in size, or has colours and `grey_only` is set.
 
     Raises:
         UserError: the cache folder can't be written.

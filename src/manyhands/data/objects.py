@@ -118,7 +118,6 @@ def _named_classes(datasets: list[Any]) -> tuple[str, ...]:
 
 
 def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
-    """The numbers up to the greatest label."""
     greatest = max(int(labels.max()) for labels in found)
     if greatest < 1:
         raise UserError("the data has only one class", "train", ("labels are whole numbers from 0 on; two at least",))

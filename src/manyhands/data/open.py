@@ -74,13 +74,10 @@ def open_whole(options: DataOptions) -> Splits:
 
 
 def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
-    """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index.
+    """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index; see `UserSamples`.
 
-    Args:
-        train: gives (x, y) for an index, see `UserSamples`.
-        test: the same; None keeps `options.validation` of the training samples for evaluation.
-        options: sizes and limits.
-        held_out: the same; evaluated once at the end.
+    Without `test`, `options.validation` of the training samples are kept for evaluation; `held_out` is evaluated once,
+    at the end.
 
     Raises:
         UserError: an object is no data set, or its samples can't be used.

@@ -101,11 +101,8 @@ class BatchSharing:
 def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
     """How processes share one micro-batch equally, in a network whose ops are split over processes of their own.
 
-    Args:
-        count: samples in the global batch.
-        group: samples in a normalisation group; 0 where there are none.
-        bounds: first sample of the micro-batch, and the one after its last; groups don't lie across them.
-        processes: how many share it.
+    The global batch has `count` samples, its normalisation groups `group` (0: there are none). The micro-batch is those
+    from the first bound up to the second; groups don't lie across them.
     """
     return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 

@@ -15,16 +15,7 @@ from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels
 
 
 def prepare(image: Image.Image, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
-    """Resizes, crops and mirrors.
-
-    Args:
-        image: mode "RGB" or "L".
-        pixels: size and augmentation.
-        draws: this sample's chance; None for evaluation.
-
-    Returns:
-        uint8 [C, S, S].
-    """
+    """Resizes, crops and mirrors a picture of mode "RGB" or "L" to uint8 [C, S, S]; without draws as for evaluation."""
     if draws is None or pixels.augment == "none":
         return to_tensor(_middle(image, pixels))
     if pixels.augment == "resized-crop-flip":

@@ -9,12 +9,7 @@ from manyhands.data.options import DataOptions
 
 
 def find_file(name: str, places: list[Path]) -> Path | None:
-    """The file in the first place that has it, packed or unpacked; "x-idx3" may be spelt "x.idx3".
-
-    Args:
-        name: as published, with .gz where it is packed.
-        places: folders, the most likely first.
-    """
+    """The file in the first place that has it, packed (.gz) or unpacked; "x-idx3" may be spelt "x.idx3"."""
     return next((there for place in places if (there := spelt(place, name))), None)
 
 

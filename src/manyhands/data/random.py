@@ -50,7 +50,6 @@ class SampleDraws:
     sample: int  # the index in the data set
 
     def bits(self, draw: int) -> int:
-        """63 random bits."""
         return mix(mix(self.key ^ self.sample) ^ draw) >> 1
 
     def below(self, draw: int, limit: int) -> int:

@@ -83,15 +83,7 @@ def describe(title: str, train: Source, test: Source, place: str = "") -> str:
 
 
 def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
-    """Passes labels on when each is a class.
-
-    Args:
-        labels: any whole-number type, [N].
-        classes: how many there are.
-        place: the file that they came from.
-
-    Returns:
-        int64 [N].
+    """Labels [N] of any whole-number type as int64, when each is one of so many classes.
 
     Raises:
         UserError: a label is outside 0 … classes - 1; names the first such sample.
@@ -108,16 +100,12 @@ def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
 
 
 def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
-    """A source with its labels turned into those of other classes, by the names of both.
+    """A source with its labels, places in `names`, turned into those of other classes, by the names of both.
 
-    Args:
-        source: its labels are places in `names`.
-        names: its own classes; numbers alone, in order, are no names.
-        known: the classes that are wanted.
-        place: where the source is from, for errors.
+    Numbers alone, in order, are no names.
 
     Raises:
-        UserError: a class isn't among those that are wanted.
+        UserError: a class isn't among those that are known.
     """
     if names == known[: len(names)]:
         return source

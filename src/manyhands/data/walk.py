@@ -33,13 +33,8 @@ class Below:
 def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity] = ()) -> Below:
     """Lists the pictures below root's class folders, at any depth.
 
-    Real folders go first. A link to a folder is followed unless that folder is part of the set already: a loop would
-    multiply its samples, and give them another class.
-
-    Args:
-        root: the folder that holds the class folders.
-        folders: their names.
-        taken: folders that links must not lead to, besides.
+    Real folders go first. A link to a folder is followed unless that folder is part of the set already (or is in
+    `taken`): a loop would multiply its samples, and give them another class.
 
     Raises:
         UserError: a folder can't be read, or two class folders are the same one.

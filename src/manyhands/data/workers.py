@@ -23,12 +23,7 @@ Part = tuple[Tensor, Tensor, Tensor]  # images, labels, samples
 
 
 def worker_count(wanted: int, processes: int = 1) -> int:
-    """How many decoding processes one process should have.
-
-    Args:
-        wanted: 0 or more is taken as it is; -1: this machine's cores, shared.
-        processes: training processes on this machine.
-    """
+    """How many decoding processes one training process should have; -1: its share of this machine's cores."""
     if wanted >= 0:
         return wanted
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -17,11 +17,7 @@ _LARGE = 64
 
 
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
-    """Says what the network needs of its pictures, before any are loaded.
-
-    Args:
-        options: which network.
-        size: height and width of the pictures as they are, in pixels.
+    """Says what the network needs of its pictures, of `size` pixels as they are, before any are loaded.
 
     Raises:
         UserError: no network has that name.
@@ -40,16 +36,11 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
 def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int, mesh: Any = None) -> nn.Module:
     """Makes the network on torch's default device; its random weights follow torch's global seed.
 
-    Args:
-        options: which network. `weights` is not looked at: the caller loads that file.
-        channels: of the pictures, as `describe` asked.
-        size: of the pictures, as `describe` asked.
-        num_classes: classes of the data; options.num_classes wins where it is given.
-        mesh: the processes, for a user's network that has a parameter of that name; None: the mode has none.
+    The caller loads `options.weights`; `options.num_classes` wins over the data's classes where it is given. `mesh` is
+    for a user's network that has a parameter of that name; None: the mode has none.
 
-    Returns:
-        A network from [N, channels, size, size] to [N, num_classes]; in training some return auxiliary outputs as well,
-        see `outputs.main_and_auxiliary`.
+    The network takes [N, channels, size, size] to [N, num_classes]; in training some return auxiliary outputs as well,
+    see `outputs.main_and_auxiliary`.
 
     Raises:
         UserError: no network has that name, an argument is wrong, pictures don't suit it, or weights are missing.

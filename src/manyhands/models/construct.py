@@ -14,13 +14,7 @@ _MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
 
 
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Returns builder(**arguments, **fixed).
-
-    Args:
-        builder: a class or function.
-        name: what the user calls it.
-        arguments: the user's own.
-        fixed: ours, which the user can't give.
+    """Returns builder(**arguments, **fixed): the user's own arguments of what he calls `name`, and ours.
 
     Raises:
         UserError: an argument is unknown, missing, one of ours, or refused; it is named.

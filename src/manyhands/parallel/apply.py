@@ -86,17 +86,10 @@ def _checksum(tensor: Tensor) -> Tensor:
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Compares tensors over all processes, which must hold the same names.
+    """Compares tensors, named alike and in one order everywhere, over all processes; under a mode by who holds what.
 
-    Args:
-        named: this process's tensors, in an order that is equal everywhere.
-        world: who takes part.
-        network: that they are of, under its mode, where processes may hold pieces: each is compared with the first
-            holder's.
-
-    Returns:
-        The first tensor that differs and the ranks that differ from the first holder (rank 0, of what isn't cut), or
-        None when all are equal.
+    Gives the first tensor that differs and the ranks that differ from the first holder (rank 0, of what isn't cut), or
+    None when all are equal.
     """
     if world.alone or not named:
         return None

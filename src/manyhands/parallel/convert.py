@@ -27,17 +27,9 @@ class _Places(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _Places) -> Tensor:
-    """Turns this process's piece under one layout into its piece under another; not differentiable.
+    """Turns this process's piece under one layout into its piece under another, of the same dtype; not differentiable.
 
-    Args:
-        tensor: the piece that it has under `source`, any dtype.
-        source: how the tensor lies now.
-        target: how it is to lie.
-        extent: the shape of the whole tensor.
-        grid: the processes.
-
-    Returns:
-        A tensor of the same dtype; maybe a view of the given one where nothing was sent.
+    Where nothing was sent the result may be a view of what was given.
     """
     for step in steps_between(source, target):
         tensor = _take(step, tensor, extent, grid)
@@ -155,14 +147,10 @@ class _Conversion(torch.autograd.Function):
 def convert_both(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _Places
 ) -> Tensor:
-    """A differentiable conversion.
+    """A differentiable conversion of this process's piece.
 
-    Args:
-        tensor: this process's piece.
-        values: the value's layout before and after.
-        gradients: the gradient's layout before (as it is to leave) and after (as it comes in).
-        extent: the shape of the whole tensor.
-        grid: the processes.
+    `values` are the value's layouts before and after, `gradients` the gradient's before (as it is to leave) and after
+    (as it comes in).
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result

@@ -127,7 +127,6 @@ class Convert(nn.Module):
         return convert(tensor, *self.values, extent, self.grid)
 
     def extra_repr(self) -> str:
-        """Both layouts."""
         return f"{self.values[0]} -> {self.values[1]}, gradient {self.gradients[1]} -> {self.gradients[0]}"
 
 
@@ -139,7 +138,6 @@ class SeedDraws(nn.Module):
         self._number, self._state = mix((number << 20) + place), state
 
     def forward(self) -> None:
-        """Seeds torch, Python and numpy."""
         seed = mix(self._state.seed ^ self._number)
         torch.manual_seed(seed)
         random.seed(seed)
@@ -185,13 +183,8 @@ def _is_random(module: nn.Module) -> bool:
 class Builder:
     """Writes the graph that a process runs: the traced one, with conversions where layouts differ.
 
-    Args:
-        graph: of one mode, training or evaluation.
-        letters: of each op.
-        grid: the processes.
-        state: of the pass at hand.
-        local: modules that do an op's work on a piece, by the id of its module (of its node, where it has none);
-            filled in by the first builder.
+    `local`, which the first builder fills in, has the modules that do an op's work on a piece, by the id of its module
+    (of its node, where it has none).
     """
 
     def __init__(
@@ -307,7 +300,6 @@ class SplitNetwork(nn.Module):
         return self._whole[0]
 
     def train(self, mode: bool = True) -> "SplitNetwork":
-        """Training or evaluation, for all modules."""
         super().train(mode)
         self.inner.train(mode)
         return self

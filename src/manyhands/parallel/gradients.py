@@ -62,7 +62,6 @@ class Gradients:
         self._scale = network.gradient_scale * (1 if mean else network.replicas(world.size))
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """The forward pass's precision."""
         return autocast(self.precision, self.world.device)
 
     def forward_backward(
@@ -75,11 +74,8 @@ class Gradients:
     ) -> MicroBatchResult:
         """Adds a micro-batch's gradients to those that are there.
 
-        Args:
-            part: what this process has of it.
-            divisor: what the whole update's sum of losses is divided by, the samples as a rule.
-            last: gradients are averaged over processes as they come, for it is the update's last one.
-            heed: is shown what forward gave, before backward.
+        `divisor` is what the whole update's sum of losses is divided by, the samples as a rule. With the update's last
+        one gradients are averaged over processes as they come. `heed` is shown what forward gave, before backward.
         """
         assert self._loss_fn is not None
         with contextlib.nullcontext() if last else self.network.no_sync():

@@ -95,7 +95,6 @@ class Grid:
         return self
 
     def release(self) -> None:
-        """Gives the groups back."""
         for group in self._groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
@@ -148,7 +147,6 @@ class Axis:
 
     @property
     def mesh(self) -> Grid:
-        """The mesh that it belongs to."""
         return self._grid
 
     @property
@@ -167,7 +165,6 @@ class Axis:
         return self._grid.place(self._axes)
 
     def __repr__(self) -> str:
-        """Its names, size and this process's place."""
         return f"Axis({','.join(self.names)}, {self.rank} of {self.size})"
 
     def shard(self, tensor: Tensor, dim: int = 0) -> Parameter:

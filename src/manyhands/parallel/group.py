@@ -54,12 +54,7 @@ class Group:
     stands: tuple[Any, ...] | None = None
 
     def listen(self, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:
-        """Has this process hear of the others' failures, where no agent of manyhands watches them.
-
-        Args:
-            attempt: how many times a launcher has restarted the processes.
-            leave: ends this process where it doesn't end by itself; see `Cause`.
-        """
+        """Has this process hear of the others' failures, where no agent of manyhands watches them; see `Cause`."""
         if self.store is not None and not self.world.alone:
             self.cause = Cause(self.store, attempt, leave)
 
@@ -93,13 +88,10 @@ class Group:
 
 
 def join(membership: Membership, digest: str, collective_timeout_s: float, say: Say) -> Group:
-    """Takes this process's place.
+    """Takes this process's place; `digest` is of what must be equal on all processes (versions, job).
 
-    Args:
-        membership: how to join.
-        digest: of what must be equal on all processes (versions, job); a difference is refused by name.
-        collective_timeout_s: seconds after which a silent peer is given up.
-        say: told what the user should know, such as what listens where.
+    A peer that is silent for `collective_timeout_s` is given up. `say` is told what the user should know, such as what
+    listens where.
 
     Raises:
         PeerError: somebody is missing, there twice, or differs.
@@ -181,10 +173,8 @@ def choose_interface(membership: Membership, present: dict[int, dict[str, Any]])
     """Has the collectives listen on the interface towards the others, or on loopback where all share one machine.
 
     Between machines the shell's own word counts. On one machine it doesn't: a cluster's shells name the interface that
-    machines talk over, and nobody else is to be reached there.
-
-    Returns:
-        What gloo listens on; empty where that is left to it.
+    machines talk over, and nobody else is to be reached there. Gives what gloo listens on; empty where that is left to
+    it.
 
     Raises:
         UserError: the shell names an interface that this machine doesn't have.

@@ -84,15 +84,9 @@ def sharded_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy over classes that several processes hold parts of, in two small messages.
 
-    Args:
-        logits: of this process's classes, [n, c].
-        labels: int64 [n], counted over all classes.
-        classes: the first of this process's classes, and how many there are in all.
-        group: the processes that hold the classes.
-        smoothing: the share of a label that is spread over all classes.
-
-    Returns:
-        The sum of losses [], whole on each process, and [n, 2]: the label's logit and the largest one.
+    Logits [n, c] are of this process's classes, labels int64 [n] count over all; `classes` are the first of this
+    process's and the number of all. Gives the sum of losses [], whole on each process, and [n, 2]: the label's logit
+    and the largest one.
     """
     result: Any = _ShardedCrossEntropy.apply(logits, labels, classes, group, smoothing)
     return result

@@ -34,10 +34,7 @@ LINGER_S = 3.0
 
 
 def check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[int, dict[str, Any]]:
-    """Writes this process's name into the store and waits until everybody's is there and fits.
-
-    Returns:
-        What each rank said of itself: host, machine, pid and so on.
+    """Writes this process's name into the store and waits until everybody's is there and fits; names by rank.
 
     Raises:
         UserError: this rank is taken, or a process is of another job.

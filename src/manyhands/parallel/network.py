@@ -114,7 +114,6 @@ class ParallelNetwork:
     together: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Finds the network's BatchNorm layers."""
         self.norms = norms_of(self.inner)
 
     @property

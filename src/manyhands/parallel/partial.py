@@ -8,11 +8,9 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class PartialLayer(nn.Module, Generic[Layer]):
-    """A layer of which this process has a part; its outputs are summed, so one process alone adds the bias.
+    """A layer of which this process has a part; its outputs are summed, so the first process alone adds the bias.
 
-    Args:
-        layer: whose parameters are this process's pieces. It is not registered anew: it stays where the user has it.
-        first: True on the process that adds the bias.
+    The layer, whose parameters are this process's pieces, is not registered anew: it stays where the user has it.
     """
 
     def __init__(self, layer: Layer, first: bool) -> None:
@@ -23,7 +21,6 @@ class PartialLayer(nn.Module, Generic[Layer]):
 
     @property
     def layer(self) -> Layer:
-        """The user's own layer."""
         return self._layer[0]
 
     def own(self, bias: Tensor | None) -> Tensor | None:

@@ -44,7 +44,6 @@ class Plan:
         return self.default or f"n@{','.join(self.mesh.names)}"
 
     def record(self) -> PlanRecord:
-        """As a file says it."""
         cut = (
             {}
             if self.layouts is None
@@ -55,7 +54,6 @@ class Plan:
         return PlanRecord.model_validate({"format": FORMAT, **self.about, **split})
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON data."""
         return self.record().as_plain()
 
 

@@ -19,12 +19,9 @@ class PortTakenError(UserError):
 
 
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
-    """A socket that listens on `host` alone (torch's own store would listen on every interface).
+    """A socket that listens on one address of this machine alone (torch's own store would listen on every interface).
 
-    Args:
-        host: an address of this machine.
-        port: of it.
-        given_by: the flag or variables that both are from, for the user.
+    `given_by` names the flag or variables that address and port are from, for the user.
 
     Raises:
         UserError: the address is not this machine's, or the port is taken (by whom, where that can be seen).

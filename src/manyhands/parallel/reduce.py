@@ -34,10 +34,7 @@ class Bucket:
 class Reducer:
     """Sends gradients while backward goes on, bucket after bucket in an order that is the same everywhere.
 
-    Args:
-        parameters: by name, in the network's order.
-        layouts: of each; `gradient_axes` says over which axes its gradient is summed.
-        grid: the processes.
+    Parameters come in the network's order; `gradient_axes` of each layout says over which axes its gradient is summed.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
@@ -120,11 +117,8 @@ def bucket_names(
 ) -> list[tuple[tuple[int, ...], list[str]]]:
     """Which gradients go in one message: of one axis set and dtype, the last layers' first, since they come first.
 
-    Args:
-        pieces: (name, axes to sum over, dtype, bytes of the local piece), in the network's order.
-
-    Returns:
-        (axes, names) of each message, in the order in which they are sent.
+    From (name, axes to sum over, dtype, bytes of the local piece) in the network's order to (axes, names) of each
+    message, in the order in which they are sent.
     """
     filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}

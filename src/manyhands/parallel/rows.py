@@ -46,10 +46,8 @@ def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -
 def settle_rows(model: nn.Module, seen: Inputs, images: Tensor) -> None:
     """Sets `rows_per_sample` of the layers of which an input had another number of rows than there were samples.
 
-    Args:
-        model: in training, is run twice in evaluation where there are such layers, and left in training.
-        seen: what the layers were given when the network was run on `images`.
-        images: at least one sample [n, ...].
+    `seen` is what they were given when the network, in training, was run on the images [n, ...]. Where there are such
+    layers it runs twice in evaluation; it is left in training.
     """
     count = len(images)
     odd = [layer for layer, inputs in seen.items() if any(one.shape[0] != count for one in inputs)]

@@ -37,11 +37,7 @@ class _Traced(nn.Module):
 def describe_loss(function: OwnLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
     """A loss as a graph of ops of which each can do its part of the classes, or why there is none.
 
-    Args:
-        function: the user's loss.
-        classes: of the network's output.
-        dtype: of that output.
-        device: where it lies.
+    The network's output has `classes`, this type, and lies on this device.
     """
     traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:

@@ -19,12 +19,7 @@ from manyhands.parallel.weights import cut_alike
 
 
 def split(model: nn.Module, world: World, request: ModeRequest) -> NetworkOnMesh:
-    """Cuts a network by a plan and has it run so.
-
-    Args:
-        model: in training, whole and equal on all processes; its parameters become this process's pieces.
-        world: who takes part; as many as the plan's mesh has places.
-        request: the plan and a sample.
+    """Cuts a network, in training, whole and equal on all processes, by a plan: its parameters become pieces.
 
     Raises:
         UserError: the plan doesn't fit the network, the mesh or the number of processes.

@@ -62,11 +62,9 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def describe_network(model: nn.Module, picture: Tensor) -> Graph:
-    """The network's graph in its present mode (training or evaluation).
+    """The network's graph in its present mode, from one sample [C, H, W] (or of any shape), whose numbers don't matter.
 
-    Args:
-        model: on any device, whole; it is left as it was, but for ops in place, which are made out of place.
-        picture: one sample [C, H, W] (or of any shape), whose numbers don't matter.
+    The network, on any device and whole, is left as it was, but for ops in place, which are made out of place.
 
     Raises:
         UserError: the network doesn't run on two or three samples.
@@ -93,17 +91,10 @@ def describe_ops(
     few: Mapping[fx.Node, Any],
     begin: Callable[[Op], None] | None = None,
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
-    """Each node as an op, from what it gave for many samples and for few.
+    """Each node of a network or a loss as an op, by name, and pairs of ops that must take the same letters.
 
-    Args:
-        traced: the network, or a loss.
-        names: of its nodes.
-        many: what each node gave for `SAMPLES` samples.
-        few: the same for `FEWER`.
-        begin: fills in inputs; the samples, if None.
-
-    Returns:
-        The ops by name, and pairs of those that must take the same letters.
+    `many` and `few` are what each node gave for `SAMPLES` and `FEWER` samples. `begin` fills in inputs: the samples, if
+    None.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []

@@ -25,8 +25,7 @@ def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
 def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
     """Has parameters that products read by themselves, maybe transposed, be cut as the products want them.
 
-    Returns:
-        Pairs of ops that take the same letters from now on.
+    Gives pairs of ops that take the same letters from now on.
     """
     ties: list[tuple[str, str]] = []
     readers: dict[str, list[tuple[Op, int]]] = {}

@@ -39,7 +39,6 @@ class Collective:
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:
-        """Predicted."""
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
     def work_seconds(self, links: LinkSpeeds) -> float:

@@ -44,7 +44,6 @@ class Setting:
 
     @property
     def mesh(self) -> Mesh:
-        """The processes."""
         return self.links.mesh
 
 
@@ -62,11 +61,9 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of the whole update."""
         return self.compute_seconds + self.communication_seconds + self.gradient_seconds
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON data, for plan.json."""
         return {
             "step_ms": round(self.seconds * 1e3, 3),
             "memory_gib": round(self.memory_bytes / (1 << 30), 4),
@@ -176,13 +173,8 @@ def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Kn
     """The problem of splitting a network over a mesh.
 
     What several readers of one op want alike is sent once, but counted here for each of them, as costs are between
-    pairs; predictions count it once.
-
-    Args:
-        graph: the network.
-        setting: the mesh and all costs.
-        fixed: letters by op and axis that must be kept.
-        known: costs of ops, shared by the sketches of one search.
+    pairs; predictions count it once. `fixed` letters, by op and axis, are kept; `known` costs of ops are shared by a
+    search's sketches.
     """
     groups = list(graph.ties().values())
     known = {} if known is None else known

@@ -52,10 +52,7 @@ def elimination_order(
 class Elimination:
     """One pass over the nodes: the minimum, an assignment that has it, and least sums by choice.
 
-    Args:
-        order: of the nodes.
-        nodes: a table for each node.
-        pairs: a table for each pair (a, b), a < b.
+    `nodes` has a table for each node, `pairs` one for each pair (a, b), a < b.
     """
 
     def __init__(self, order: EliminationOrder, nodes: Sequence[Matrix], pairs: dict[tuple[int, int], Matrix]) -> None:

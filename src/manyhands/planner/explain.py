@@ -52,11 +52,9 @@ class PlanCandidate:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of a whole step."""
         return self.compute_seconds + self.communication_seconds + self.gradient_seconds
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON data, for plan.json."""
         milliseconds = {
             "step_ms": self.predicted_seconds,
             "compute_ms": self.compute_seconds,

@@ -24,20 +24,13 @@ def fewer_counts(processes: int) -> list[int]:
 
 
 def name_of(processes: int) -> str:
-    """As the table says it."""
     return ALONE if processes == 1 else f"{DATA_PARALLEL} on {processes}"
 
 
 def options_of(
     counts: Iterable[int], price: Callable[[int], Option], shares: Mapping[int, Timing] | None = None
 ) -> list[Option]:
-    """Data parallel on fewer processes.
-
-    Args:
-        counts: of processes.
-        price: data parallel on so many.
-        shares: one process's update where so many share it, of those counts that were timed.
-    """
+    """Data parallel on fewer processes; `shares`: one process's update where so many share it, if it was timed."""
     found: list[Option] = []
     for count in counts:
         option = replace(price(count), name=name_of(count))
@@ -51,13 +44,8 @@ def options_of(
 def enough(found: SearchResult, fewer: Sequence[Option], seconds: float, spread: float) -> tuple[int, str]:
     """The fewest processes that do as well as the plan that was picked, and why; 0 where all are needed.
 
-    Of several such numbers a larger one is taken where it is predicted to be clearly faster.
-
-    Args:
-        found: the plans for all processes.
-        fewer: data parallel on fewer.
-        seconds: of an update under the plan that was picked.
-        spread: the share by which what was timed varied; no number is recommended by less.
+    Of several such numbers a larger one is taken where it is predicted to be clearly faster. `seconds` is an update's
+    under the plan that was picked, `spread` the share by which what was timed varied; no number is recommended by less.
     """
     repeating = _without_repeats(found.chosen)
     if repeating < found.wish.world_size:

@@ -81,12 +81,10 @@ class SearchResult:
 
     @property
     def chosen(self) -> Option:
-        """The plan to run."""
         return next(option for option in self.options if option.name == self.pick.name)
 
     @property
     def candidates(self) -> list[PlanCandidate]:
-        """For the table."""
         return [option.candidate(self.pick.measured_seconds.get(option.name)) for option in self.options]
 
     @property
@@ -152,12 +150,8 @@ def find(
 ) -> SearchResult:
     """The plan to run, and all that it was chosen from.
 
-    Args:
-        graph: of the network in training, whole.
-        request: what is wanted.
-        times: of ops on this device; estimated if None.
-        links: of each mesh.
-        share: one process's update under data parallel where it was timed whole: all plans' ops are scaled by it.
+    The graph is the network's in training, whole. Without `times` ops are estimated; `share`, one process's update
+    under data parallel timed whole, scales all plans' ops.
 
     Raises:
         UserError: a pin doesn't fit, or no plan fits into memory.

@@ -45,19 +45,15 @@ class _Program:
         return np.arange(first, self.columns)
 
     def add_row(self, columns: NDArray[np.intp], values: Matrix, lower: float, upper: float) -> None:
-        """One more row."""
         self.entries.append((np.full(len(columns), len(self.lower)), columns, values))
         self.lower.append(lower)
         self.upper.append(upper)
 
 
 def search_integers(tables: Tables, limit_s: float, gap: float = 0.0) -> IntegerResult:
-    """The assignment of least seconds that fits into the limit of memory.
+    """The assignment of least seconds that fits into the limit of memory, or one slower by at most the share `gap`.
 
-    Args:
-        tables: without forbidden choices.
-        limit_s: time after which the best so far has to do.
-        gap: share of its seconds by which the result may be slower than the best.
+    The tables have no forbidden choices. After `limit_s` the best so far has to do.
     """
     program = _Program()
     scale = _scale(tables)

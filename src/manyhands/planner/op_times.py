@@ -102,13 +102,9 @@ class OpTimes:
     def seconds(
         self, key: str, make: Callable[[], Callable[[], object]], operations: float, moved_bytes: float
     ) -> float:
-        """Seconds of an op, forward and backward.
+        """Seconds of an op, forward and backward; `make` gives what runs it once, if it is to be measured.
 
-        Args:
-            key: names the op.
-            make: gives a function that runs the op once; only called if it is to be measured.
-            operations: additions and multiplications of both directions, for the estimate.
-            moved_bytes: that are read and written in both directions, for the estimate.
+        The estimate is made from additions and multiplications, and from bytes read and written, in both directions.
         """
         if key not in self._seconds or self._is_stale(key):
             taken = self._tried(key, make) if self._left_s > 0 and key not in self.failed else None

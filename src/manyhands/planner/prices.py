@@ -39,11 +39,8 @@ class _PricedAssignment:
 class Prices:
     """Looks for good prices, and keeps the best assignment that fits.
 
-    Args:
-        tables: without forbidden choices.
-        order: for elimination.
-        seconds: of an assignment that is known already; only better ones count.
-        gap: share of its seconds by which the result may be slower than the best.
+    The tables have no forbidden choices. `seconds` are those of an assignment that is known already: only better ones
+    count, and the result may be slower than the best by the share `gap`.
     """
 
     def __init__(

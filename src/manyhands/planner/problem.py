@@ -47,7 +47,6 @@ class Problem:
     names: Sequence[str] = ()  # of the nodes, as errors say them
 
     def name(self, node: int) -> str:
-        """How a node is called in messages."""
         return self.names[node] if self.names else f"node {node}"
 
 

@@ -134,11 +134,7 @@ def solve_all(
     """Solves one network's problems on several meshes; the fastest of all is found as `solve` finds it.
 
     Of the others it is only shown that they aren't faster, so theirs are assignments that fit, but may not be the best.
-
-    Args:
-        problems: one for each mesh.
-        limit_s: for all together.
-        gap: as in `solve`.
+    `limit_s` is for all together.
     """
     deadline = time.monotonic() + limit_s
     answers: list[Solution | NoPlanError] = []

@@ -27,7 +27,6 @@ class Tables:
 
     @property
     def sizes(self) -> list[int]:
-        """How many choices each node has."""
         return [len(choices) for choices in self.original]
 
     def neighbours(self, node: int) -> list[tuple[int, Pair]]:

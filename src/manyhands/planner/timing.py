@@ -36,14 +36,9 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run`, which has run before.
+    """Times `run`, which has run before; always once, and up to `most` times within the budget.
 
-    Args:
-        run: once.
-        device: that it keeps at work.
-        most: repeats.
-        budget_s: once it is used up there are no more repeats; one is always made.
-        busy: others keep this machine at work.
+    `busy`: others keep this machine at work.
     """
     threads, clock = torch.get_num_threads(), time.perf_counter
     factor = 1.0

@@ -58,13 +58,7 @@ class PlanCase:
 
 
 class Runner:
-    """A network under a plan, or data parallel (on one process: whole), with what an update needs.
-
-    Args:
-        case: what is tried.
-        plan: how ops are split; None for the mode `data`.
-        world: who takes part.
-    """
+    """A network under a plan (None: the mode `data`; on one process: whole), with what an update needs."""
 
     def __init__(self, case: PlanCase, plan: Plan | None, world: World) -> None:
         self.model = case.make().train()
@@ -117,11 +111,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> li
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
     """Seconds of an update under each plan in each round, on the slowest process; all processes get the same.
 
-    Args:
-        case: what is tried.
-        plans: by name; None for data parallel.
-        world: who takes part.
-        rounds: in each of them all plans have a turn.
+    In each round all plans have a turn; the plan None is data parallel.
     """
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
     finalists: Sequence[Finalist[str]] = [Finalist(name, name, 0.0) for name in plans]
@@ -153,11 +143,9 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the plan computes the same."""
         return self.worst <= PROVEN
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON data."""
         return {"worst": self.worst, "where": self.where, "compared": self.compared, "holds": self.holds}
 
 

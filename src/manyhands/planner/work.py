@@ -96,18 +96,15 @@ class Work:
         self.scale = 1.0
 
     def parameters(self, op: Op) -> dict[str, Tensor]:
-        """An op's parameters and buffers."""
         if op.name not in self._parameters:
             self._parameters[op.name] = op.parameters()
         return self._parameters[op.name]
 
     @property
     def batch(self) -> int:
-        """Samples in an update."""
         return self._batch
 
     def sources(self, op: Op) -> list[Op]:
-        """The ops that an op reads."""
         return [self._graph.ops[name] for name in op.sources]
 
     def signature(self, op: Op) -> str:

@@ -63,12 +63,7 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 def refuse_changes(loaded: LoadedJob, *, to_go_on: bool = False) -> None:
     """Refuses to go on with a finished run under other options than it was trained by: nothing would be trained.
 
-    Args:
-        loaded: the job.
-        to_go_on: the user has asked for going on with changes; then only those that come too late are refused.
-
-    Raises:
-        UserError: the job names such a run.
+    Where the user has asked `to_go_on` with changes only those that come too late are refused. Raises UserError.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():

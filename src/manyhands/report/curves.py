@@ -64,7 +64,6 @@ def _pair(axes: "Axes", run: RunData, training: list[float], evaluated: list[flo
 
 
 def learning_rate(run: RunData) -> "Figure | None":
-    """The learning rate as it was used."""
     if not run.steps:
         return None
     figure = new_figure(10, 2.4)

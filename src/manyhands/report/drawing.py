@@ -27,8 +27,7 @@ _MOST_POINTS = 600
 def house_style(fonts: Sequence[str] = ("DejaVu Sans",)) -> Iterator[None]:
     """Everything that is drawn or saved inside looks alike, and says nothing on the terminal.
 
-    Args:
-        fonts: for letters that one lacks the next is taken.
+    For letters that a font lacks the next one is taken.
     """
     logger = logging.getLogger("matplotlib")
     level = logger.level

@@ -16,11 +16,7 @@ _PREFERRED = (
 
 
 def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
-    """Matplotlib's own font, and behind it fonts for what that one lacks.
-
-    Returns:
-        Their names, and the letters that no font of this machine has.
-    """
+    """Matplotlib's own font and those for what it lacks, by name, and the letters that no font of this machine has."""
     missing = {letter for text in texts for letter in text if letter.isprintable() and not letter.isspace()}
     chosen = [_FIRST]
     missing -= _letters(_file(_FIRST))

@@ -27,7 +27,6 @@ class ScreenProgress:
     recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def take(self, record: StepMetrics | EvaluationMetrics | Event) -> None:
-        """Learns from one record."""
         self.heard = record.time
         if isinstance(record, StepMetrics):
             if self.last and record.saved_step > self.last.saved_step:
@@ -137,7 +136,6 @@ def epoch_line(last: StepMetrics) -> str:
 
 
 def epoch_log(last: StepMetrics) -> str:
-    """The same for a log."""
     return f"epoch={last.epoch} train_loss={last.epoch_loss:.3f} train_top1={100 * (last.epoch_top1 or 0):.2f}"
 
 

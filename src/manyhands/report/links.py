@@ -13,11 +13,8 @@ MOST_WRITTEN = 24
 def draw_links(hosts: Sequence[str], mbps: Mapping[Pair, float], latency_ms: Mapping[Pair, float], file: Path) -> None:
     """Draws a table of machines, sender by receiver, coloured by speed, with speed and latency written in.
 
-    Args:
-        hosts: in the order of their ranks.
-        mbps: (from, to) to Mbit/s; a pair that is missing was not measured.
-        latency_ms: (from, to) to a small message's way there and back.
-        file: PNG, written whole or not at all.
+    A pair (from, to) that has no Mbit/s was not measured; a latency is of a small message's way there and back. The PNG
+    is written whole or not at all.
     """
     with house_style():
         from matplotlib.figure import Figure

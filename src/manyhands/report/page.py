@@ -24,15 +24,9 @@ _ROWS_IN_SIGHT = 20
 
 
 def write_report(path: Path) -> Path:
-    """Writes the report of the run in `path`, in whatever state the run is.
+    """Writes the report of the run in `path`, in whatever state the run is, and returns the page's path.
 
-    The same files give the same page, byte for byte. Readers never see half of it.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        UserError: there is no run.
+    The same files give the same page, byte for byte. Readers never see half of it. Raises UserError: there is no run.
     """
     run = read_run(path)
     folder = RunFolder(path)

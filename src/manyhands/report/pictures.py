@@ -36,15 +36,10 @@ PICTURES = (
 
 
 def draw_all(run: RunData, folder: Path) -> dict[str, str]:
-    """Draws every picture that the run has records for.
+    """Draws every picture that the run has records for; SVG text by name, ready to stand in a page.
 
-    Args:
-        run: the run.
-        folder: where the PNG files go; a picture of an earlier report that is no longer drawn is removed.
-
-    Returns:
-        SVG text by the picture's name, ready to stand in a page. Where no font of this machine has some letter of a
-        class's name, the run's `unreadable` says which.
+    PNG files go into the folder; a picture of an earlier report that is no longer drawn is removed. Where no font of
+    this machine has some letter of a class's name, the run's `unreadable` says which.
     """
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ class WorkPeriod:
 
     @property
     def seconds(self) -> float:
-        """How long it took; never negative, even where a clock was set back."""
+        """Never negative, even where a clock was set back."""
         return max(0.0, self.end - self.start)
 
 

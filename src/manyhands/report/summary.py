@@ -34,7 +34,6 @@ def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None
 
 
 def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
-    """The newest evaluation."""
     return run.evaluations[-1] if run.evaluations else run.last
 
 
@@ -98,7 +97,6 @@ CHOSEN = (
 
 
 def result_lines(run: RunData) -> list[str]:
-    """The last words to the user."""
     best, final, speed = best_evaluation(run), final_evaluation(run), images_per_s(run)
     lines: list[str] = []
     if best and final:

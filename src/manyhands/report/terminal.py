@@ -61,13 +61,9 @@ class Screen:
         quiet: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begins to follow `folder`, which needn't be there yet.
+        """Begins to follow `folder`, which needn't be there yet; writes to standard error by default.
 
-        Args:
-            folder: the run folder.
-            stream: where to write; standard error if None.
-            quiet: say nothing but warnings and failures.
-            clock: seconds since 1970.
+        `quiet`: warnings and failures alone.
         """
         output = sys.stderr if stream is None else stream
         terminal = output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}

@@ -46,11 +46,8 @@ def choose(
     agreeing more exactly is worth that. Who agrees now and then lost accuracy in our experiments, so that is taken only
     where it saves more than a third of the time. Among its codecs that are equally fast the first considered wins.
 
-    Args:
-        case: link, network and step.
-        options: of the methods; which one they name plays no part.
-        only: the one method that may be chosen; empty for any.
-        without: methods that something else in the job rules out, and what that is; never the exact one.
+    `only` may be chosen, if it names one. `without` are methods that something else in the job rules out, and what that
+    is; never the exact one.
     """
     out = without or {}
     costs = tuple(

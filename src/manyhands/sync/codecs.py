@@ -43,16 +43,13 @@ class Plain(Codec):
         self._dtype = dtype
 
     def bytes_of(self, count: int) -> int:
-        """The type's own size."""
         return count * self._dtype.itemsize
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds to the type, which may be the values' own."""
         coded = values.to(self._dtype).contiguous()
         return coded.view(torch.uint8), values - coded.to(values.dtype)
 
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Exact."""
         return coded.view(self._dtype).to(dtype)
 
 
@@ -69,7 +66,6 @@ class Integers(Codec):
         self._most = 2 ** (bits - 1) - 1
 
     def bytes_of(self, count: int) -> int:
-        """The numbers, then the scales."""
         return count * self._bits // 8 + count // self._block * _SCALE_BYTES
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +88,6 @@ class Integers(Codec):
         return torch.cat([packed, scales.flatten(-2).view(torch.uint8)], -1), lost
 
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Numbers times their scales."""
         per_block = self._block * self._bits // 8 + _SCALE_BYTES
         blocks = coded.shape[-1] // per_block
         packed, scales = coded.split([coded.shape[-1] - blocks * _SCALE_BYTES, blocks * _SCALE_BYTES], -1)

@@ -56,7 +56,6 @@ class Rounded:
         return {} if self._sums is None else {"sums": self._sums}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Takes it back."""
         self._sums = state.get("sums")
 
 
@@ -107,7 +106,6 @@ class LowRank:
         self._known = gram_schmidt(self._first[1 - turn], self._first[1 - turn])
 
     def average(self, values: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Tensor]]:
-        """See `Compressor`."""
         sent = self.begin(values)
         mean, residual = yield from self.send(sent, peers)
         averaged = torch.empty_like(values)
@@ -138,14 +136,10 @@ class LowRank:
         slots: Sequence[Tensor],
         between: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes what was agreed on, and leaves in the values what of them was not sent.
+        """Writes what was agreed on into `slots`, and leaves in the values of `begin` what was not sent of them.
 
-        Args:
-            values: those that `begin` was given.
-            sent: what it gave.
-            received: the mean of what all sent, and what rounding kept back of this process's part.
-            slots: tensors for the agreed values, of the shapes.
-            between: called now and then, since this takes a while.
+        `received`: the mean of what all sent, and what rounding kept back of this process's part. `between` is called
+        now and then, since this takes a while.
         """
         mean, lost = received
         pieces = values.split(self._sizes)
@@ -178,7 +172,6 @@ class LowRank:
         return {"turn": torch.tensor(self._turn), **known}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Takes them back."""
         self._turn, self._averaged = int(state["turn"]), None
         self._known = [state[f"known.{number}"] for number in range(len(self._known))]
 
@@ -199,27 +192,15 @@ class LowRank:
 def compressor_named(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
-    """The compressor that options call none, bf16, int8, int4 or lowrank.
+    """The compressor that options call none, bf16, int8, int4 or lowrank, for a vector of tensors of these shapes.
 
-    Args:
-        name: which.
-        shapes: of the tensors that make up the vector, in order.
-        rank: of low-rank factors.
-        seed: equal everywhere.
-        device: where the vector lies.
-        dtype: of the vector.
+    The seed is equal everywhere.
     """
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
 def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Has them compute as fast as all peers can to equal bits; a collective.
-
-    Args:
-        compressors: of which some may be of low rank.
-        peers: those whose bits must be equal.
-        like: of the device and type of the values.
-    """
+    """Has them compute as fast as all peers can to equal bits, on values like these; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if thin:
         shapes = [(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices]

@@ -38,7 +38,6 @@ class LinkCase:
 
     @property
     def values(self) -> int:
-        """In all trainable parameters."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 

@@ -223,46 +223,35 @@ class LocalStepsSynchronizer(Synchronizer):
         self.reduces = self.group is not None
 
     def before_update(self, step: int) -> None:
-        """Begins an exchange."""
         self.steps.before_update(step)
 
     def after_update(self, step: int) -> None:
-        """Applies one."""
         self.steps.after_update(step)
 
     def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        """Exchanges that take longer are made less often."""
         return self._suit(speeds_s, exchanges_s) if self._suit else None
 
     def finish(self, step: int) -> None:
-        """A last exchange that all wait for."""
         self.steps.finish(step)
 
     def average_buffers(self, step: int) -> None:
-        """The mean of BatchNorm's statistics."""
         self.steps.average_buffers(step)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The agreed point in place of this process's own."""
         return self.steps.averaged()
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        """The agreed point, and what isn't trained."""
         frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
         return {"the agreed parameters": self.steps.anchor, **frozen}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """This process's own point, the residual, and an exchange under way."""
         return self.steps.state()
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Takes them back; an exchange under way begins again."""
         self.steps.load(tensors, numbers)
 
     def close(self) -> None:
-        """Waits for an exchange under way and drops it."""
         self.steps.close()
 
     def begin(self) -> None:
-        """Starts from the network as it is."""
         self.steps.begin()

@@ -20,12 +20,8 @@ def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float =
     """Latency and bandwidth of the slowest process; a collective, and all of the group get the same numbers.
 
     All-reduces of one value give the latency, and of doubling sizes the bandwidth, until one takes long. The last one
-    is repeated, and the faster time counts: whatever else goes on can only make it slower.
-
-    Args:
-        group: whose processes all call this alike; None for all of the run. One process needs no link.
-        device: where the tensors lie.
-        budget_s: a larger size is tried only where twice the last one's time is left of this.
+    is repeated, and the faster time counts: whatever else goes on can only make it slower. A larger size is tried only
+    where twice the last one's time is left of the budget.
     """
     processes = dist.get_world_size(group) if dist.is_initialized() else 1
     if processes == 1:

@@ -133,7 +133,6 @@ class PowerSgd:
         return state
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Takes back what `state` gave."""
         for number, batch in enumerate(self._batches):
             prefix = f"{number}."
             own = {name[len(prefix) :]: one for name, one in state.items() if name.startswith(prefix)}
@@ -291,25 +290,20 @@ class PowerSgdSynchronizer(Synchronizer):
         self.timed = power
 
     def before_last_micro_batch(self) -> None:
-        """Gradients leave as they come."""
         self._power.expect()
 
     def on_gradients(self) -> None:
-        """Replaces them by the agreed mean."""
         self._power.average()
 
     def finish(self, step: int) -> None:
-        """The mean of BatchNorm's statistics."""
         self._buffers.average(step)
         self._buffers.write(self._buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
-        """The mean of BatchNorm's statistics, for evaluations and saves."""
         self._buffers.average(step)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The agreed statistics in place of this process's own."""
         own = self._buffers.own()
         self._buffers.write(self._buffers.averaged)
         try:
@@ -318,23 +312,18 @@ class PowerSgdSynchronizer(Synchronizer):
             self._buffers.write(own)
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        """All parameters."""
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The residual, and this process's own statistics."""
         return {**self._power.state(), "buffers": self._buffers.own()}, {}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:  # noqa: ARG002 - none here
-        """Takes them back."""
         mine = dict(tensors)
         self._buffers.write(mine.pop("buffers"))
         self._power.load(mine)
 
     def close(self) -> None:
-        """Ends the thread that sends."""
         self._power.close()
 
     def begin(self) -> None:
-        """Starts from the network as it is."""
         self._buffers.begin()

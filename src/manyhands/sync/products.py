@@ -50,17 +50,13 @@ def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[T
 
 
 def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns that span those of each factor; zeros for a column that the earlier ones explain.
+    """Orthonormal columns [r, n] that span those of each factor; zeros for a column that the earlier ones explain.
 
     A column that has come to nothing is replaced by that of `first`, or it would stay so for good: a matrix that has
     moved in fewer than r directions, or not at all yet, leaves such columns.
 
     Sums are taken in double precision and rounded: machines of different kinds add up in different orders, and all must
     come to the same bits.
-
-    Args:
-        factors: columns [r, n], each of its own r and n.
-        first: for each of them, columns [r, n] of length one.
     """
     return [_gram_schmidt(factor, one) for factor, one in zip(factors, first, strict=True)]
 
@@ -92,12 +88,9 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
 
 
 def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: SyncGroup, like: Tensor) -> Arithmetic:
-    """The fastest arithmetic that gives all peers equal bits; a collective.
+    """The fastest arithmetic that gives all peers equal bits, on the device and in the type of `like`; a collective.
 
-    Args:
-        shapes: rows and columns of the matrices to come, and columns of their factors.
-        peers: who must have equal bits.
-        like: of the device and type of the factors.
+    Shapes are rows and columns of the matrices to come, and columns of their factors.
     """
     if peers.size == 1:
         return LIBRARY

@@ -79,9 +79,7 @@ def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
 def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
     """Places of tensors whose gradients leave together, in the order of a backward pass: from the last on.
 
-    Args:
-        shapes: of all parameters, in the order of the forward pass.
-        rank: of those that are sent as thin factors.
+    The shapes are of all parameters, in the order of the forward pass, `rank` is that of thin factors.
     """
     ranks = rank_shapes(shapes, rank)
     sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}

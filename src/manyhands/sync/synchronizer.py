@@ -63,13 +63,7 @@ class Party:
         return MachineGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
     def own(self, cost: Cost, trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-        """What the things go with that only one process has: a run takes them back where all of this is the same.
-
-        Args:
-            cost: the method.
-            trained: its parameters.
-            rank: of low-rank factors; 0 where there are none.
-        """
+        """What the things go with that only one process has: a run takes them back where all of this is the same."""
         return {
             "method": cost.method,
             "codec": cost.codec,
@@ -120,8 +114,7 @@ class Synchronizer:
     def before_last_micro_batch(self) -> None:
         """The backward pass that comes next is the update's last one."""
 
-    def on_gradients(self) -> None:
-        """An update's gradients are there."""
+    def on_gradients(self) -> None: ...
 
     def after_update(self, step: int) -> None:
         """`step` updates have been made."""
@@ -129,9 +122,7 @@ class Synchronizer:
     def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
         """Suits the pace to what all processes have measured, alike on all; the new pace, None where it stays.
 
-        Args:
-            speeds_s: seconds that a step of each process takes.
-            exchanges_s: how long the last exchange took each process; 0 where it had none.
+        Seconds of a step of each process, and of its last exchange (0 where it had none).
         """
 
     def finish(self, step: int) -> None:
@@ -164,8 +155,7 @@ class Synchronizer:
         """What this process alone has, which the next updates depend on; None where there is no such thing."""
         return None
 
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Takes back what `state` gave, once the network is the agreed one."""
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None: ...
 
     def close(self) -> None:
         """Gives back what is under way."""

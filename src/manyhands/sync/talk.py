@@ -120,15 +120,9 @@ class Talk(Generic[T]):
 class Relay(Generic[T]):
     """Conversations in one group whose collectives begin in one order everywhere, however fast anybody is.
 
-    The first collective of a conversation comes before the last of the one that was added before it, so that the link
-    is never idle while there is something to send.
-
-    Args:
-        conversations: how many there will be.
-        messages: collectives of each.
-
-    Attributes:
-        results: of the conversations that have ended, by number, counted from 0.
+    The first collective of a conversation, which has `messages` of them, comes before the last of the one that was
+    added before it, so that the link is never idle while there is something to send. `results` are by the
+    conversation's number.
     """
 
     def __init__(self, conversations: int, messages: int = 2) -> None:
@@ -199,17 +193,11 @@ class Residual:
 def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> Conversation[Any]:
     """The mean over all peers of vectors [n], equal to the last bit everywhere; a conversation.
 
-    Each process adds up one part for all, and hands the rounded mean on.
+    Each process adds up one part for all, and hands the rounded mean on; values travel by the codec both ways.
+    `sums_before` was kept back of the part that this process adds up; None for nothing.
 
-    Args:
-        values: this process's, of a floating type.
-        codec: how they travel; both ways round.
-        peers: who takes part.
-        sums_before: what was kept back of the part that this process adds up; None for nothing.
-
-    Returns:
-        The agreed mean [n], and what was kept back: the mean over processes of (`own` + `sums` where it is theirs) and
-        the agreed mean make up the mean of the values and of `sums_before`.
+    Gives the agreed mean [n], and what was kept back: the mean over processes of (`own` + `sums` where it is theirs)
+    and the agreed mean make up the mean of the values and of `sums_before`.
     """
     count = values.numel()
     if peers.size == 1 or not count:

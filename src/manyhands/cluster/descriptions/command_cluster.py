@@ -53,9 +53,7 @@ def joined(starts: Sequence[Start], rank_flag: str, address_flag: str) -> Cluste
 def lines(cluster: Cluster, command: Callable[[int, Machine, str], str]) -> str:
     """A command for each machine, or for this one alone where the cluster says which that is.
 
-    Args:
-        cluster: the machines.
-        command: the command for one machine, from its rank, itself and the master's address.
+    It is made of the machine's rank, itself and the master's address.
 
     Raises:
         UserError: nothing says where the first machine is.

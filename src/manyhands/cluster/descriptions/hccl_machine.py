@@ -12,12 +12,7 @@ HCCN = Path("/etc/hccn.conf")
 
 
 def find_server(table: RankTable, names: Collection[str], where: str) -> int:
-    """Which server of the table this machine is, in the order of ranks.
-
-    Args:
-        table: a checked table.
-        names: this machine's own addresses and host name.
-        where: the table, for the user.
+    """Which server of a checked table this machine is, by its addresses and host name; in the order of ranks.
 
     Raises:
         UserError: it is none of them, or several.

@@ -97,7 +97,6 @@ class Server(_Part):
 
     @property
     def by_rank(self) -> list[Device]:
-        """The cards in the order of their ranks."""
         return sorted(self.device, key=lambda device: int(device.rank_id))
 
     @property
@@ -143,12 +142,10 @@ class RankTable(_Part):
 
     @property
     def by_rank(self) -> list[Server]:
-        """The machines in the order of their ranks."""
         return sorted(self.server_list, key=lambda server: int(server.by_rank[0].rank_id))
 
 
 def is_address(word: str) -> bool:
-    """Whether it is an IP address."""
     try:
         ipaddress.ip_address(word)
     except ValueError:

@@ -12,11 +12,7 @@ FORMATS = "manyhands.cluster.descriptions.formats"
 
 
 def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
-    """Reads a cluster from a file in any known format.
-
-    Args:
-        path: the file.
-        wait_s: how long to wait for a file that says that it is still being written.
+    """Reads a cluster from a file in any known format; waits for one that says that it is still being written.
 
     Raises:
         UserError: there is no such file, its format is not known, or it has a mistake.
@@ -68,12 +64,7 @@ def format_of(path: str, text: str) -> ModuleType:
 
 
 def format_named(word: str, ability: str = "read", where: str = "") -> ModuleType:
-    """The format that a word names.
-
-    Args:
-        word: what the user wrote.
-        ability: what is wanted of it: "read" or "write".
-        where: where the word stood, for the user.
+    """The format that a user's word names; `ability` is what is wanted of it: "read" or "write".
 
     Raises:
         UserError: no format has this name, or it can't do this.

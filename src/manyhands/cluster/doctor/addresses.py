@@ -34,10 +34,6 @@ def choose_addresses(
 
     Where several would do: the same family on all machines (IPv4 first), no bridges for containers, no tunnels, the
     subnet that most machines share, private before public, the faster interface.
-
-    Args:
-        facts: each machine's, with its "interfaces".
-        reach: (from, to) to the attempts on each of the second's addresses.
     """
     candidates = {host: list(_reached_candidates(host, facts, reach)) for host in facts}
     candidates = {host: found for host, found in candidates.items() if found}

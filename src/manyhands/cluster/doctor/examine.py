@@ -11,7 +11,6 @@ ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "vers
 
 
 def examine(survey: Survey) -> list[DoctorFinding]:
-    """Runs all checks on a survey."""
     found = [finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)]
     return sort_out(found)
 
@@ -29,7 +28,6 @@ def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
 
 
 def fails(found: list[DoctorFinding]) -> bool:
-    """Whether training would fail."""
     return any(finding.severity == "fail" for finding in found)
 
 

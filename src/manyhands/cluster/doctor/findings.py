@@ -94,5 +94,4 @@ class DoctorFinding:
     explains: tuple[str, ...] = ()  # causes that are mere consequences of this one and aren't shown beside it
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts."""
         return {**asdict(self), "hosts": list(self.hosts), "mend": list(self.mend), "explains": list(self.explains)}

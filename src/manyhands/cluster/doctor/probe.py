@@ -51,12 +51,9 @@ class Listeners:
     """This machine's open ears, until `close`, or for `seconds` at most."""
 
     def __init__(self, addresses: Sequence[str], port: int = 0, *, seconds: float = 60.0) -> None:
-        """Listens on exactly these addresses; `told` has one for each, or why it can't be listened on.
+        """Listens on exactly these addresses, for so many seconds; `told` has one for each, or why it can't be.
 
-        Args:
-            addresses: of this machine.
-            port: the same on each; 0 for any free one.
-            seconds: after which it is closed anyway.
+        The port is the same on each; 0: any free one.
         """
         self._sockets: list[socket.socket] = []
         self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
@@ -271,6 +268,5 @@ class Probe:
         return Done()
 
     def close(self) -> None:
-        """Closes all listeners."""
         while self._open:
             self._open.pop().close()

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
     """A tournament in which each ordered pair (sender, receiver) meets once, in rounds of disjoint pairs.
 
-    Args:
-        hosts: names, each once.
-        most: rounds to play; 0 for all.
+    `most` rounds are played; 0: all.
     """
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half, played = len(seats) // 2, []

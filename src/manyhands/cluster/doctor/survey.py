@@ -35,14 +35,9 @@ def take_survey(
 ) -> Survey:
     """Tries out everything between machines whose facts are known.
 
-    A machine that stops answering meanwhile is noted among the survey's errors, and left out of the rest.
-
-    Args:
-        ask: asks the machines that answer.
-        facts: of these, by the machine's name.
-        hosts: all machines in the order of their ranks, those included that don't answer.
-        needs: of the job.
-        measure: clocks and the speed of links too, which takes seconds.
+    `hosts` are all machines in the order of their ranks, those included that don't answer. A machine that stops
+    answering meanwhile is noted among the survey's errors, and left out of the rest. `measure`: clocks and the speed of
+    links too, which takes seconds.
     """
     survey = Survey(tuple(hosts), dict(facts), needs=needs)
     talk = _Talk(ask, survey)

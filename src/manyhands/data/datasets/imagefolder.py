@@ -10,5 +10,4 @@ NAMES: tuple[str, ...] = ()
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens the folder that the name is the path of."""
     return open_folder(Path(name).expanduser(), options)

@@ -16,7 +16,6 @@ _POOLED = 2
 
 
 def names() -> list[str]:
-    """The words that this file stands for."""
     return ["cnn"]
 
 
@@ -28,7 +27,6 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """Makes the network: [N, channels, size, size] to [N, num_classes]."""
     return construct(make_cnn, name, arguments, {"channels": channels, "size": size, "num_classes": num_classes})
 
 

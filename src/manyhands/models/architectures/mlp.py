@@ -10,17 +10,14 @@ from manyhands.models.needs import ModelNeeds
 
 
 def names() -> list[str]:
-    """The words that this file stands for."""
     return ["mlp"]
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
-    """Any pictures will do."""
     return ModelNeeds()
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """Makes the network: [N, channels, size, size] to [N, num_classes]."""
     return construct(make_mlp, name, arguments, {"inputs": channels * size * size, "num_classes": num_classes})
 
 

@@ -30,7 +30,6 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:  # noqa: ARG001 one shape for all
-    """Makes the network: [N, channels, size, size] to [N, num_classes]."""
     model = construct(getattr(models, name), name, arguments, {"weights": None, "num_classes": num_classes})
     model.conv1 = nn.Conv2d(channels, _STEM_WIDTH, kernel_size=3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")

@@ -21,7 +21,6 @@ _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
 
 
 def names() -> list[str]:
-    """The words that this file stands for."""
     return models.list_models(module=models)
 
 

@@ -15,5 +15,4 @@ FOLLOWS_PLAN = True
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Splits the network by the plan that was found."""
     return split(model, world, request)

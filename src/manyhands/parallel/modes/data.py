@@ -38,12 +38,6 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
     DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
     before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/norm.py`.
-
-    Args:
-        model: on its device, equal on all processes.
-        world: who takes part.
-        request: whether some parameters may get no gradient, which DDP must then look for in every step; and who agrees
-            on gradients, and how.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)

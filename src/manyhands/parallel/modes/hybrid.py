@@ -96,12 +96,9 @@ def _with_labels(loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
-    """Has a network run that holds pieces of its parameters already.
+    """Has a network run that was constructed with this grid and holds pieces; whole parameters are equal on all.
 
-    Args:
-        model: constructed with this grid; whole parameters are equal on all processes.
-        grid: the mesh at work.
-        samples: names of the axes over which samples are shared; None: all that cut no parameter.
+    `samples` names the axes over which samples are shared; None: all that cut no parameter.
 
     Raises:
         UserError: a parameter's mark or an axis of `samples` doesn't fit the mesh.

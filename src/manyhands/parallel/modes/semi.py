@@ -14,5 +14,4 @@ FOLLOWS_PLAN = True
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Splits the network by the user's plan."""
     return split(model, world, request)

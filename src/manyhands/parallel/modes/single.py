@@ -13,5 +13,4 @@ ONE_PROCESS = "one process"
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
-    """The network as it is."""
     return ParallelNetwork(call=model, inner=model)

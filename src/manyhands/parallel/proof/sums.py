@@ -19,7 +19,6 @@ def close(observed: Tensor, expected: Tensor, tolerance: float, scale: float) ->
 
 
 def scale_of(tensors: Iterable[Tensor]) -> float:
-    """The largest absolute value."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
@@ -34,14 +33,10 @@ class Explanation:
 def explain(
     observed: Sequence[Tensor], expected: Sequence[Tensor], mesh: Mesh, cut: Collection[int], tolerance: float
 ) -> list[Explanation]:
-    """The simplest reasons for which values differ from what they should be; none if there is no such reason.
+    """The simplest reasons for which values, by rank, differ from what they should be; none if there is no such reason.
 
-    Args:
-        observed: by rank, what each process has.
-        expected: by rank, what it should have.
-        mesh: the processes.
-        cut: numbers of the axes along which processes hold different pieces, so that sums over them mean nothing.
-        tolerance: as a part of the largest expected value.
+    Along the axes `cut` processes hold different pieces, so that sums over them mean nothing. The tolerance is a part
+    of the largest expected value.
     """
     factor = factor_between(observed, expected, tolerance)
     if factor is not None and factor < 1:

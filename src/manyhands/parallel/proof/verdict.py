@@ -36,7 +36,6 @@ class Finding:
     mend: str
 
     def as_plain(self) -> list[object]:
-        """As JSON data."""
         return [self.name, self.cause, list(self.axes), self.what, self.mend]
 
 
@@ -56,7 +55,6 @@ class GradientCheck:
 
     @property
     def ok(self) -> bool:
-        """True when nothing is wrong."""
         return not self.findings
 
     def require(self) -> None:
@@ -78,7 +76,6 @@ class GradientCheck:
 
 
 def names_of(axes: Iterable[int], mesh: Mesh) -> str:
-    """Names of axes for a sentence."""
     return " and ".join(mesh.names[axis] for axis in axes)
 
 

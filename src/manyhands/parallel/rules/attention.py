@@ -14,7 +14,6 @@ KIND = "attention"
 
 
 def matches(op: Op) -> bool:
-    """True for torch's own MultiheadAttention."""
     return op.forward is nn.MultiheadAttention.forward
 
 

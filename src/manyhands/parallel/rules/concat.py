@@ -11,7 +11,6 @@ TARGETS: set[Any] = {torch.cat, torch.concat, torch.stack}
 
 
 def matches(op: Op) -> bool:
-    """True for cat, concat and stack."""
     return op.node is not None and op.node.target in TARGETS
 
 

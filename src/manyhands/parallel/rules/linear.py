@@ -14,7 +14,6 @@ KIND = "linear"
 
 
 def matches(op: Op) -> bool:
-    """True for torch's own."""
     return op.forward is nn.Linear.forward
 
 

@@ -11,7 +11,6 @@ KIND = "norm"
 
 
 def matches(op: Op) -> bool:
-    """True for LayerNorm and GroupNorm."""
     return op.forward in {nn.LayerNorm.forward, nn.GroupNorm.forward}
 
 

@@ -24,7 +24,6 @@ METHODS = {"flatten"}
 
 
 def matches(op: Op) -> bool:
-    """True for those listed."""
     if op.module is not None:
         return op.forward in {kind.forward for kind in MODULES}
     node = op.node

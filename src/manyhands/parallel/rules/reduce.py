@@ -80,7 +80,6 @@ class MeanOfPart(nn.Module):
         self._target, self._dim, self._length = target, dim, length
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As torch.mean."""
         values: Tensor = args[0] if args else kwargs["input"]
         function = getattr(torch.Tensor, self._target) if isinstance(self._target, str) else self._target
         mean: Tensor = function(*args, **kwargs)

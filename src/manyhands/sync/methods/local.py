@@ -159,10 +159,7 @@ def fitting_delay(steps_long: float, every: int) -> int:
 def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> int:
     """Steps between agreements, so that an exchange of so many steps fits in; fewer where accuracy asks for it.
 
-    Args:
-        steps_long: how many steps an exchange takes.
-        steps: updates of the whole run.
-        compressing: an exchange's own work, in steps.
+    `steps` are the whole run's; `compressing` is an exchange's own work, in steps.
     """
     most = max(1, min(_MOST_STEPS, steps // _FEWEST_ROUNDS))
     return min(most, max(_FEWEST_STEPS, math.ceil(_SLACK * steps_long), math.ceil(compressing / _MOST_COMPRESSING)))
@@ -181,7 +178,6 @@ class Pacer:
     _rounds: int = field(default=0, init=False)
 
     def __call__(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        """Suits the pace to what was measured; see `Synchronizer.suit_pace`."""
         step_s = max(*speeds_s, 1e-6)
         self._note(step_s, [one for one in exchanges_s if one > 0])
         every, delay = self._wanted(step_s)

@@ -129,7 +129,6 @@ def write(cluster: Cluster) -> str:
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """The nearest cluster that the file can hold, and what of it had to be left out."""
     first, *others = cluster.machines
     notes = []
     if any(machine.host for machine in others):

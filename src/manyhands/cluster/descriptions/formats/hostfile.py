@@ -91,7 +91,6 @@ def write(cluster: Cluster) -> str:
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """The nearest cluster that a hostfile can hold, and what of it had to be left out."""
     notes = []
     if any(machine.devices for machine in cluster.machines):
         notes.append("numbers of devices are left out: a hostfile has no place for them")

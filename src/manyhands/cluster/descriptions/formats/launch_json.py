@@ -127,7 +127,6 @@ def write(cluster: Cluster) -> str:
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """The nearest cluster that launch.json can hold, and what of it had to be left out."""
     size = cluster.size
     notes = []
     if any(machine.address != HOST for machine in cluster.machines):

@@ -73,7 +73,6 @@ def write(cluster: Cluster) -> str:
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """The nearest cluster that msrun's commands can hold, and what of it had to be left out."""
     return fit_commands(cluster, "msrun")
 
 

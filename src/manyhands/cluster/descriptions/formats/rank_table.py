@@ -108,11 +108,7 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
     """Writes a table of version 1.0.
 
     Cards' addresses are known for this machine alone, so they are left out unless it is the only one; a reader finds
-    them in each machine's /etc/hccn.conf.
-
-    Args:
-        cluster: machines with known numbers of processes.
-        hccn: number of a card to its address, of a single machine; read from /etc/hccn.conf if None.
+    them in each machine's /etc/hccn.conf, as `hccn`, by the card's number, here.
 
     Raises:
         UserError: the table can't hold this cluster, or HCCL could not use it.
@@ -135,7 +131,6 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """The nearest cluster that a table can hold, and what of it had to be left out."""
     notes = []
     if any("@" in machine.host for machine in cluster.machines):
         notes.append("names of users are left out: a rank table has no place for them")
@@ -150,9 +145,7 @@ def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
 def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPlace | None:
     """The process that RANK_TABLE_FILE and RANK_ID say this is; None without one of them.
 
-    Args:
-        environment: the process's own.
-        timeout_s: how long to wait for a table that is still being written.
+    Waits up to `timeout_s` for a table that is still being written.
 
     Raises:
         UserError: there is no such table, it is wrong, or the other variables contradict it.

@@ -81,7 +81,6 @@ def write(cluster: Cluster) -> str:
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """The nearest cluster that torchrun's commands can hold, and what of it had to be left out."""
     return fit_commands(cluster, "torchrun")
 
 

@@ -31,7 +31,6 @@ VARIABLES = (
 
 
 def gather(wanted: FactsWanted) -> dict[str, Any]:
-    """Facts about this machine."""
     workdir = Path(wanted.workdir or ".").expanduser()
     runs = workdir / Path(wanted.runs or "runs").expanduser()
     errors: dict[str, str] = {}
