@@ -65,9 +65,7 @@ def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayo
         return TensorEntry(tensor.dtype, whole(shape))
     what = f"rank {rank} holds {list(shape)} of {name}, its layout says {list(expected)}"
     raise RunError(
-        what,
-        name,
-        ("this optimizer's state can't be cut as its parameters are; use sgd or adamw, or cut nothing",),
+        what, name, ("this optimizer's state can't be cut as its parameters are; use sgd or adamw, or cut nothing",)
     )
 
 

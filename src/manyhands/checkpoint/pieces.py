@@ -107,10 +107,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
                 "dtype": str(described.dtype).removeprefix("torch."),
                 "layout": described.layout.as_plain(),
                 "pieces": [
-                    {
-                        "file": files.piece_name(kind, rank, mesh.size),
-                        "region": [list(edge) for edge in region],
-                    }
+                    {"file": files.piece_name(kind, rank, mesh.size), "region": [list(edge) for edge in region]}
                     for rank, region in written[name]
                 ],
             }

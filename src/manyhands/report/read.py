@@ -14,10 +14,7 @@ from manyhands.core.outside import parse_toml, read_bytes, read_object
 from manyhands.core.plan_record import PlanRecord, read_plan_record
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, Record, StepMetrics
 
-METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {
-    "step": StepMetrics,
-    "evaluation": EvaluationMetrics,
-}
+METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
 # The words of events that begin a session of work: everything between two of them ran without a pause.
 STARTS = frozenset({"started", "resumed", "restarted"})
 

@@ -54,12 +54,7 @@ class Screen:
     """Shows a run folder while a run fills it. What was there before the screen isn't told again."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        stream: TextIO | None = None,
-        quiet: bool = False,
-        clock: Callable[[], float] = time.time,
+        self, folder: Path, *, stream: TextIO | None = None, quiet: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         """Begins to follow `folder`, which needn't be there yet; writes to standard error by default.
 

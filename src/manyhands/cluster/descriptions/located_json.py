@@ -168,9 +168,7 @@ class _Reader:
 
     def _twice(self, path: Path, line: int) -> NoReturn:
         raise UserError(
-            f"{dotted(path)} is given twice, with different values",
-            at_line(self.where, line),
-            ("keep one of the two",),
+            f"{dotted(path)} is given twice, with different values", at_line(self.where, line), ("keep one of the two",)
         )
 
     def _no_constant(self, word: str) -> NoReturn:

@@ -152,12 +152,7 @@ def _cluster_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
         return {**values, "cluster.processes": None if flags.gpu is None else 1}
     if nodes.url == "env://":
         return {**values, "cluster.init": nodes.url}
-    return {
-        **values,
-        "cluster.init": nodes.url,
-        "cluster.world_size": nodes.count,
-        "cluster.rank": nodes.rank,
-    }
+    return {**values, "cluster.init": nodes.url, "cluster.world_size": nodes.count, "cluster.rank": nodes.rank}
 
 
 def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:

@@ -47,11 +47,7 @@ def _pytorch_job(job: Submission) -> dict[str, Any]:
         "nprocPerNode": str(job.processes),
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": MOST_RESTARTS},
         "pytorchReplicaSpecs": {
-            role: {
-                "replicas": count,
-                "restartPolicy": "OnFailure",
-                "template": {"spec": {"containers": [container]}},
-            }
+            role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": {"containers": [container]}}}
             for role, count in replicas.items()
             if count
         },

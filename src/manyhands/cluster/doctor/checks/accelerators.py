@@ -16,13 +16,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
     if survey.needs.device == "cpu":
         return []
     found = fact(survey, "accelerators")
-    checks = (
-        _broken(survey),
-        _too_few(survey, found),
-        _unlike(survey, found),
-        _unused(survey),
-        _busy(found),
-    )
+    checks = (_broken(survey), _too_few(survey, found), _unlike(survey, found), _unused(survey), _busy(found))
     return [finding for findings in checks for finding in findings]
 
 
