@@ -95,8 +95,7 @@ def _best_of_the_sound(folder: Path, last: Path) -> Path:
 def read_state(path: Path) -> dict[str, Any]:
     """The plain data of a checkpoint folder: step, epoch, best and so on; read without its tensors.
 
-    Raises:
-        TornCheckpointError: it is missing or damaged.
+    Raises TornCheckpointError: it is missing or damaged.
     """
     try:
         return read_plain(path / layout.STATE)

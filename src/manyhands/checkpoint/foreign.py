@@ -57,10 +57,8 @@ def read_foreign(path: Path) -> Snapshot:
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
     """Turns an optimizer's own state dict, whose parameters are numbered, into `Snapshot.optimizer`'s form.
 
-    The names are the trained parameters' in the order in which the optimizer was given them.
-
-    Raises:
-        UserError: the numbers of parameters differ, so the optimizer belongs to another network.
+    The names are the trained parameters' in the order in which the optimizer was given them. Raises UserError: the
+    numbers of parameters differ, so the optimizer belongs to another network.
     """
     groups = optimizer_state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
@@ -167,8 +165,7 @@ def without_prefixes(weights: dict[str, T]) -> dict[str, T]:
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """main.py's plain values as JSON data; its best_acc1 is a percentage, as a tensor or a number.
 
-    Raises:
-        UserError: one of them is of another kind.
+    Raises UserError: one of them is of another kind.
     """
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):

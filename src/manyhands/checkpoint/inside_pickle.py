@@ -42,8 +42,7 @@ def _pickle_of(path: Path) -> bytes:
 def _asked_for(content: bytes) -> Iterator[str]:
     """The module and name of each object, in the order in which loading would ask for them.
 
-    Raises:
-        ValueError: these bytes are no pickle.
+    Raises ValueError: these bytes are no pickle.
     """
     stream = io.BytesIO(content)
     for number in range(_MOST_PICKLES):

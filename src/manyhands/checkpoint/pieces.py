@@ -49,8 +49,7 @@ class NetworkLayout:
     def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:
         """The layout of an entry whose whole shape is known.
 
-        Raises:
-            UserError: the cut is of a tensor of another shape.
+        Raises UserError: the cut is of a tensor of another shape.
         """
         layout = self.layouts.get(name) or whole(shape)
         if layout.shape != shape:
@@ -119,8 +118,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
     """Reads what `describe_pieces` wrote.
 
-    Raises:
-        UserError: it says something else than the layouts do, so that values would be missing or read twice.
+    Raises UserError: it says something else than the layouts do, so that values would be missing or read twice.
     """
     mend = ("this pieces.json was not written by manyhands, or was changed; take another checkpoint",)
     try:

@@ -22,8 +22,7 @@ _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 def read_cut(file: Path) -> NetworkLayout:
     """Reads the mesh and the layouts of a plan.json.
 
-    Raises:
-        UserError: there is no such file, or it doesn't say how a network is cut.
+    Raises UserError: there is no such file, or it doesn't say how a network is cut.
     """
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):

@@ -56,8 +56,7 @@ class Source:
     def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
         """How each tensor lies under a cut, by kind and name; an optimizer's tensor as its parameter does.
 
-        Raises:
-            UserError: the cut is of another network.
+        Raises UserError: the cut is of another network.
         """
         if strange := [name for name in network_layout.layouts if name not in self.model.described]:
             what = f"the plan cuts {strange[0]}, which {self.path.name} doesn't have"
@@ -75,8 +74,7 @@ class Source:
     def snapshot(self, network_layout: NetworkLayout | None = None, rank: int = 0) -> Snapshot:
         """Everything whole, or the pieces that a rank holds under a cut, in the shapes of its network.
 
-        Raises:
-            UserError: the cut is of another network, or the optimizer's state is damaged.
+        Raises UserError: the cut is of another network, or the optimizer's state is damaged.
         """
         network_layout = network_layout or NetworkLayout(ALONE, {})
         layouts = self.layouts(network_layout)

@@ -21,8 +21,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def written_order(file: Any) -> list[str]:
     """The names in an open .safetensors file, in the order in which they were written where the file says it.
 
-    Raises:
-        UnreadableError: what the file says of the order is no list of names.
+    Raises UnreadableError: what the file says of the order is no list of names.
     """
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
@@ -35,10 +34,8 @@ def written_order(file: Any) -> list[str]:
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Takes the tensors out of nested dicts, lists and tuples, into `tensors`, named by their path from `name`.
 
-    Gives JSON data with {"$tensor": name} in a tensor's place.
-
-    Raises:
-        TypeError: something is neither plain data nor a tensor.
+    Gives JSON data with {"$tensor": name} in a tensor's place. Raises TypeError: something is neither plain data nor a
+    tensor.
     """
     if isinstance(tree, Tensor):
         key = name if name not in tensors else f"{name}#{len(tensors)}"
@@ -59,8 +56,7 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Takes the tensors out of `Snapshot.optimizer`: what is left as JSON data, and the tensors by name.
 
-    Raises:
-        TypeError: something is neither plain data nor a tensor.
+    Raises TypeError: something is neither plain data nor a tensor.
     """
     tensors: dict[str, Tensor] = {}
     return {key: flatten(value, key, tensors) for key, value in optimizer.items()}, tensors
@@ -79,8 +75,7 @@ def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """Puts the tensors back in their places; the inverse of `flatten`.
 
-    Raises:
-        UnreadableError: a tensor that it names isn't there.
+    Raises UnreadableError: a tensor that it names isn't there.
     """
     if isinstance(tree, list):
         return [unflatten(value, tensors) for value in tree]

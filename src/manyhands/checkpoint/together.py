@@ -36,8 +36,7 @@ class SavingGroup:
 def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:
     """Has every process do its work, which returns JSON data; all results by rank; a collective.
 
-    Raises:
-        ManyhandsError: a process's work failed. All processes raise the error of the lowest rank that failed.
+    Raises ManyhandsError: a process's work failed. All processes raise the error of the lowest rank that failed.
     """
     own: Exception | None = None
     result: Any = None

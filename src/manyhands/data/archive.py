@@ -25,10 +25,8 @@ _NO_MEMORY = "it asks for more memory than there is"
 def unpack_once(archive: Path) -> Path:
     """Unpacks, or finds what this host unpacked before; returns the folder that holds the archive's top level.
 
-    Links, devices and names that lead out of the folder are refused.
-
-    Raises:
-        UserError: the archive is torn or unsafe, or the disk is full.
+    Links, devices and names that lead out of the folder are refused. Raises UserError: the archive is torn or unsafe,
+    or the disk is full.
     """
     try:
         state = archive.stat()
@@ -56,8 +54,7 @@ def unpack_once(archive: Path) -> Path:
 def _extract(file: tarfile.TarFile, folder: Path, packed: IO[bytes]) -> None:
     """Extracts plain files and folders; tarfile's own filter came only with Python 3.11.4.
 
-    Raises:
-        TarError: a member is neither, or would be written elsewhere; or the whole is no pictures that were packed.
+    Raises TarError: a member is neither, or would be written elsewhere; or the whole is no pictures that were packed.
     """
     most_bytes = max(_LIKELY_BYTES, os.fstat(packed.fileno()).st_size * _MOST_TIMES_PACKED)
     members: list[tarfile.TarInfo] = []

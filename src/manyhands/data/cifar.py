@@ -30,8 +30,7 @@ _MEND = ("fetch it again, or copy it anew",)
 def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
     """Reads a layout's files by name, from a folder or from an archive at any depth, read once from front to back.
 
-    Raises:
-        UserError: one is missing (but for that of the class names), or the archive is torn.
+    Raises UserError: one is missing (but for that of the class names), or the archive is torn.
     """
     needed = (*layout.train, layout.test)
     names = (*needed, layout.names)
@@ -69,8 +68,7 @@ def _check_size(name: str, size: int, place: Path, most: int = _MOST_BYTES) -> N
 def read_split(files: dict[str, bytes], names: tuple[str, ...], layout: Layout, classes: int) -> ImagesInMemory:
     """Joins the files of one split: uint8 [N, 3, 32, 32] and int64 [N].
 
-    Raises:
-        UserError: a file has not a whole number of records, or a label that is no class.
+    Raises UserError: a file has not a whole number of records, or a label that is no class.
     """
     read = _read_records if layout.label_bytes else _read_batch
     parts = [read(files[name], name, layout) for name in names]

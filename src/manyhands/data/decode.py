@@ -39,10 +39,8 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
     """Decodes a picture to mode "RGB" (3 channels) or "L" (1); `content` are its bytes where they are at hand already.
 
     Grey, palette, CMYK, 16-bit and floating-point pictures are converted, a camera's orientation is applied,
-    transparency is dropped, and the first frame of an animation is taken.
-
-    Raises:
-        CorruptImageError: it is missing, empty, cut short, no picture, or of more than 89 megapixels.
+    transparency is dropped, and the first frame of an animation is taken. Raises CorruptImageError: it is missing,
+    empty, cut short, no picture, or of more than 89 megapixels.
     """
     try:
         # From memory, since a file is asked for as many bytes as the picture says it has, be it four gigabytes.
@@ -60,8 +58,7 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
 def probe(path: str) -> tuple[int, int, bool]:
     """Reads only a picture's header: width, height as stored, and whether it is grey.
 
-    Raises:
-        CorruptImageError: it can't be read.
+    Raises CorruptImageError: it can't be read.
     """
     try:
         with _opened(path, None) as image:

@@ -14,10 +14,7 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
 
     Processes of one host take turns; those that waited find the file, or learn that the attempt failed without trying
     again. MANYHANDS_MIRROR names a server that is asked instead of `urls`, which are tried in order; its files lie as
-    `name` says.
-
-    Raises:
-        UserError: no attempt succeeded; says what was tried and where to put the file by hand.
+    `name` says. Raises UserError: no attempt succeeded; says what was tried and where to put the file by hand.
     """
     began = time.time()
     mirror = os.environ.get("MANYHANDS_MIRROR", "")

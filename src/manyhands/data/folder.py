@@ -39,8 +39,7 @@ class Listing:
 def list_splits(root: Path, validation: float) -> tuple[Listing, Listing]:
     """Lists root/train and root/val (or test), or splits one folder of class folders.
 
-    Raises:
-        UserError: there are no class folders, fewer than two, an empty one, or the two splits differ in classes.
+    Raises UserError: there are no class folders, fewer than two, an empty one, or the two splits differ in classes.
     """
     train_root = root / "train"
     if not is_divided(root):
@@ -69,10 +68,8 @@ def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:
 def list_held_out(root: Path, train: Listing) -> tuple[Listing | None, tuple[str, ...]]:
     """Lists root/test where another split is evaluated during training, and gives sentences for the user.
 
-    Its labels are those of the training classes.
-
-    Raises:
-        UserError: it has classes that the training split lacks, or an empty one.
+    Its labels are those of the training classes. Raises UserError: it has classes that the training split lacks, or an
+    empty one.
     """
     place = root / _HELD_OUT
     if not is_divided(root) or not place.is_dir() or not any((root / word).is_dir() for word in _TEST_NAMES[:-1]):
@@ -110,8 +107,7 @@ def is_divided(root: Path) -> bool:
 def list_classes(root: Path, *, least: int = 2) -> Listing:
     """Lists the pictures in root's class folders, at any depth; one folder is enough where classes are known already.
 
-    Raises:
-        UserError: there are no class folders, fewer than `least`, or one without pictures.
+    Raises UserError: there are no class folders, fewer than `least`, or one without pictures.
     """
     return _list_classes(root, set(), least)[0]
 

@@ -25,9 +25,7 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
     Square pictures of one size up to 64 stay in memory, decoded, while they fit `options.memory_limit_mib`. With
     `options.skip_corrupt` every picture is decoded once to find those that can't be read; otherwise the first such
     picture is an error when it is reached. `usual`: mean, deviation and augmentation that are known for this data.
-
-    Raises:
-        UserError: the folder can't be used.
+    Raises UserError: the folder can't be used.
     """
     train, test = list_splits(root, options.validation)
     held_out, notes = list_held_out(root, train)
@@ -38,8 +36,7 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
     """Opens a folder of class folders undivided: both splits are all of it.
 
-    Raises:
-        UserError: the folder can't be used.
+    Raises UserError: the folder can't be used.
     """
     listing = list_classes(root, least=1)
     opened = _open((listing, replace(listing, ignored=0, notes=())), root, options, "", None)

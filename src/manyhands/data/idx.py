@@ -32,8 +32,7 @@ _MEND = ("delete the file and fetch it again, or copy it anew",)
 def read_idx(path: Path, dimensions: int) -> Tensor:
     """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions (pictures), [N] for 1 (labels).
 
-    Raises:
-        UserError: it isn't such a file, is cut short, or holds more than it says.
+    Raises UserError: it isn't such a file, is cut short, or holds more than it says.
     """
     try:
         with open_file(path) as there, gzip.open(there) if path.suffix == ".gz" else there as file:
@@ -64,8 +63,7 @@ def write_idx(path: Path, values: Tensor) -> None:
 def read_pair(images: Path, labels: Path, classes: int) -> ImagesInMemory:
     """Reads pictures [N, H, W] and their labels [N] and checks that they belong together.
 
-    Raises:
-        UserError: a file is wrong, the counts differ, or a label is no class.
+    Raises UserError: a file is wrong, the counts differ, or a label is no class.
     """
     pictures, numbers = read_idx(images, 3), read_idx(labels, 1)
     if len(pictures) != len(numbers):

@@ -81,8 +81,7 @@ _IDX_HEADER = 8  # bytes before the labels
 def recognise(place: Path) -> str:
     """The known set whose published files a folder holds, or an archive is; empty for anything else.
 
-    Raises:
-        UserError: it holds several sets, or files that are called as MNIST's and are not.
+    Raises UserError: it holds several sets, or files that are called as MNIST's and are not.
     """
     if not place.is_dir():
         return next((name for name, forms in CIFAR.items() if place.name in {form.archive for form in forms}), "")
@@ -105,8 +104,7 @@ def recognise(place: Path) -> str:
 def named(name: str) -> tuple[str, str] | None:
     """A known set's name and the folder of its files where `name` is a path to them.
 
-    Raises:
-        UserError: as `recognise` does.
+    Raises UserError: as `recognise` does.
     """
     place = Path(name).expanduser()
     # A set's own name stays that, also where the current folder has one called so.

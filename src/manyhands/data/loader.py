@@ -65,12 +65,9 @@ class Loader:
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch for each index tensor int64 [n] in `requests`, in order.
 
-        `requests` is read ahead (at most 64 requests), never to its end first. The pixels of a sample depend on
-        the seed, the epoch and the sample alone. A loader serves one such iterator at a time; leave it early by
-        dropping it.
-
-        Raises:
-            CorruptImageError: a picture can't be read.
+        `requests` is read ahead (at most 64 requests), never to its end first. The pixels of a sample depend on the
+        seed, the epoch and the sample alone. A loader serves one such iterator at a time; leave it early by dropping
+        it. Raises CorruptImageError: a picture can't be read.
         """
         for images, labels, samples in self._feed.batches(epoch, requests):
             if images.ndim == 4:

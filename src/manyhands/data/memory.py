@@ -45,10 +45,8 @@ class _DiffersError(Exception):
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
     """Decodes every picture, or takes the result that this host has already; each should be size x size.
 
-    None where a picture differs in size, or has colours and `grey_only` is set.
-
-    Raises:
-        UserError: the cache folder can't be written.
+    None where a picture differs in size, or has colours and `grey_only` is set. Raises UserError: the cache folder
+    can't be written.
     """
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
     told = pixels.with_suffix(".json")

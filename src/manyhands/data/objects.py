@@ -24,11 +24,9 @@ _SMALL = 64
 def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
     """Wraps the user's training and test data.
 
-    Uint8 tensors in a TensorDataset become pictures in memory; everything else is read when it is needed. Without
-    a test set, every so many-th training sample is kept for evaluation, always the same ones.
-
-    Raises:
-        UserError: an object is no data set, is empty, or its samples or labels can't be used.
+    Uint8 tensors in a TensorDataset become pictures in memory; everything else is read when it is needed. Without a
+    test set, every so many-th training sample is kept for evaluation, always the same ones. Raises UserError: an object
+    is no data set, is empty, or its samples or labels can't be used.
     """
     given = [("train", train)] if test is None else [("train", train), ("test", test)]
     for word, dataset in given:

@@ -23,8 +23,7 @@ _WHERE = "data.name"
 def open_data(options: DataOptions) -> Splits:
     """Opens the data set that `options.name` names; downloads or decodes it first where it must.
 
-    Raises:
-        UserError: there is no such data set, or it can't be used as it is.
+    Raises UserError: there is no such data set, or it can't be used as it is.
     """
     known = named(options.name)
     if known:
@@ -36,8 +35,7 @@ def open_data(options: DataOptions) -> Splits:
 def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
     """With the third data set that `options.held_out` names, if it names one.
 
-    Raises:
-        UserError: it can't be used, or has classes that the training samples lack.
+    Raises UserError: it can't be used, or has classes that the training samples lack.
     """
     if not options.held_out:
         return splits
@@ -49,8 +47,7 @@ def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
 def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
     """With another data set's evaluation split as what is evaluated once at the end; classes go by their names.
 
-    Raises:
-        UserError: it has classes that the training samples lack.
+    Raises UserError: it has classes that the training samples lack.
     """
     source = by_names(opened.test, opened.classes, splits.classes or opened.classes, place)
     text = f"{splits.description}; {len(source):,} more of {place} are kept for the end"
@@ -65,8 +62,7 @@ def is_plain_folder(name: str) -> bool:
 def open_whole(options: DataOptions) -> Splits:
     """Opens a plain folder to be evaluated whole: both splits are all of its pictures.
 
-    Raises:
-        UserError: it can't be used.
+    Raises UserError: it can't be used.
     """
     opened = open_whole_folder(Path(options.name).expanduser(), options)
     test = _first(opened.test, options.test_samples)
@@ -77,10 +73,7 @@ def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: A
     """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index; see `UserSamples`.
 
     Without `test`, `options.validation` of the training samples are kept for evaluation; `held_out` is evaluated once,
-    at the end.
-
-    Raises:
-        UserError: an object is no data set, or its samples can't be used.
+    at the end. Raises UserError: an object is no data set, or its samples can't be used.
     """
     splits = with_named_held_out(_limited(splits_of_objects(train, test, options), options), options)
     if held_out is None:
@@ -93,10 +86,8 @@ def resolve_pixels(
 ) -> Pixels:
     """Decides size, channels, mean, deviation and augmentation.
 
-    What the user said comes first, then what the model needs, then what suits the data.
-
-    Raises:
-        UserError: mean or deviation has a wrong number of values, or the deviation isn't above zero.
+    What the user said comes first, then what the model needs, then what suits the data. Raises UserError: mean or
+    deviation has a wrong number of values, or the deviation isn't above zero.
     """
     channels = options.channels or model_channels or pixels.channels
     size = options.image_size or model_size or pixels.size

@@ -91,8 +91,7 @@ class BatchSharing:
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
         """For a global batch of `count` samples: for each micro-batch, each process's share.
 
-        Raises:
-            UserError: a normalisation group doesn't fit into one micro-batch.
+        Raises UserError: a normalisation group doesn't fit into one micro-batch.
         """
         return _micro_batches(self, count)
 

@@ -72,8 +72,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_plain(content: bytes, place: str) -> Any:
     """Reads a pickle of dicts, lists, numbers, text and byte arrays; text of Python 2 comes as bytes.
 
-    Raises:
-        UserError: it is torn, or holds anything else.
+    Raises UserError: it is torn, or holds anything else.
     """
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()

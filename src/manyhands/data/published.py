@@ -16,8 +16,7 @@ def find_file(name: str, places: list[Path]) -> Path | None:
 def fetch_file(name: str, urls: tuple[str, ...], md5: str, folder: Path, options: DataOptions) -> Path:
     """Fetches a file into a named data set's folder, where the user allows that.
 
-    Raises:
-        UserError: downloads are off, or the file can't be fetched.
+    Raises UserError: downloads are off, or the file can't be fetched.
     """
     if not options.download:
         mend = (f"put {name} there", "or allow the download: --data.download")

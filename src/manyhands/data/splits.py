@@ -85,8 +85,7 @@ def describe(title: str, train: Source, test: Source, place: str = "") -> str:
 def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
     """Labels [N] of any whole-number type as int64, when each is one of so many classes.
 
-    Raises:
-        UserError: a label is outside 0 … classes - 1; names the first such sample.
+    Raises UserError: a label is outside 0 … classes - 1; names the first such sample.
     """
     labels = labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
@@ -102,10 +101,7 @@ def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
 def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
     """A source with its labels, places in `names`, turned into those of other classes, by the names of both.
 
-    Numbers alone, in order, are no names.
-
-    Raises:
-        UserError: a class isn't among those that are known.
+    Numbers alone, in order, are no names. Raises UserError: a class isn't among those that are known.
     """
     if names == known[: len(names)]:
         return source

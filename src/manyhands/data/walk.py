@@ -34,10 +34,8 @@ def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity] = ()) -> 
     """Lists the pictures below root's class folders, at any depth.
 
     Real folders go first. A link to a folder is followed unless that folder is part of the set already (or is in
-    `taken`): a loop would multiply its samples, and give them another class.
-
-    Raises:
-        UserError: a folder can't be read, or two class folders are the same one.
+    `taken`): a loop would multiply its samples, and give them another class. Raises UserError: a folder can't be read,
+    or two class folders are the same one.
     """
     homes = class_identities(root, folders)
     entered = {_identity(place) for place in (root.resolve(), *root.resolve().parents)} | set(homes) | set(taken)
@@ -57,8 +55,7 @@ def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity] = ()) -> 
 def class_identities(root: Path, folders: Sequence[str]) -> dict[Identity, str]:
     """The names of class folders by what they are.
 
-    Raises:
-        UserError: two are the same folder, so that each picture would have two classes.
+    Raises UserError: two are the same folder, so that each picture would have two classes.
     """
     homes: dict[Identity, str] = {}
     for name in folders:
@@ -73,8 +70,7 @@ def class_identities(root: Path, folders: Sequence[str]) -> dict[Identity, str]:
 def folders_in(root: Path) -> tuple[str, ...]:
     """Names of the folders in a folder, links to folders included; hidden ones are left out.
 
-    Raises:
-        UserError: it can't be read.
+    Raises UserError: it can't be read.
     """
     kinds = [(entry.name, _kind(entry)) for entry in _entries(root)]
     return tuple(sorted(name for name, kind in kinds if kind == "folder" and not name.startswith((".", "__"))))

@@ -19,8 +19,7 @@ _LARGE = 64
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
     """Says what the network needs of its pictures, of `size` pixels as they are, before any are loaded.
 
-    Raises:
-        UserError: no network has that name.
+    Raises UserError: no network has that name.
     """
     if is_object_reference(options.name):
         return ModelNeeds()
@@ -40,10 +39,8 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     for a user's network that has a parameter of that name; None: the mode has none.
 
     The network takes [N, channels, size, size] to [N, num_classes]; in training some return auxiliary outputs as well,
-    see `outputs.main_and_auxiliary`.
-
-    Raises:
-        UserError: no network has that name, an argument is wrong, pictures don't suit it, or weights are missing.
+    see `outputs.main_and_auxiliary`. Raises UserError: no network has that name, an argument is wrong, pictures don't
+    suit it, or weights are missing.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):

@@ -16,8 +16,7 @@ _MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
     """Returns builder(**arguments, **fixed): the user's own arguments of what he calls `name`, and ours.
 
-    Raises:
-        UserError: an argument is unknown, missing, one of ours, or refused; it is named.
+    Raises UserError: an argument is unknown, missing, one of ours, or refused; it is named.
     """
     if taken := sorted(set(arguments) & set(fixed)):
         mend = ("the number of classes is model.num_classes; published weights are model.pretrained",)

@@ -18,10 +18,8 @@ _DIGEST = re.compile(r"-([0-9a-f]{8,})\.")
 def fetch_weights(url: str) -> Path:
     """Makes sure that torch hub's cache has the file of this address, and that it holds tensors only.
 
-    Processes of one machine that ask at once download it once.
-
-    Raises:
-        UserError: it isn't there and can't be had, or holds something else.
+    Processes of one machine that ask at once download it once. Raises UserError: it isn't there and can't be had, or
+    holds something else.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     if not path.is_file():

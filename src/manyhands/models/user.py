@@ -17,11 +17,8 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     """Makes the network that `file.py:object` stands for.
 
     A class or function is called with the user's arguments, and with num_classes and mesh if it has parameters of those
-    names. A network that exists already is copied, so that training leaves the user's own as it was.
-
-    Raises:
-        UserError: the file or object is missing, raises, refuses an argument, wants a mesh where there is none,
-            or gives no nn.Module.
+    names. A network that exists already is copied, so that training leaves the user's own as it was. Raises UserError:
+    the file or object is missing, raises, refuses an argument, wants a mesh where there is none, or gives no nn.Module.
     """
     found = load_object(reference, "model.name")
     if isinstance(found, nn.Module):

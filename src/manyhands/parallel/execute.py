@@ -50,8 +50,7 @@ def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
     """How each parameter and buffer of the traced network lies, by its name in the state dict.
 
-    Raises:
-        UserError: two ops that share a parameter cut it in two ways.
+    Raises UserError: two ops that share a parameter cut it in two ways.
     """
     found: dict[str, TensorLayout] = {}
     users: dict[int, tuple[str, TensorLayout]] = {}

@@ -85,8 +85,7 @@ class Grid:
     def axis(self, *names: str) -> "Axis":
         """A handle on one axis, or on several as if they were one: `mesh.axis("tp")`.
 
-        Raises:
-            UserError: the mesh has no such axis, or one is named twice.
+        Raises UserError: the mesh has no such axis, or one is named twice.
         """
         return Axis(self, names)
 
@@ -171,10 +170,8 @@ class Axis:
         """This process's piece of a whole tensor, as a parameter that is marked as cut.
 
         Every process must make the same whole tensor; with the same seed it does. So the network starts as it would on
-        one process. A parameter that is cut along another axis already is cut once more, in another dimension.
-
-        Raises:
-            UserError: there is no such dimension, it is cut already, or shorter than the axis has processes.
+        one process. A parameter that is cut along another axis already is cut once more, in another dimension. Raises
+        UserError: there is no such dimension, it is cut already, or shorter than the axis has processes.
         """
         piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))

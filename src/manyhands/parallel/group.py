@@ -174,10 +174,7 @@ def choose_interface(membership: Membership, present: dict[int, dict[str, Any]])
 
     Between machines the shell's own word counts. On one machine it doesn't: a cluster's shells name the interface that
     machines talk over, and nobody else is to be reached there. Gives what gloo listens on; empty where that is left to
-    it.
-
-    Raises:
-        UserError: the shell names an interface that this machine doesn't have.
+    it. Raises UserError: the shell names an interface that this machine doesn't have.
     """
     here, loopback = present[membership.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]

@@ -60,8 +60,7 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """Reads a plan.json that says how ops are split.
 
-    Raises:
-        UserError: there is none, or it is not a plan; says which field.
+    Raises UserError: there is none, or it is not a plan; says which field.
     """
     return _plan_of_record(read_plan_record(path), str(path))
 
@@ -83,10 +82,8 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
     """The letters of each op of a network.
 
     An op that can't follow the default (it mixes samples, say) does all of its work everywhere. A pattern for several
-    ops binds those that know its letters; one that names a single op must fit.
-
-    Raises:
-        UserError: a strategy doesn't fit its op or the mesh, or two ops that must agree don't.
+    ops binds those that know its letters; one that names a single op must fit. Raises UserError: a strategy doesn't fit
+    its op or the mesh, or two ops that must agree don't.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
     return _spread(strategies(plan, graph, where), default, plan, graph, where)
@@ -95,8 +92,7 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
     """What a plan says of ops by name: the pattern that says it, and the letter of each axis that it names.
 
-    Raises:
-        UserError: a pattern matches nothing, or its strategy can't be read.
+    Raises UserError: a pattern matches nothing, or its strategy can't be read.
     """
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
@@ -272,8 +268,7 @@ def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) ->
 def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     """The plan that a job's options name: a file's, with the pins over it, or the pins alone.
 
-    Raises:
-        UserError: the file or a pin is wrong, or the mesh doesn't have as many places as there are processes.
+    Raises UserError: the file or a pin is wrong, or the mesh doesn't have as many places as there are processes.
     """
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))

@@ -21,10 +21,8 @@ class PortTakenError(UserError):
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
     """A socket that listens on one address of this machine alone (torch's own store would listen on every interface).
 
-    `given_by` names the flag or variables that address and port are from, for the user.
-
-    Raises:
-        UserError: the address is not this machine's, or the port is taken (by whom, where that can be seen).
+    `given_by` names the flag or variables that address and port are from, for the user. Raises UserError: the address
+    is not this machine's, or the port is taken (by whom, where that can be seen).
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -138,8 +136,7 @@ def interface_towards(theirs: Iterable[str]) -> str:
 def require_interface(names: str, given_by: str) -> None:
     """Refuses an interface that gloo would look for in vain; several may be named, with commas between.
 
-    Raises:
-        UserError: this machine doesn't have one of them.
+    Raises UserError: this machine doesn't have one of them.
     """
     mine = psutil.net_if_addrs()
     for name in names.split(","):

@@ -12,8 +12,7 @@ from manyhands.parallel.plan import Plan, plan_from_plain, plan_of
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
     """What `plan_of` gives on rank 0, on every process; a collective.
 
-    Raises:
-        UserError: as `plan_of`, on all processes alike.
+    Raises UserError: as `plan_of`, on all processes alike.
     """
     told = broadcast_plain(_read(options, world.size) if world.is_main else None, world)
     if "error" in told:

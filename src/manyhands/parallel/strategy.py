@@ -32,8 +32,7 @@ EXAMPLE = "such as n@dp o@tp"
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
     """Reads "n@dp o@tp": the letter of each axis (by number) that is named.
 
-    Raises:
-        UserError: it is not in this form, or names an axis twice or one that the mesh hasn't.
+    Raises UserError: it is not in this form, or names an axis twice or one that the mesh hasn't.
     """
     found: dict[int, str] = {}
     for word in text.split():
@@ -71,8 +70,7 @@ def is_tuples(text: str) -> bool:
 def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
     """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": for each input, into how many pieces each dimension is cut.
 
-    Raises:
-        UserError: it is not in this form.
+    Raises UserError: it is not in this form.
     """
     plain = text.strip()
     if plain.startswith("{"):

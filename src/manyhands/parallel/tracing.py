@@ -64,10 +64,8 @@ def _is_leaf(module: nn.Module) -> bool:
 def describe_network(model: nn.Module, picture: Tensor) -> Graph:
     """The network's graph in its present mode, from one sample [C, H, W] (or of any shape), whose numbers don't matter.
 
-    The network, on any device and whole, is left as it was, but for ops in place, which are made out of place.
-
-    Raises:
-        UserError: the network doesn't run on two or three samples.
+    The network, on any device and whole, is left as it was, but for ops in place, which are made out of place. Raises
+    UserError: the network doesn't run on two or three samples.
     """
     traced, unseen = graphs.trace(model, _is_leaf)
     names = graphs.name_nodes(traced)

@@ -62,14 +62,12 @@ def time_in_turns(
 def pick_measured(seconds: dict[str, list[float]]) -> Pick:
     """The plan to run, from seconds by finalist and round.
 
-    In each round data parallel's seconds are divided by the finalist's. A finalist beats data parallel if the median
-    of these gains is at least 1.03, and above 1 by at least two of its standard errors (1.2533 * 1.4826 * median
-    distance to the median / square root of the rounds). Of those that do, the one with the largest median is picked;
-    if there is none, data parallel. Where data parallel isn't there or can't run, the least median of seconds counts.
-    The rule is a function of the numbers alone, so processes that hold the same numbers pick the same.
-
-    Raises:
-        UserError: rounds are too few or not as many for each.
+    In each round data parallel's seconds are divided by the finalist's. A finalist beats data parallel if the median of
+    these gains is at least 1.03, and above 1 by at least two of its standard errors (1.2533 * 1.4826 * median distance
+    to the median / square root of the rounds). Of those that do, the one with the largest median is picked; if there is
+    none, data parallel. Where data parallel isn't there or can't run, the least median of seconds counts. The rule is a
+    function of the numbers alone, so processes that hold the same numbers pick the same. Raises UserError: rounds are
+    too few or not as many for each.
     """
     counts = {len(values) for values in seconds.values()}
     if len(counts) != 1 or min(counts) < LEAST_ROUNDS:
@@ -115,9 +113,7 @@ def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mappin
 
     A finalist that can't run, for one that doesn't fit into memory, is left out by the caller. By so many
     `doubtful_seconds` what was timed for a prediction varied; with these too a plan must be as fast as data parallel.
-
-    Raises:
-        UserError: there is no finalist.
+    Raises UserError: there is no finalist.
     """
     if not predicted_seconds:
         raise UserError("no plan is left to choose from", "plan", ("allow more memory", "loosen a pin"))

@@ -32,8 +32,7 @@ class DeviceModel:
     def rates(self, precision: str) -> tuple[float, float]:
         """(operations, bytes) per second that are assumed to be reached.
 
-        Raises:
-            UserError: there is no figure for this precision.
+        Raises UserError: there is no figure for this precision.
         """
         if precision not in self.operations:
             known = ", ".join(self.operations)
@@ -58,8 +57,7 @@ def own_file() -> Path:
 def device_model(name: str) -> DeviceModel:
     """The device of this name, a user's own before ours.
 
-    Raises:
-        UserError: nobody knows it, or the user's file is wrong.
+    Raises UserError: nobody knows it, or the user's file is wrong.
     """
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
     known: dict[str, tuple[Any, str]] = {

@@ -112,8 +112,7 @@ def _milliseconds(seconds: float) -> str:
 def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path, title: str = "") -> None:
     """Draws layers × devices into a PNG or SVG file; a colour for each letter, a stripe for each axis.
 
-    Raises:
-        UserError: the file's ending is another, or a layer's letters don't fit the mesh.
+    Raises UserError: the file's ending is another, or a layer's letters don't fit the mesh.
     """
     ending = file.suffix.lower()
     if ending not in (".png", ".svg"):

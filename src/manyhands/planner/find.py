@@ -151,10 +151,8 @@ def find(
     """The plan to run, and all that it was chosen from.
 
     The graph is the network's in training, whole. Without `times` ops are estimated; `share`, one process's update
-    under data parallel timed whole, scales all plans' ops.
-
-    Raises:
-        UserError: a pin doesn't fit, or no plan fits into memory.
+    under data parallel timed whole, scales all plans' ops. Raises UserError: a pin doesn't fit, or no plan fits into
+    memory.
     """
     _check(request)
     times = times or OpTimes(budget_s=0.0)
@@ -233,8 +231,7 @@ def _meshes(request: SearchRequest) -> list[Mesh]:
 def _fitting(request: SearchRequest, graph: Graph) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
     """Meshes that the pins can be read on, with what they fix.
 
-    Raises:
-        UserError: there is none; the last mesh's reason.
+    Raises UserError: there is none; the last mesh's reason.
     """
     pins = dict(request.pins or {})
     found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []

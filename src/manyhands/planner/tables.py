@@ -41,8 +41,7 @@ class Tables:
 def tables_of(problem: Problem) -> Tables:
     """A problem's numbers, checked, with parallel edges added up and loops moved into their nodes.
 
-    Raises:
-        UserError: shapes don't fit, or a number can't be one.
+    Raises UserError: shapes don't fit, or a number can't be one.
     """
     columns = [np.array([_numbers(choice) for choice in node], dtype=float).reshape(-1, 4) for node in problem.nodes]
     for number, column in enumerate(columns):
@@ -124,8 +123,7 @@ def keep(tables: Tables, masks: dict[int, NDArray[np.bool_]]) -> Tables:
 def drop_forbidden(tables: Tables, problem: Problem) -> Tables:
     """Leaves out choices that are forbidden or have no partner left in a neighbour.
 
-    Raises:
-        NoPlanError: a node has none left.
+    Raises NoPlanError: a node has none left.
     """
     alive = [np.isfinite(seconds) for seconds in tables.seconds]
     allowed = {pair: np.isfinite(matrix) for pair, matrix in tables.pairs.items()}

@@ -43,10 +43,7 @@ class Change(NamedTuple):
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
     """Options that differ from the folder's job.toml, which says what was trained last.
 
-    Two spellings of one path are no change.
-
-    Raises:
-        UserError: job.toml is not TOML.
+    Two spellings of one path are no change. Raises UserError: job.toml is not TOML.
     """
     if not folder.exists():
         return []

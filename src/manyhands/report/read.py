@@ -127,10 +127,8 @@ def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | Eval
 def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
     """A plain object as a record; None where it is damaged.
 
-    JSON knows no NaN, so that one is written as null: it comes back as NaN.
-
-    Raises:
-        UserError: a newer manyhands wrote it.
+    JSON knows no NaN, so that one is written as null: it comes back as NaN. Raises UserError: a newer manyhands wrote
+    it.
     """
     version = line.get("v")
     if isinstance(version, int) and version > records.VERSION:

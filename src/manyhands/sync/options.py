@@ -34,8 +34,7 @@ class CommonOptions(Options):
 def _sections() -> list[type[Options]]:
     """The options of each method that has some.
 
-    Raises:
-        TypeError: two methods have an option of one name that isn't the same for both.
+    Raises TypeError: two methods have an option of one name that isn't the same for both.
     """
     found: list[type[Options]] = []
     for name, method in methods().items():

@@ -107,8 +107,7 @@ class PowerSgd:
     def average(self) -> None:
         """Waits until the gradients are the agreed mean; a collective.
 
-        Raises:
-            RuntimeError: a collective failed; as it said.
+        Raises RuntimeError: a collective failed; as it said.
         """
         if not self._expecting:
             self.expect()

@@ -146,8 +146,7 @@ class Relay(Generic[T]):
     def advance(self) -> None:
         """Begins each collective whose turn has come; waits for none.
 
-        Raises:
-            RuntimeError: a collective failed; as it said.
+        Raises RuntimeError: a collective failed; as it said.
         """
         while self._order and self._moves(self._order[0]):
             self._order.popleft()

@@ -29,8 +29,7 @@ class Start:
 def joined(starts: Sequence[Start], rank_flag: str, address_flag: str) -> Cluster:
     """The cluster that all commands together describe; one alone speaks for machines like its own.
 
-    Raises:
-        UserError: they contradict each other, or machines are missing.
+    Raises UserError: they contradict each other, or machines are missing.
     """
     first = starts[0]
     for start in starts[1:]:
@@ -53,10 +52,8 @@ def joined(starts: Sequence[Start], rank_flag: str, address_flag: str) -> Cluste
 def lines(cluster: Cluster, command: Callable[[int, Machine, str], str]) -> str:
     """A command for each machine, or for this one alone where the cluster says which that is.
 
-    It is made of the machine's rank, itself and the master's address.
-
-    Raises:
-        UserError: nothing says where the first machine is.
+    It is made of the machine's rank, itself and the master's address. Raises UserError: nothing says where the first
+    machine is.
     """
     address = cluster.master_address or cluster.machines[0].address
     if len(cluster.machines) > 1 and not address:

@@ -26,8 +26,7 @@ class Command:
 def commands(text: str, where: str, is_wanted: Callable[[Sequence[str]], bool]) -> list[Command]:
     """The wanted commands of a script; lines may go on after a backslash.
 
-    Raises:
-        UserError: a wanted line's quotes don't match, or it has a variable that only a shell can fill in.
+    Raises UserError: a wanted line's quotes don't match, or it has a variable that only a shell can fill in.
     """
     found: list[Command] = []
     host = ""
@@ -97,8 +96,7 @@ class CommandFlags:
     def read(self, words: Sequence[str], where: str) -> dict[str, str]:
         """Values of the flags before the program that is to be started; switches are "true".
 
-        Raises:
-            UserError: a flag is unknown, lacks its value, or has one that only a shell could fill in.
+        Raises UserError: a flag is unknown, lacks its value, or has one that only a shell could fill in.
         """
         found: dict[str, str] = {}
         position = 0
@@ -144,8 +142,7 @@ def number(flags: Mapping[str, str], name: str, least: int, most: int, where: st
 def visible_devices(command: Command, variable: str) -> tuple[int, ...]:
     """Numbers of the devices that a variable before the command leaves visible; empty without it.
 
-    Raises:
-        UserError: they are not numbers.
+    Raises UserError: they are not numbers.
     """
     text = command.variables.get(variable, "")
     if not text:

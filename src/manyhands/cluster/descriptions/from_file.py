@@ -15,8 +15,7 @@ DEFAULT_PORT = 29500
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
     """The description that the user named, and where; one that is still being written is waited for.
 
-    Raises:
-        UserError: it can't be read.
+    Raises UserError: it can't be read.
     """
     named = (
         (options.rank_table, "--rank-table"),
@@ -36,8 +35,7 @@ def meeting_in(
 ) -> tuple[Meeting, dict[str, str]]:
     """How this machine's processes meet the other machines', and what each value came from.
 
-    Raises:
-        UserError: this machine isn't in the description, or its number is unknown.
+    Raises UserError: this machine isn't in the description, or its number is unknown.
     """
     here = find_machine(cluster)
     if not 0 <= here < len(cluster.machines):

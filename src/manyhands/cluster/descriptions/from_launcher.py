@@ -20,8 +20,7 @@ def modules_with(function: str) -> Iterator[ModuleType]:
 def find_place(variables: Mapping[str, str]) -> LauncherPlace | None:
     """The place that the first launcher with variables here gives this process.
 
-    Raises:
-        UserError: its variables are incomplete or contradict each other.
+    Raises UserError: its variables are incomplete or contradict each other.
     """
     return next((place for module in modules_with("place") if (place := module.place(variables))), None)
 
@@ -52,8 +51,7 @@ def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
 def refuse_alone(variables: Mapping[str, str]) -> None:
     """Stops where a scheduler's job has several processes, and this one was started by itself.
 
-    Raises:
-        UserError: it says how to start them all.
+    Raises UserError: it says how to start them all.
     """
     for module in modules_with("alone"):
         error: UserError | None = module.alone(variables)

@@ -14,8 +14,7 @@ HCCN = Path("/etc/hccn.conf")
 def find_server(table: RankTable, names: Collection[str], where: str) -> int:
     """Which server of a checked table this machine is, by its addresses and host name; in the order of ranks.
 
-    Raises:
-        UserError: it is none of them, or several.
+    Raises UserError: it is none of them, or several.
     """
     servers = table.by_rank
     if len(servers) == 1:
@@ -40,8 +39,7 @@ def find_server(table: RankTable, names: Collection[str], where: str) -> int:
 def read_hccn(path: Path = HCCN) -> dict[int, str]:
     """Cards' addresses from a hccn.conf, which has lines such as address_0=192.168.100.101; empty without the file.
 
-    Raises:
-        UserError: an address is not one.
+    Raises UserError: an address is not one.
     """
     if not path.exists():
         return {}

@@ -156,8 +156,7 @@ def is_address(word: str) -> bool:
 def typed(document: Document) -> RankTable:
     """The table, each value of the right kind; how values fit together is not looked at.
 
-    Raises:
-        UserError: a value is missing, misspelt, a placeholder or of a wrong kind; the first in the file is named.
+    Raises UserError: a value is missing, misspelt, a placeholder or of a wrong kind; the first in the file is named.
     """
     _check_layout(document)
     _check_spelling(document, document.value, (), RankTable)

@@ -25,8 +25,7 @@ def without_ports(cluster: Cluster) -> tuple[Cluster, list[str]]:
 def must_hold(text: str, cluster: Cluster, read: Callable[[str, str], Cluster], name: str) -> str:
     """The text, if reading it gives the cluster again.
 
-    Raises:
-        UserError: it doesn't; what the format has no place for is named.
+    Raises UserError: it doesn't; what the format has no place for is named.
     """
     found, wanted = read(text, f"{name} to be written"), canonical(cluster)
     if found == wanted:

@@ -11,8 +11,7 @@ from manyhands.parallel.ports import outer_addresses, own_addresses
 def find_machine(cluster: Cluster) -> int:
     """This machine's place in the cluster: what the description says, or else by its names and addresses.
 
-    Raises:
-        UserError: it isn't there, or more than once.
+    Raises UserError: it isn't there, or more than once.
     """
     if cluster.machine is not None:
         return cluster.machine
@@ -54,10 +53,8 @@ def is_own_name(name: str) -> bool:
 def reachable(address: str) -> str:
     """An address of this machine instead of a name that means loopback here (Debian writes 127.0.1.1 for the own name).
 
-    Other machines' names and addresses are returned as they are.
-
-    Raises:
-        UserError: it is loopback, or stands for it and this machine has several addresses or none.
+    Other machines' names and addresses are returned as they are. Raises UserError: it is loopback, or stands for it and
+    this machine has several addresses or none.
     """
     if address in {"0.0.0.0", "::"}:
         return address
@@ -83,8 +80,7 @@ def reachable(address: str) -> str:
 def seen_by_others(address: str) -> str:
     """As `reachable`, but what says itself that it is loopback stays so: processes of one machine may meet there.
 
-    Raises:
-        UserError: a name stands for loopback, and this machine has several addresses or none.
+    Raises UserError: a name stands for loopback, and this machine has several addresses or none.
     """
     if address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback):
         return address

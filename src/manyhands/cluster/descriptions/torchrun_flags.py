@@ -39,8 +39,7 @@ def program(words: Sequence[str]) -> int | None:
 def read_command(command: Command) -> Start:
     """What a command whose first word is torchrun, or python -m with its module, says.
 
-    Raises:
-        UserError: a flag is unknown or wrong.
+    Raises UserError: a flag is unknown or wrong.
     """
     flags = FLAGS.read(command.words[program(command.words) :], command.where)
     petted = {
@@ -52,8 +51,7 @@ def read_command(command: Command) -> Start:
 def read_flags(command: Command, flags: Mapping[str, str]) -> Start:
     """What flags with underscores in their names say, wherever they were written.
 
-    Raises:
-        UserError: one of them is wrong.
+    Raises UserError: one of them is wrong.
     """
     where = command.where
     machines = _machines(flags.get("nnodes", "1"), where)

@@ -54,8 +54,7 @@ NAMES = tuple(_SETS)
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     """Opens both splits into memory; fetches what is missing.
 
-    Raises:
-        UserError: a file is missing and can't be fetched, or isn't what it should be.
+    Raises UserError: a file is missing and can't be fetched, or isn't what it should be.
     """
     published = _SETS[name]
     train, test = (_read(name, part, options) for part in ("train", "t10k"))

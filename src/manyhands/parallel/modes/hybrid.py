@@ -78,8 +78,7 @@ class HybridNetwork:
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
     """Has a network run that was constructed with `request.grid`.
 
-    Raises:
-        UserError: there is no grid, or a mark doesn't fit its mesh.
+    Raises UserError: there is no grid, or a mark doesn't fit its mesh.
     """
     if request.grid is None:
         mend = ("--mesh dp=2,tp=2", "and a network whose __init__ takes `mesh`")
@@ -98,10 +97,8 @@ def _with_labels(loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
     """Has a network run that was constructed with this grid and holds pieces; whole parameters are equal on all.
 
-    `samples` names the axes over which samples are shared; None: all that cut no parameter.
-
-    Raises:
-        UserError: a parameter's mark or an axis of `samples` doesn't fit the mesh.
+    `samples` names the axes over which samples are shared; None: all that cut no parameter. Raises UserError: a
+    parameter's mark or an axis of `samples` doesn't fit the mesh.
     """
     layouts = layouts_of(model, grid.mesh, grid.world.rank)
     if samples is None:

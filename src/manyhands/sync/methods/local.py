@@ -63,8 +63,7 @@ class Options(RankOptions):
 def asked(options: Options) -> Cost | None:
     """The pace, where the options say it whole.
 
-    Raises:
-        UserError: an exchange would be applied after the next one has begun.
+    Raises UserError: an exchange would be applied after the next one has begun.
     """
     if options.delay > options.every > 0:
         mend = (f"--set sync.delay={options.every} or less",)

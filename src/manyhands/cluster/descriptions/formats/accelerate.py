@@ -70,8 +70,7 @@ def read(text: str, where: str) -> Cluster:
 def settings(text: str, where: str = "") -> dict[str, str]:
     """What the file says about the job besides its machines, by the job's own dotted keys.
 
-    Raises:
-        UserError: the file asks for something that has no counterpart here.
+    Raises UserError: the file asks for something that has no counterpart here.
     """
     values = _Values(text, where)
     found: dict[str, str] = {}
@@ -99,8 +98,7 @@ def settings(text: str, where: str = "") -> dict[str, str]:
 def write(cluster: Cluster) -> str:
     """Writes a configuration; the job's own settings are left out, but for mixed_precision "no".
 
-    Raises:
-        UserError: accelerate's configuration can't hold this cluster.
+    Raises UserError: accelerate's configuration can't hold this cluster.
     """
     plain = canonical(cluster)
     first = plain.machines[0]

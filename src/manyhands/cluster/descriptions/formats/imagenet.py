@@ -63,8 +63,7 @@ class Nodes:
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
     """Which node this is, from the flags, and with `--dist-url env://` from the environment where they don't say.
 
-    Raises:
-        UserError: the flags contradict each other or the environment, or leave something out.
+    Raises UserError: the flags contradict each other or the environment, or leave something out.
     """
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
@@ -83,8 +82,7 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
 def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
     """The job that the flags mean, by dotted key; None where they say nothing.
 
-    Raises:
-        UserError: flags that can't be honoured together.
+    Raises UserError: flags that can't be honoured together.
     """
     _check_together(flags)
     arch = (flags.arch or "").removeprefix("torchvision:")
@@ -111,8 +109,7 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
 def meeting_of(flags: ImagenetFlags, processes_per_node: int, environment: Mapping[str, str] | None = None) -> Meeting:
     """This node among the others, each of which starts so many processes.
 
-    Raises:
-        UserError: the flags are wrong, or name no address that several processes of a node can meet at.
+    Raises UserError: the flags are wrong, or name no address that several processes of a node can meet at.
     """
     nodes = nodes_of(flags, environment)
     match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)

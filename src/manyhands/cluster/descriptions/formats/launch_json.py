@@ -38,10 +38,8 @@ def read(text: str, where: str) -> Cluster:
     """Reads the processes that the configurations start.
 
     From the RANK and WORLD_SIZE of each, or, where the module is torch.distributed.launch or torch.distributed.run,
-    from its flags in `args`.
-
-    Raises:
-        UserError: no configuration has either, ranks are missing, or a value is taken from where it can't be.
+    from its flags in `args`. Raises UserError: no configuration has either, ranks are missing, or a value is taken from
+    where it can't be.
     """
     document = parse(without_comments(text), where)
     ranks: dict[int, tuple[Path, dict[str, str]]] = {}
@@ -91,8 +89,7 @@ def _by_torchrun(document: Document) -> Cluster | None:
 def write(cluster: Cluster) -> str:
     """Writes a launch.json for processes of this machine.
 
-    Raises:
-        UserError: there are several machines, or the number of processes or the port is not known.
+    Raises UserError: there are several machines, or the number of processes or the port is not known.
     """
     plain = canonical(cluster)
     machine = plain.machines[0]

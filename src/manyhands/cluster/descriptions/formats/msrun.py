@@ -32,8 +32,7 @@ def recognise(_path: str, text: str) -> bool:
 def read(text: str, where: str) -> Cluster:
     """Reads the msrun commands of a script; the other lines are passed over.
 
-    Raises:
-        UserError: there is none, a flag is wrong, or the commands contradict each other.
+    Raises UserError: there is none, a flag is wrong, or the commands contradict each other.
     """
     found = commands(text, where, _is_msrun)
     if not found:
@@ -47,8 +46,7 @@ def read(text: str, where: str) -> Cluster:
 def write(cluster: Cluster) -> str:
     """Writes the msrun command of each machine, or of this one alone where the cluster says which that is.
 
-    Raises:
-        UserError: msrun can't be started like this.
+    Raises UserError: msrun can't be started like this.
     """
     plain = canonical(cluster)
     if not all(machine.slots for machine in plain.machines):

@@ -41,8 +41,7 @@ def read(text: str, where: str) -> Cluster:
 def read_table(text: str, where: str) -> RankTable:
     """Reads and checks the whole table, with the fields that a Cluster has no place for.
 
-    Raises:
-        UserError: it is not a rank table, still being written, a placeholder, or breaks one of HCCL's rules.
+    Raises UserError: it is not a rank table, still being written, a placeholder, or breaks one of HCCL's rules.
     """
     document = parse(text, where)
     table = typed(document)
@@ -66,10 +65,7 @@ def wait(
     """Waits until the table is completed, and returns its text.
 
     A file that is gone, cut off or "initializing" is still being written; any other mistake ends the waiting, and is
-    left to the reader.
-
-    Raises:
-        UserError: the table says that it is still being written, after all this time.
+    left to the reader. Raises UserError: the table says that it is still being written, after all this time.
     """
     ends = clock() + timeout_s
     while True:
@@ -108,10 +104,8 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
     """Writes a table of version 1.0.
 
     Cards' addresses are known for this machine alone, so they are left out unless it is the only one; a reader finds
-    them in each machine's /etc/hccn.conf, as `hccn`, by the card's number, here.
-
-    Raises:
-        UserError: the table can't hold this cluster, or HCCL could not use it.
+    them in each machine's /etc/hccn.conf, as `hccn`, by the card's number, here. Raises UserError: the table can't hold
+    this cluster, or HCCL could not use it.
     """
     _refuse_unknown_sizes(cluster)
     own = read_hccn() if hccn is None else hccn
@@ -145,10 +139,8 @@ def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
 def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPlace | None:
     """The process that RANK_TABLE_FILE and RANK_ID say this is; None without one of them.
 
-    Waits up to `timeout_s` for a table that is still being written.
-
-    Raises:
-        UserError: there is no such table, it is wrong, or the other variables contradict it.
+    Waits up to `timeout_s` for a table that is still being written. Raises UserError: there is no such table, it is
+    wrong, or the other variables contradict it.
     """
     name = environment.get("RANK_TABLE_FILE", "")
     if not name or not environment.get("RANK_ID"):
@@ -162,8 +154,7 @@ def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPla
 def place_in(table: RankTable, environment: Mapping[str, str], where: str) -> LauncherPlace:
     """The process that RANK_ID says this is, in a table that is read already.
 
-    Raises:
-        UserError: RANK_ID, RANK_SIZE or DEVICE_ID contradicts the table.
+    Raises UserError: RANK_ID, RANK_SIZE or DEVICE_ID contradicts the table.
     """
     servers = table.by_rank
     size = sum(len(server.device) for server in servers)

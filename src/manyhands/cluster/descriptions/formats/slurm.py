@@ -25,8 +25,7 @@ SAVE_S = 120
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     """One task of a step with several; None in a batch script or shell, whose variables look alike but for the step's.
 
-    Raises:
-        UserError: the variables are incomplete or contradict each other.
+    Raises UserError: the variables are incomplete or contradict each other.
     """
     if not _in_step(environment):
         return None
@@ -138,8 +137,7 @@ def recognise(path: str, text: str) -> bool:
 def write(cluster: Cluster) -> str:
     """A batch script for exactly these machines.
 
-    Raises:
-        UserError: Slurm can't be told so: unequal numbers of processes, chosen devices, an address to meet at.
+    Raises UserError: Slurm can't be told so: unequal numbers of processes, chosen devices, an address to meet at.
     """
     slots = {machine.slots for machine in cluster.machines}
     if len(slots) != 1 or 0 in slots:

@@ -29,8 +29,7 @@ def recognise(_path: str, text: str) -> bool:
 def read(text: str, where: str) -> Cluster:
     """Reads the torchrun commands of a script; the other lines are passed over.
 
-    Raises:
-        UserError: there is none, a flag is wrong, or the commands contradict each other.
+    Raises UserError: there is none, a flag is wrong, or the commands contradict each other.
     """
     found = commands(text, where, _is_torchrun)
     if not found:
@@ -42,8 +41,7 @@ def read(text: str, where: str) -> Cluster:
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     """The cluster that PET_* variables describe, with this machine's place in it; None without PET_NNODES.
 
-    Raises:
-        UserError: one of them is wrong.
+    Raises UserError: one of them is wrong.
     """
     if not environment.get(f"{PREFIX}NNODES"):
         return None
@@ -55,8 +53,7 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
 def write(cluster: Cluster) -> str:
     """Writes the torchrun command of each machine, or of this one alone where the cluster says which that is.
 
-    Raises:
-        UserError: torchrun can't be started like this.
+    Raises UserError: torchrun can't be started like this.
     """
     plain = canonical(cluster)
 

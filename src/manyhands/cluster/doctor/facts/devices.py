@@ -36,8 +36,7 @@ def driver_versions() -> dict[str, str]:
 def accelerators() -> list[dict[str, Any]]:
     """Each accelerator with its name, memory, and the processes on it.
 
-    Raises:
-        RuntimeError: the vendor's tool is there and fails, which says that the driver doesn't work.
+    Raises RuntimeError: the vendor's tool is there and fails, which says that the driver doesn't work.
     """
     return [*_nvidia(), *_ascend()]
 
