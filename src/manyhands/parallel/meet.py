@@ -57,11 +57,9 @@ def check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[
         for rank, other in present.items():
             _compare(membership, me, rank, other)
     except (dist.DistError, ValueError):  # a ValueError where a count in an init file is none
-        raise PeerError(
-            "the store was left, or spoilt, while the processes were meeting",
-            membership.init,
-            ("if rank 0 has ended, its own last words say why", "does another program write there?"),
-        ) from None
+        what = "the store was left, or spoilt, while the processes were meeting"
+        mend = ("if rank 0 has ended, its own last words say why", "does another program write there?")
+        raise PeerError(what, membership.init, mend) from None
     except ManyhandsError:
         if membership.rank == 0:
             linger(names, "read", sum(names.check([str(rank)]) for rank in range(membership.size)))
@@ -87,11 +85,9 @@ def _refuse_two(names: Any, membership: Membership, present: dict[int, dict[str,
     names.add("read", 1)
     first = present.get(two.rank)
     also = f" and to process {first['pid']} on {first['host']}" if first else ""
-    raise UserError(
-        f"rank {two.rank} was given twice: to process {two.pid} on {two.host}{also}",
-        "--rank" if membership.started_by == "--init" else "RANK",
-        (f"start all anew, each process with a rank of its own, 0 to {membership.size - 1}",),
-    )
+    what = f"rank {two.rank} was given twice: to process {two.pid} on {two.host}{also}"
+    mend = (f"start all anew, each process with a rank of its own, 0 to {membership.size - 1}",)
+    raise UserError(what, "--rank" if membership.started_by == "--init" else "RANK", mend)
 
 
 def linger(store: Any, key: str, count: int) -> None:
@@ -150,11 +146,8 @@ def _refuse_dead(other: dict[str, Any], rank: int, membership: Membership) -> No
     here = other["machine"] == this_machine()
     if membership.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = membership.init.removeprefix("file://")
-        raise UserError(
-            f"the init file {path} is an earlier run's: its rank {rank}, process {other['pid']}, has ended",
-            "--init",
-            (f"rm {path}, or use a new name",),
-        )
+        what = f"the init file {path} is an earlier run's: its rank {rank}, process {other['pid']}, has ended"
+        raise UserError(what, "--init", (f"rm {path}, or use a new name",))
 
 
 def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
@@ -162,11 +155,9 @@ def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[
     for key, word in words.items():
         if me[key] != other[key]:
             shown = f": {me[key]} here, {other[key]} there" if key != "digest" else _options(me[key], other[key])
-            raise UserError(
-                f"rank {membership.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}",
-                _meeting_place(membership),
-                ("start all ranks with the same command, but for --rank",),
-            )
+            what = f"rank {membership.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}"
+            mend = ("start all ranks with the same command, but for --rank",)
+            raise UserError(what, _meeting_place(membership), mend)
 
 
 def _options(here: str, there: str) -> str:

@@ -209,11 +209,8 @@ def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
     reason = refusal(op, letters, mesh)
     if reason:
         fitting = [letter for letter in op.allowed() if _fits_somewhere(op, letter, mesh)]
-        raise UserError(
-            f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}",
-            f"{where}, {op.name}",
-            (f"it can be split by {', '.join(fitting or ['r'])}",),
-        )
+        what = f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}"
+        raise UserError(what, f"{where}, {op.name}", (f"it can be split by {', '.join(fitting or ['r'])}",))
 
 
 def _fits_somewhere(op: Op, letter: str, mesh: Mesh) -> bool:

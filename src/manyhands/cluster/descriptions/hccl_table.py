@@ -180,11 +180,9 @@ def _check_layout(document: Document) -> None:
         raise UserError('a rank table is one object, "{ … }"', document.at(()), ("see docs/guides/cluster-files.md",))
     for key, name in _OTHER_LAYOUTS.items():
         if key in value and "server_list" not in value:
-            raise UserError(
-                f"this is the layout {name}; versions 1.0 and 1.2 are read",
-                document.at((key,)),
-                ("write it anew from a list of machines: manyhands convert-cluster HOSTFILE --to rank_table",),
-            )
+            what = f"this is the layout {name}; versions 1.0 and 1.2 are read"
+            mend = ("write it anew from a list of machines: manyhands convert-cluster HOSTFILE --to rank_table",)
+            raise UserError(what, document.at((key,)), mend)
     if value.get("version") not in (None, *get_args(Version)):
         found = json.dumps(value["version"])
         raise UserError(f"version is {found}; expected {_VERSIONS}", document.at(("version",)), (f"write {_VERSIONS}",))

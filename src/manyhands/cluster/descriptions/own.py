@@ -23,11 +23,8 @@ def find_machine(cluster: Cluster) -> int:
     own = f"it is {socket.gethostname()}, with {', '.join(outer_addresses()) or 'loopback alone'}"
     found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
     if not here:
-        raise UserError(
-            f"this machine is none of the {len(names)} in the description ({found}); {own}",
-            cluster.source,
-            ("write one of its names or addresses there",),
-        )
+        what = f"this machine is none of the {len(names)} in the description ({found}); {own}"
+        raise UserError(what, cluster.source, ("write one of its names or addresses there",))
     twice = " and ".join(names[place] for place in here)
     raise UserError(f"this machine is there {len(here)} times: {twice}; {own}", cluster.source, ("keep one of them",))
 

@@ -70,11 +70,8 @@ def read_flags(command: Command, flags: Mapping[str, str]) -> Start:
 def _machines(text: str, where: str) -> int:
     least, colon, most = text.partition(":")
     if colon and least != most:
-        raise UserError(
-            f'--nnodes is "{text}", a number that may change while the job runs; here it is fixed',
-            where,
-            (f"write --nnodes {most}, the number of machines that take part",),
-        )
+        what = f'--nnodes is "{text}", a number that may change while the job runs; here it is fixed'
+        raise UserError(what, where, (f"write --nnodes {most}, the number of machines that take part",))
     return number({"nnodes": least}, "nnodes", 1, _MOST_MACHINES, where)
 
 
@@ -82,11 +79,8 @@ def _slots(text: str, where: str) -> int:
     if text in {"auto", "gpu", "xpu"}:
         return 0
     if text == "cpu":
-        raise UserError(
-            '--nproc-per-node is "cpu", one process for each core; here it is a number, or auto',
-            where,
-            ("write the number; each process takes its share of the cores as threads anyway",),
-        )
+        what = '--nproc-per-node is "cpu", one process for each core; here it is a number, or auto'
+        raise UserError(what, where, ("write the number; each process takes its share of the cores as threads anyway",))
     return number({"nproc_per_node": text}, "nproc_per_node", 1, _MOST_SLOTS, where)
 
 

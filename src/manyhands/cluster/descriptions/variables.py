@@ -47,11 +47,9 @@ def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
     Raises UserError: it doesn't; both are named by the words that the user wrote them with.
     """
     if not 0 <= rank < size:
-        raise UserError(
-            f"{rank_word} {rank} is outside 0 … {size - 1}, the ranks of {size_word} {size}",
-            rank_word,
-            (f"count from 0: the last rank is {size - 1}",) if size else (f"{size_word} counts all processes",),
-        )
+        what = f"{rank_word} {rank} is outside 0 … {size - 1}, the ranks of {size_word} {size}"
+        mend = (f"count from 0: the last rank is {size - 1}",) if size else (f"{size_word} counts all processes",)
+        raise UserError(what, rank_word, mend)
 
 
 def first_set(variables: Mapping[str, str], names: Iterable[str]) -> str:

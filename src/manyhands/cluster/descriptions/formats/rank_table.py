@@ -46,11 +46,8 @@ def read_table(text: str, where: str) -> RankTable:
     document = parse(text, where)
     table = typed(document)
     if table.status == "initializing":
-        raise UserError(
-            'status is "initializing": the table is still being written',
-            document.at(("status",)),
-            ("wait until whoever writes it sets it to completed",),
-        )
+        what = 'status is "initializing": the table is still being written'
+        raise UserError(what, document.at(("status",)), ("wait until whoever writes it sets it to completed",))
     check(table, document)
     return table
 
@@ -77,11 +74,8 @@ def wait(
             break
         sleep(POLL_S)
     if status == "initializing" and timeout_s:
-        raise UserError(
-            f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"',
-            str(path),
-            ("see why whoever writes it does not end; or finish it by hand",),
-        )
+        what = f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"'
+        raise UserError(what, str(path), ("see why whoever writes it does not end; or finish it by hand",))
     return text
 
 
@@ -203,11 +197,9 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _contradict(name: str, found: object, expected: str, where: str) -> NoReturn:
-    raise UserError(
-        f"{name} is {found}; expected {expected}",
-        f"environment, and {where}",
-        (f"correct {name}, or export the RANK_TABLE_FILE that belongs to it",),
-    )
+    what = f"{name} is {found}; expected {expected}"
+    mend = (f"correct {name}, or export the RANK_TABLE_FILE that belongs to it",)
+    raise UserError(what, f"environment, and {where}", mend)
 
 
 def _machine(server: Server) -> Machine:
@@ -231,10 +223,7 @@ def _server_ids(machines: Sequence[Machine]) -> list[str]:
     if hosts == sorted(hosts):
         return hosts
     if not all(map(is_address, hosts)):
-        raise UserError(
-            f"HCCL wants machines in the order of their names as text: {', '.join(sorted(hosts))}",
-            "",
-            ("list them in that order, or by their addresses", "as text, n10 comes before n9"),
-        )
+        what = f"HCCL wants machines in the order of their names as text: {', '.join(sorted(hosts))}"
+        raise UserError(what, "", ("list them in that order, or by their addresses", "as text, n10 comes before n9"))
     width = len(str(len(hosts) - 1))
     return [f"node_{index:0{width}}" for index in range(len(hosts))]
