@@ -18,6 +18,9 @@ demo: $(VENV)/.package
 
 setup: $(READY)
 
+# Tests start hundreds of processes, each of which would compile the package anew where the shell forbids to keep that.
+test test-slow test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" --timeout 300 -n 2 --dist worksteal
 

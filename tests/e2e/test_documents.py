@@ -46,6 +46,7 @@ def explained(ended):
 # Document 002: several processes on one machine.
 
 
+@pytest.mark.slow
 def test_002_torchrun_on_one_machine(here):
     launch = "torchrun --standalone --nnodes=1 --nproc_per_node=2"
     found = explained(typed(f"{launch} -m manyhands explain --json"))
@@ -74,6 +75,7 @@ def test_002_the_readers_own_script_under_torch_distributed_launch(here):
     assert processes_of("run") == 2
 
 
+@pytest.mark.slow
 def test_002_going_on_from_a_checkpoint(here):
     typed(f"manyhands train -n 2 {DIGITS}")
     typed("manyhands train -n 2 digits mlp --epochs 2 --out more --resume run")
@@ -145,6 +147,7 @@ def is_open(port):
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
 
 
+@pytest.mark.slow
 def test_002_one_rank_under_the_debugger_while_the_other_runs(here):
     pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
     (here / "mine.py").write_text(
@@ -270,6 +273,7 @@ def test_003_a_card_that_the_table_does_not_have(here):
     assert "DEVICE_ID is 5; expected 1, the card of rank 1 in the table" in ended.err
 
 
+@pytest.mark.slow
 def test_003_gradients_added_up_over_passes_are_those_of_the_whole_batch(here):
     line = "manyhands train -n 2 digits mlp --epochs 1 --train.precision fp64"
     typed(f"{line} --out whole")

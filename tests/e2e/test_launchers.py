@@ -14,7 +14,9 @@ JOB = ["train", "digits", "mlp", "--epochs", "2", "--out", "run", *QUICK]
     "program",
     [
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "manyhands"],
-        ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "manyhands"],
+        pytest.param(
+            ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "manyhands"], marks=pytest.mark.slow
+        ),
         pytest.param(
             ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--use-env", "-m", "manyhands"],
             marks=pytest.mark.slow,
@@ -43,6 +45,7 @@ def test_a_failure_under_torchrun_is_told(here):
     assert (here / "run" / "ranks" / "failures" / "1.json").exists()
 
 
+@pytest.mark.slow
 def test_every_process_of_a_fit_has_the_run(here):
     (here / "own.py").write_text(
         "import torch, manyhands\n"

@@ -73,7 +73,9 @@ if int(os.environ.get("RANK", "0")) == 0:
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "processes", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["processes", *(pytest.param(how, marks=pytest.mark.slow) for how in ("alone", "torchrun"))]
+)
 def test_fit_from_a_script(how):
     Path("own.py").write_text(SCRIPT)
     arguments = ["own.py", *(["2"] if how == "processes" else [])]
@@ -280,6 +282,7 @@ with manyhands.session() as s:
 """
 
 
+@pytest.mark.slow
 def test_an_own_loop_alone_and_under_torchrun():
     Path("loop.py").write_text(LOOP)
     ended = [run("loop.py", program=program) for program in ((), TORCHRUN)]

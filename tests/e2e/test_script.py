@@ -73,6 +73,7 @@ def test_the_first_cause_is_told(here):
     assert "Traceback" in log(1)
 
 
+@pytest.mark.slow
 def test_what_the_script_itself_refuses_is_in_its_log_and_told(here):
     ended = run("train", "own/train.py", "-n", "1", "--out", "run", "--", "--nonsense")
     assert ended.code == 1

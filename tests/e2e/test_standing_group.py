@@ -69,7 +69,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("processes", "backend"), [(2, ["gloo"]), (1, [])], ids=["two", "alone"])
+@pytest.mark.parametrize(
+    ("processes", "backend"),
+    [pytest.param(2, ["gloo"], id="two"), pytest.param(1, [], id="alone", marks=pytest.mark.slow)],
+)
 def test_a_scripts_own_group_is_used_and_stays(here, processes, backend):
     ended = run("train", "script.py", "-n", processes, "--out", "run", "--", *backend)
     assert ended.code == 0, ended.out + ended.err
