@@ -16,6 +16,7 @@ BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
 # What only the built-in ones are told; an optimizer of the user's own says it itself.
 OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
+BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 # Stands in a job for what was an object in Python.
 OBJECT = "object"
 
@@ -37,8 +38,10 @@ class TrainOptions(Options):
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="for adamw")
     weight_decay: float = Field(default=5e-4, ge=0.0, description="of weights; see decay_norm_and_bias")
     decay_norm_and_bias: bool = Field(default=False, description="let weight decay act on biases and norms too")
-    schedule: Literal["constant", "step", "cosine", "one-cycle"] = Field(
-        default="cosine", description="how the learning rate moves over the run"
+    schedule: str = Field(
+        default="cosine",
+        description="how the learning rate moves over the run: constant, step, cosine, one-cycle, or file.py:function, "
+        "of the step or of the optimizer, of your own",
     )
     warmup_epochs: float = Field(default=0.0, ge=0.0, description="linear rise at the start")
     step_epochs: int = Field(default=30, ge=1, description="for step: the rate falls after so many epochs")
@@ -70,6 +73,11 @@ class TrainOptions(Options):
         """True where the optimizer is one of ours."""
         return self.optimizer in BUILT_IN_OPTIMIZERS
 
+    @property
+    def own_code(self) -> tuple[str, ...]:
+        """What may name code of the user's own, as file.py:object."""
+        return (self.loss, self.optimizer, self.schedule)
+
     @field_validator("optimizer")
     @classmethod
     def _names_an_optimizer(cls, word: str) -> str:
@@ -78,12 +86,26 @@ class TrainOptions(Options):
             raise ValueError(f"should be sgd, adamw or file.py:function{hint and f'; {hint}'}")
         return word
 
+    @property
+    def own_schedule(self) -> bool:
+        """True where the schedule is one of the user's."""
+        return self.schedule not in BUILT_IN_SCHEDULES
+
+    @field_validator("schedule")
+    @classmethod
+    def _names_a_schedule(cls, word: str) -> str:
+        if word not in {*BUILT_IN_SCHEDULES, OBJECT} and not is_object_reference(word):
+            hint = did_you_mean(word, BUILT_IN_SCHEDULES)
+            raise ValueError(f"should be {', '.join(BUILT_IN_SCHEDULES)} or file.py:function{hint and f'; {hint}'}")
+        return word
+
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainOptions":
         if isinstance(self.norm_group, int) and self.norm_group < 2:
             raise ValueError("norm_group must be at least 2 samples: BatchNorm needs a variance")
-        if self.schedule == "one-cycle" and self.warmup_epochs:
-            raise ValueError("one-cycle brings its own warm-up; leave warmup_epochs out")
+        if (self.schedule == "one-cycle" or self.own_schedule) and self.warmup_epochs:
+            which = "a schedule of your own" if self.own_schedule else self.schedule
+            raise ValueError(f"{which} brings its own warm-up; leave warmup_epochs out")
         if self.start_epoch > self.epochs:
             raise ValueError(f"start_epoch {self.start_epoch} is beyond the last of {self.epochs} epochs")
         return self

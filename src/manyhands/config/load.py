@@ -98,6 +98,9 @@ def load_job(
     optimizer = str(values.get("train.optimizer", ""))
     if optimizer == OBJECT or is_object_reference(optimizer):
         _leave_to_own_optimizer(merged, origins)
+    schedule = str(values.get("train.schedule", ""))
+    if schedule == OBJECT or is_object_reference(schedule):
+        merged.pop("train.warmup_epochs", None)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
     return LoadedJob(_check(merged, merged_origins), merged_origins)

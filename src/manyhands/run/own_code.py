@@ -41,6 +41,7 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
         "data.held_out": job.data.held_out,
         "train.loss": job.train.loss,
         "train.optimizer": job.train.optimizer,
+        "train.schedule": job.train.schedule,
     }
     for key, word in named.items():
         if loaded.origins.get(key) == str(folder.job):

@@ -99,6 +99,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     processes: int | None = None,
     loss: "Callable[[Tensor, Tensor], Tensor] | str | None" = None,
     optimizer: "MakeOptimizer | str | None" = None,
+    schedule: "Callable[..., Any] | str | None" = None,
     at_epoch_end: "AtEpochEnd | None" = None,
     out: str | Path | None = None,
     quiet: bool = False,
@@ -119,6 +120,9 @@ def fit(  # noqa: PLR0913 - all but three are named
             may be.
         optimizer: function of the list of parameters that gives a torch.optim.Optimizer, such as torch.optim.RMSprop;
             its learning rate is moved by the schedule. Or what train.optimizer may be.
+        schedule: function of the update's number, from 0, that gives the part of the peak learning rate at it, or
+            function of the optimizer (its first parameter has that name) that gives one of torch's schedulers. Either
+            may ask for total_steps and steps_per_epoch by these names. Or what train.schedule may be.
         at_epoch_end: function (EpochEnd) that is called on rank 0 after each epoch and its evaluation, while the other
             processes wait; what it raises ends the run.
         out: the run folder.
@@ -135,8 +139,9 @@ def fit(  # noqa: PLR0913 - all but three are named
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
     given = {"run.out": str(out) if out else None, "cluster.processes": processes}
-    given["train.optimizer"] = optimizer if optimizer is None or isinstance(optimizer, str) else OBJECT
-    given["train.loss"] = loss if loss is None or isinstance(loss, str) else OBJECT
+    own = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
+    for name, one in own.items():
+        given[f"train.{name}"] = one if one is None or isinstance(one, str) else OBJECT
     loaded = load_on(job, {**_flags(settings, "fit"), **named, **given})
     refuse_changes(loaded)
     if at_epoch_end is not None and not callable(at_epoch_end):
@@ -144,9 +149,8 @@ def fit(  # noqa: PLR0913 - all but three are named
     if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
         mend = ("give what makes it of the parameters: optimizer=torch.optim.RMSprop",)
         raise UserError(f"the optimizer is a {type(optimizer).__name__}, not a function", "fit", mend)
-    objects = Objects(None if isinstance(model, str) else model, at_epoch_end=at_epoch_end)
-    objects.loss = None if isinstance(loss, str) else loss
-    objects.optimizer = None if isinstance(optimizer, str) else optimizer
+    live: dict[str, Any] = {name: one for name, one in own.items() if not isinstance(one, str)}
+    objects = Objects(None if isinstance(model, str) else model, at_epoch_end=at_epoch_end, **live)
     if named.get("data.name") == OBJECTS:
         objects.train_set, objects.test_set = train_set, test_set
     _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)

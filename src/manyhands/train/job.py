@@ -33,7 +33,7 @@ from manyhands.train.feed import Feed
 from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import make_model, refuse_other_head, without_first_weights
 from manyhands.train.optimize import make_optimizer, steps_to_make, total_steps
-from manyhands.train.own_optimizer import with_own_rate
+from manyhands.train.own_schedule import make_schedule
 from manyhands.train.pacing import Watcher
 from manyhands.train.prove import BETTER_LOSS, settle_loss
 from manyhands.train.pth_tar import check_same_training
@@ -109,9 +109,9 @@ def build(
         network,
         optimizer,
         _settle_loss(loss_fn, len(classes), samples, job.train.precision, world, journal),
-        with_own_rate(job.train, optimizer),
+        job.train,
         world,
-        order.steps_per_epoch,
+        make_schedule(optimizer, job.train, order.steps_per_epoch, objects.schedule),
         synchronizer=synced.synchronizer,
         gradients_mean=job.parallel.gradients_mean,
         unused=rehearsed.unused,

@@ -10,7 +10,7 @@ from manyhands.train.epoch_end import tell_of_epoch
 from manyhands.train.evaluate import Interrupted
 from manyhands.train.feed import UpdateShare
 from manyhands.train.held_out import test_once
-from manyhands.train.optimize import learning_rate
+from manyhands.train.own_optimizer import largest_rate
 from manyhands.train.pth_tar import write_pth_tar
 from manyhands.train.saving import evaluate, save, save_last
 from manyhands.train.status import Status
@@ -116,7 +116,7 @@ def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
 
 
 def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
-    progress, options = trainer.progress, trainer.update.options
+    progress = trainer.progress
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
     if not status.samples:
@@ -136,7 +136,7 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
             total_steps=trainer.total_steps,
             loss=status.loss,
             top1=status.top1,
-            learning_rate=learning_rate(options, progress.step - 1, steps_per_epoch),
+            learning_rate=largest_rate(trainer.update.optimizer),
             images_per_s=status.samples / status.seconds,
             samples=status.samples,
             data_share=status.data_share,

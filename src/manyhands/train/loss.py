@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from manyhands.config.job import OBJECT, TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference, load_object, unknown_choice
+from manyhands.core.plugins import unknown_choice
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.loss import summed_over_samples
+from manyhands.train.objects import brought
 
 Function = Callable[[Tensor, Tensor], Tensor]
 BUILT_IN = ("cross-entropy", "nll")
@@ -71,19 +72,16 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
         options: the train section.
         own: the user's loss from Python; it wins over the name in the options.
     """
-    if own is not None:
-        return _of_function(own)
-    if options.loss == OBJECT:
-        mend = ("go on in Python: fit(…, loss=…)", "or name it: --set train.loss=file.py:function")
-        raise UserError("this run's loss was an object in Python, which isn't here", "train.loss", mend)
+    if own is not None or options.loss == OBJECT:
+        return _of_function(brought("train.loss", options.loss, own))
     if options.loss == "cross-entropy":
         return _taken_apart(F.cross_entropy, {"label_smoothing": options.label_smoothing})
     if options.label_smoothing:
         raise UserError("label smoothing goes with cross-entropy only", "train.label_smoothing", ("set it to 0",))
     if options.loss == "nll":
         return _taken_apart(F.nll_loss, {})
-    if is_object_reference(options.loss):
-        return _of_function(load_object(options.loss, "train.loss"))
+    if (function := brought("train.loss", options.loss, None)) is not None:
+        return _of_function(function)
     raise unknown_choice("loss", options.loss, [*BUILT_IN, "file.py:function"], "train.loss")
 
 

@@ -4,6 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from manyhands.config.job import OBJECT
+from manyhands.core.errors import UserError
+from manyhands.core.plugins import is_object_reference, load_object
+
 if TYPE_CHECKING:
     from manyhands.train.epoch_end import AtEpochEnd
     from manyhands.train.own_optimizer import MakeOptimizer
@@ -19,6 +23,7 @@ class Objects:
         loss: function (output, labels) of the mean loss or one per sample.
         at_epoch_end: called on rank 0 after each epoch.
         optimizer: makes one of the list of parameters.
+        schedule: function of the step, or what makes a torch scheduler of the optimizer.
     """
 
     model: Any = None
@@ -28,3 +33,24 @@ class Objects:
     loss: Callable[..., Any] | None = None
     at_epoch_end: "AtEpochEnd | None" = None
     optimizer: "MakeOptimizer | None" = None
+    schedule: Callable[..., Any] | None = None
+
+
+def brought(key: str, word: str, given: Any) -> Any:
+    """What the user brings in the place of a name: from Python, or from their file; None where a job names one of ours.
+
+    Args:
+        key: of the option.
+        word: what the job says.
+        given: from Python; it wins.
+
+    Raises:
+        UserError: the file has no such object, or it was one of a program that has ended.
+    """
+    if given is not None:
+        return given
+    if word == OBJECT:
+        name = key.rpartition(".")[2]
+        mend = (f"go on in Python: fit(…, {name}=…)", f"or name it: --set {key}=file.py:function")
+        raise UserError(f"this run's {name} was an object in Python, which isn't here", key, mend)
+    return load_object(word, key) if is_object_reference(word) else None

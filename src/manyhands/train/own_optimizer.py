@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from manyhands.config.job import OBJECT, TrainOptions
+from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference, load_object
+from manyhands.train.objects import brought
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 # Of each group: its learning rate as a part of the largest one, which the schedule moves.
 _OF_PEAK = "of_peak_lr"
 _WHERE = "train.optimizer"
+# What torch's schedulers note in each group.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
 def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimizer | None:
@@ -24,18 +26,11 @@ def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimiz
     Raises:
         UserError: the file has no such function, or it was an object of a program that has ended.
     """
-    if given is not None:
-        return given
-    if options.optimizer == OBJECT:
-        mend = ("go on in Python: fit(…, optimizer=…)", "or name it: --set train.optimizer=file.py:function")
-        raise UserError("this run's optimizer was an object in Python, which isn't here", _WHERE, mend)
-    if not is_object_reference(options.optimizer):
-        return None
-    make: Any = load_object(options.optimizer, _WHERE)
-    if not callable(make):
+    make: Any = brought(_WHERE, options.optimizer, given)
+    if make is not None and not callable(make):
         mend = ("name a function of the parameters that gives a torch.optim.Optimizer",)
         raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, mend)
-    return cast(MakeOptimizer, make)
+    return cast(MakeOptimizer | None, make)
 
 
 def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
@@ -77,8 +72,12 @@ def is_own(optimizer: torch.optim.Optimizer) -> bool:
 
 def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> TrainOptions:
     """The options with the peak learning rate that the user's optimizer says; of one of ours as they are."""
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    return options.model_copy(update={"lr": max(rates)}) if is_own(optimizer) else options
+    return options.model_copy(update={"lr": largest_rate(optimizer)}) if is_own(optimizer) else options
+
+
+def largest_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate as it stands, of the group that learns fastest."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -101,7 +100,7 @@ def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.
     """
     groups, entries = saved.get("param_groups", []), saved["state"]
     kind = type(optimizer).__name__
-    if entries and (not groups or set(groups[0]) ^ set(optimizer.param_groups[0])):
+    if entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
         return f"the state of {kind} starts anew: the checkpoint holds another optimizer's"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -19,8 +19,6 @@ from manyhands.train.diagnose import explain_gradient, explain_loss, explain_pie
 from manyhands.train.draws import seed_generators
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import LossFn, something
-from manyhands.train.optimize import learning_rate
-from manyhands.train.own_optimizer import set_learning_rate
 
 COUNTED_AT_ONCE = 1 << 16  # logits
 
@@ -70,7 +68,7 @@ class Updater:
         loss_fn: the loss as a sum.
         options: the train section.
         world: who takes part.
-        steps_per_epoch: for the learning rate.
+        set_rates: sets the learning rates for an update, by its number.
         synchronizer: how processes agree beside what the mode does.
         gradients_mean: False for the sum of all processes' mean gradients.
         unused: names of parameters that got no gradient when the network was tried.
@@ -83,14 +81,14 @@ class Updater:
         loss_fn: LossFn,
         options: TrainOptions,
         world: World,
-        steps_per_epoch: int,
+        set_rates: Callable[[int], None],
         *,
         synchronizer: Synchronizer | None = None,
         gradients_mean: bool = True,
         unused: Collection[str] = (),
     ) -> None:
         self.network, self.optimizer, self.loss_fn = network, optimizer, loss_fn
-        self.options, self.world, self.steps_per_epoch = options, world, steps_per_epoch
+        self.options, self.world, self.set_rates = options, world, set_rates
         self.device = world.device.partition(":")[0]
         self.measured = StepSums()
         self.synchronizer = synchronizer or Synchronizer()
@@ -111,7 +109,7 @@ class Updater:
             RunError: a loss or gradient is not finite; the parameters are left as they were before this update.
         """
         seed_generators(mix(self._seed ^ step), self.device)
-        set_learning_rate(self.optimizer, learning_rate(self.options, step, self.steps_per_epoch))
+        self.set_rates(step)
         for parameter in self.parameters:
             parameter.grad = None
         self.synchronizer.before_update(step)

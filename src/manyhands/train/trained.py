@@ -61,7 +61,7 @@ def describe_trained(
             std=pixels.std,
         ),
         classes=classes,
-        code=code_digests((model.name, job.data.name, job.data.held_out, job.train.loss, job.train.optimizer)),
+        code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.own_code)),
     )
 
 

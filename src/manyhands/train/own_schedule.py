@@ -1,0 +1,121 @@
+"""The learning rates of each update: by a schedule of ours, the user's function of the step, or a torch scheduler."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhands.config.job import TrainOptions
+from manyhands.core.blame import users_line
+from manyhands.core.errors import UserError
+from manyhands.train.objects import brought
+from manyhands.train.optimize import learning_rate
+from manyhands.train.own_optimizer import set_learning_rate, with_own_rate
+
+# Sets the learning rates for an update, by its number, counted from 0.
+SetRates = Callable[[int], None]
+_WHERE = "train.schedule"
+_OF_OPTIMIZER = "optimizer"
+_NOTHING = inspect.Parameter("nothing", inspect.Parameter.POSITIONAL_ONLY)
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, options: TrainOptions, steps_per_epoch: int, own: Callable[..., Any] | None = None
+) -> SetRates:
+    """What sets the rates; one of the user's own is tried for the first update.
+
+    Args:
+        optimizer: whose rates are set, as it was just made.
+        options: the train section; an optimizer of the user's own has its own peak rate.
+        steps_per_epoch: updates in an epoch.
+        own: the user's function, from Python; it wins over the name in the options.
+
+    Raises:
+        UserError: the user's function isn't what `train.schedule` may be.
+    """
+    function, options = brought(_WHERE, options.schedule, own), with_own_rate(options, optimizer)
+    if function is None:
+        return lambda step: set_learning_rate(optimizer, learning_rate(options, step, steps_per_epoch))
+    of_optimizer, asked = _asked_for(function, max(1, options.epochs * steps_per_epoch), steps_per_epoch)
+    if of_optimizer:
+        return _Scheduler(function(optimizer, **asked))
+
+    def set_rates(step: int) -> None:
+        set_learning_rate(optimizer, options.lr * _part(function(step, **asked), step))
+
+    try:
+        set_rates(0)
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"the schedule fails at step 0: {type(error).__name__}: {error}"
+        mend = ("what makes a torch scheduler calls its first parameter optimizer",)
+        raise UserError(what, users_line(error) or _WHERE, mend) from error
+    return set_rates
+
+
+def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[bool, dict[str, int]]:
+    """Whether a function is one of the optimizer, and what it asks for besides its first argument."""
+    if not callable(function):
+        kind = type(function).__name__
+        mend = (
+            "give a function of the step: schedule=lambda step: 0.99 ** step",
+            "or what makes a torch scheduler: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)",
+        )
+        raise UserError(f"the schedule is a {kind}, not a function", _WHERE, mend)
+    first, *others = list(inspect.signature(function).parameters.values()) or [_NOTHING]
+    if first is _NOTHING:
+        raise UserError("the schedule takes nothing", _WHERE, ("a function of the step: lambda step: 0.99 ** step",))
+    known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    needed = [
+        one.name for one in others if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    missing = [name for name in needed if name not in known]
+    if missing:
+        mend = ("it may ask for total_steps and steps_per_epoch, by these names",)
+        raise UserError(f"the schedule asks for {missing[0]}, which isn't known", _WHERE, mend)
+    names = {one.name for one in others}
+    return first.name == _OF_OPTIMIZER, {name: value for name, value in known.items() if name in names}
+
+
+def _part(value: Any, step: int) -> float:
+    """A part of the peak rate, as the user's function gives it."""
+    try:
+        part = float(value)
+    except (TypeError, ValueError):
+        mend = ("give a number: the part of the peak learning rate",)
+        raise UserError(f"the schedule gives a {type(value).__name__} at step {step}", _WHERE, mend) from None
+    if not math.isfinite(part) or part < 0:
+        mend = ("give the part of the peak learning rate, from 0 on",)
+        raise UserError(f"the schedule gives {part} at step {step}", _WHERE, mend)
+    return part
+
+
+class _Scheduler:
+    """A torch scheduler that is stepped once before each update but the first.
+
+    A run that goes on makes all steps again, so nothing of it is saved: what it gives depends on the number of steps
+    alone, and a longer run's end is in it from the start.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        kind = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            mend = ("a function of the step", "or another torch scheduler")
+            raise UserError(f"{kind} waits for a figure, and a schedule follows steps alone", _WHERE, mend)
+        if not isinstance(scheduler, LRScheduler):
+            mend = ("give a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
+            raise UserError(f"the schedule's function of the optimizer gives a {kind}", _WHERE, mend)
+        self._scheduler, self._made = scheduler, 0
+
+    def __call__(self, step: int) -> None:
+        with warnings.catch_warnings():
+            # No update has been made yet where a run goes on, or a loss scaler has skipped the first.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            while self._made < step:
+                self._scheduler.step()
+                self._made += 1

@@ -1,0 +1,180 @@
+"""A schedule of the user's own: true rates, exact resume, recorded with its file's digest; refused where it must be."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+
+import manyhands
+from manyhands.core.errors import UserError
+from tests.e2e.command import run
+
+pytestmark = pytest.mark.timeout(300)
+IMAGES = torch.rand(24, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(IMAGES, torch.arange(24) % 10)
+# A batch is all of the data, so that its order doesn't matter: six updates.
+OPTIONS = {"batch": 24, "epochs": 6, "quiet": True, "run__report": False, "run__log_every_s": 1e-3,
+           "precision": "fp64"}  # fmt: skip
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
+
+
+def own_sgd(parameters):
+    first, *others = parameters
+    return torch.optim.SGD([{"params": others}, {"params": [first], "lr": 0.2}], lr=0.1, momentum=0.9)
+
+
+def by_name(step, total_steps, steps_per_epoch=0):
+    assert steps_per_epoch == 1
+    return 1 - step / total_steps
+
+
+# Each with the plain loop's scheduler.
+SCHEDULES = {
+    "step": (lambda step: 0.5**step, lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step)),
+    "total": (by_name, lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / 6)),
+    "cosine": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6),) * 2,
+    "one cycle, which moves momentum too": (
+        functools.partial(lr_scheduler.OneCycleLR, max_lr=0.3),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=6),
+    ),
+}
+
+
+def rates(path):
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "step"}
+
+
+@pytest.mark.parametrize(("ours", "torchs"), SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactly(ours, torchs, tmp_path):
+    plain, whole, parted = (copy.deepcopy(network()).double() for _ in range(3))
+    optimizer = own_sgd(list(plain.parameters()))
+    scheduler, wanted = torchs(optimizer), {}
+    for step in range(6):
+        wanted[step + 1] = max(group["lr"] for group in optimizer.param_groups)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).backward()
+        optimizer.step()
+        scheduler.step()
+    own = {"optimizer": own_sgd, "schedule": ours}
+    told = manyhands.fit(whole, DATA, DATA, out=tmp_path / "whole", **own, **OPTIONS)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(whole.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+    shown = rates(told.path)
+    assert shown == pytest.approx({step: wanted[step] for step in shown})
+    assert {1, 6} <= shown.keys()
+    for steps in (3, 0):
+        manyhands.fit(parted, DATA, DATA, out=tmp_path / "parted", checkpoint__resume="auto", max_steps=steps,
+                      **own, **OPTIONS)  # fmt: skip
+    assert "starts anew" not in (tmp_path / "parted" / "events.jsonl").read_text()
+    assert all(torch.equal(parted.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+    assert rates(tmp_path / "parted") == {step: pytest.approx(wanted[step], rel=1e-12) for step in range(1, 7)}
+
+
+def test_another_schedule_may_take_over_and_the_optimizer_keeps_its_state(tmp_path):
+    again = {**OPTIONS, "optimizer": own_sgd, "out": tmp_path / "run", "checkpoint__resume": "auto"}
+    manyhands.fit(network(), DATA, DATA, schedule=SCHEDULES["one cycle, which moves momentum too"][0], max_steps=3,
+                  **again)  # fmt: skip
+    manyhands.fit(network(), DATA, DATA, schedule="constant", **again)
+    assert "starts anew" not in (tmp_path / "run" / "events.jsonl").read_text()
+    assert rates(tmp_path / "run")[6] == 0.2
+
+
+OWN = """
+import torch
+
+
+def half(step, total_steps):
+    return 1.0 if 2 * step < total_steps else 0.1
+
+
+def make(optimizer, steps_per_epoch):
+    return torch.optim.lr_scheduler.StepLR(optimizer, steps_per_epoch)
+
+
+RATE = 0.1
+"""
+JOB = """
+data = "synthetic:60x1x8x8x3"
+model = "mlp"
+[train]
+schedule = "own.py:make"
+"""
+SMALL = ["train", "job.toml", "--epochs", 2, "--batch", 20, "--set", "run.report=false",
+         "--set", "train.lr=0.04", "--set", "run.log_every_s=0.001"]  # fmt: skip
+
+
+def test_a_job_names_a_file_of_the_users_for_several_processes():
+    Path("own.py").write_text(OWN)
+    Path("job.toml").write_text(JOB)
+    losses = {}
+    for name, processes, mode in (("one", 1, "single"), ("two", 2, "fsdp")):
+        ended = run(*SMALL, "--out", name, "-n", processes, "--parallel", mode)
+        assert ended.code == 0, ended.err
+        losses[name] = manyhands.Run(Path(name), "finished").final.loss
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
+    shown = rates(Path("two"))
+    assert (shown[1], shown[6]) == (0.04, pytest.approx(0.004))
+    assert "own.py:make" in json.loads(Path("two/network.json").read_text())["code"]
+    more = run("resume", "two", "-n", 1, "--epochs", 3)
+    assert more.code == 0, more.err
+    assert rates(Path("two"))[9] == pytest.approx(0.0004)
+    assert "own.py, since" in more.err
+    assert "it is NOT" not in more.err
+    Path("own.py").write_text(OWN.replace("0.1", "0.2"))
+    assert "it is NOT what it was trained with" in run("resume", "two", "-n", 1, "--epochs", 4).err
+
+
+def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
+    told = manyhands.fit(
+        "mlp", "synthetic:60x1x8x8x3", schedule=lambda step: 0.5, out="run", **{**OPTIONS, "epochs": 1}
+    )
+    refused = run("resume", told.path, "--epochs", 2)
+    assert refused.code == 2
+    assert "this run's schedule was an object in Python" in refused.err
+    Path("own.py").write_text(OWN)
+    assert run("resume", told.path, "--epochs", 2, "--set", "train.schedule=own.py:half").code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"schedule": 0.5}, "the schedule is a float, not a function"),
+        ({"schedule": lr_scheduler.StepLR(own_sgd(network().parameters()), 3)}, "the schedule is a StepLR, not a"),
+        ({"schedule": "own.py:RATE"}, "the schedule is a float, not a function"),
+        ({"schedule": "own.py:missing"}, "own.py has no object missing"),
+        ({"schedule": "cosin"}, 'did you mean "cosine"'),
+        ({"schedule": "object"}, "was an object in Python"),
+        ({"schedule": lambda step, epochs: 1.0}, "the schedule asks for epochs, which isn't known"),
+        ({"schedule": lambda: 1.0}, "the schedule takes nothing"),
+        ({"schedule": lambda step: "high"}, "the schedule gives a str at step 0"),
+        ({"schedule": lambda step: None}, "the schedule gives a NoneType at step 0"),
+        ({"schedule": lambda step: -0.1}, "the schedule gives -0.1 at step 0"),
+        ({"schedule": lambda step: float("nan") if step == 2 else 1.0}, "the schedule gives nan at step 2"),
+        ({"schedule": lambda o: lr_scheduler.StepLR(o, 3)}, "the schedule fails at step 0: TypeError"),
+        ({"schedule": lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau waits for a figure"),
+        ({"schedule": lr_scheduler.StepLR}, "the schedule asks for step_size"),
+        ({"schedule": lambda optimizer: 3}, "of the optimizer gives a int"),
+        ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own brings its own warm-up"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(settings, text, tmp_path):
+    Path("own.py").write_text(OWN)
+    with pytest.raises(UserError, match=text):
+        manyhands.fit(network(), DATA, DATA, out=tmp_path / "run", **OPTIONS, **settings)
+
+
+def test_a_recipe_s_warm_up_gives_way(tmp_path):
+    Path("own.py").write_text(OWN)
+    ended = run("train", "folder:x", "--show-config", "--set", "train.schedule=own.py:half")
+    assert "warmup_epochs = 0.0" in ended.out, ended.err
