@@ -14,6 +14,7 @@ from manyhands.checkpoint.inside_pickle import names_objects
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.tensors import read_tensors
 from manyhands.core.errors import UserError, shortened
+from manyhands.core.once import replacing
 
 T = TypeVar("T")
 
@@ -99,15 +100,10 @@ def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "modu
         "optimizer": optimizer,
         "scheduler": _step_schedule(snapshot.state.get("scheduler"), epoch, optimizer["param_groups"][0]),
     }
-    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as part, part.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     return path
 
 

@@ -13,6 +13,7 @@ from manyhands.checkpoint.refuse import refuse_too_little_space, save_error
 from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_pieces, write_whole, write_whole_file
 from manyhands.core.errors import UserError
+from manyhands.core.once import replacing
 from manyhands.core.plan_record import read_plan_record
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
@@ -120,18 +121,15 @@ def _commit_folder(target: Path, contents: Contents, write: Callable[[Path], Non
 
 def _commit_file(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
     refuse_existing(target)
-    temporary = target.with_name(f".tmp-{target.name}-{os.urandom(4).hex()}")
     try:
         refuse_too_little_space(target.absolute().parent, _size_bytes(contents, [MODEL]))
-        write(temporary)
-        commit.sync_file(temporary)
-        refuse_existing(target)
-        temporary.rename(target)
+        with replacing(target) as part:
+            write(part)
+            commit.sync_file(part)
+            refuse_existing(target)
         commit.sync_folder(target.absolute().parent)
     except OSError as error:
         raise save_error(target, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _size_bytes(contents: Contents, kinds: list[str]) -> int:

@@ -48,16 +48,19 @@ def temporary(path: Path) -> Generator[Path]:
 
 
 @contextmanager
-def committed(path: Path) -> Generator[Path]:
-    """Gives a name to write to, and renames it to `path` when all went well; a reader never sees half a file.
+def replacing(path: Path) -> Generator[Path]:
+    """Gives a name beside `path` to write to, and renames it to `path` when all went well; nobody sees half a file."""
+    with temporary(path) as part:
+        yield part
+        part.replace(path)
 
-    Raises:
-        UserError: the disk is full, or can't be written.
-    """
+
+@contextmanager
+def committed(path: Path) -> Generator[Path]:
+    """The same as `replacing`. Raises UserError: the disk is full, or can't be written."""
     try:
-        with temporary(path) as part:
+        with replacing(path) as part:
             yield part
-            part.replace(path)
     except OSError as error:
         mend = ("make room, or name another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
         raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), mend) from error

@@ -45,9 +45,8 @@ def unpack_once(archive: Path) -> Path:
             except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError, MemoryError) as error:
                 shutil.rmtree(part, ignore_errors=True)
                 mend = ("copy it anew, or unpack it yourself beside it",)
-                raise UserError(
-                    f"{archive.name} can't be unpacked: {str(error) or _NO_MEMORY}", str(archive), mend
-                ) from error
+                what = f"{archive.name} can't be unpacked: {str(error) or _NO_MEMORY}"
+                raise UserError(what, str(archive), mend) from error
     return target
 
 

@@ -61,7 +61,8 @@ def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:
     else:
         train, entered = _list_classes(train_root, homes[1] | {os.path.realpath(test_root)})
         test, _ = _list_classes(test_root, entered - homes[1])
-    _check_same(train, test)
+    for here, there in ((train, test), (test, train)):
+        _refuse_unknown(here.root.name, here.classes, there, str(there.root))
     return train, test
 
 
@@ -77,11 +78,7 @@ def list_held_out(root: Path, train: Listing) -> tuple[Listing | None, tuple[str
     classes = folders_in(place)
     if not classes:
         return None, (f"{_HELD_OUT}/ has no class folders, so that it can't be evaluated",)
-    unknown = sorted(set(classes) - set(train.classes))
-    if unknown:
-        shown = ", ".join(unknown[:8]) + (" …" if len(unknown) > 8 else "")
-        what = f"{_HELD_OUT}/ has {len(unknown)} class folders that {train.root.name}/ lacks: {shown}"
-        raise UserError(what, str(place), ("both need the same class folders",))
+    _refuse_unknown(_HELD_OUT, classes, train, str(place))
     own = set(class_identities(place, classes))
     others = [
         each for word in ("train", *_TEST_NAMES[:-1]) if (root / word).is_dir()
@@ -181,13 +178,12 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     return replace(train, ignored=listing.ignored, notes=listing.notes), listing.part(sorted(kept))
 
 
-def _check_same(train: Listing, test: Listing) -> None:
-    for here, there in ((train, test), (test, train)):
-        missing = sorted(set(here.classes) - set(there.classes))
-        if missing:
-            shown = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "")
-            what = f"{here.root.name}/ has {len(missing)} class folders that {there.root.name}/ lacks: {shown}"
-            raise UserError(what, str(there.root), ("both need the same class folders",))
+def _refuse_unknown(name: str, classes: tuple[str, ...], known: Listing, where: str) -> None:
+    unknown = sorted(set(classes) - set(known.classes))
+    if unknown:
+        shown = ", ".join(unknown[:8]) + (" …" if len(unknown) > 8 else "")
+        what = f"{name}/ has {len(unknown)} class folders that {known.root.name}/ lacks: {shown}"
+        raise UserError(what, where, ("both need the same class folders",))
 
 
 def _no_classes(root: Path) -> UserError:

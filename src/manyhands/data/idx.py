@@ -99,9 +99,8 @@ def _read_shape(file: "IO[bytes] | gzip.GzipFile", path: Path, dimensions: int) 
         raise UserError(what, str(path), _MEND)
     shape = struct.unpack(f">{dimensions}I", header[4:])
     if not 0 < math.prod(shape) <= _MOST_BYTES:
-        raise UserError(
-            f"{path.name}: expected 1 to {_MOST_BYTES:,} values, its header says {_times(shape)}", str(path)
-        )
+        what = f"{path.name}: expected 1 to {_MOST_BYTES:,} values, its header says {_times(shape)}"
+        raise UserError(what, str(path))
     return shape
 
 

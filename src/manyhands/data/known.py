@@ -88,11 +88,9 @@ def recognise(place: Path) -> str:
     found = [name for name, forms in CIFAR.items() if any(_cifar_within(place, name, form) for form in forms)]
     here = mnist_files(place) or mnist_files(place / "raw")
     if here and not mnist_name(here):
-        raise UserError(
-            "the files are called as MNIST's, and their first labels are neither MNIST's nor Fashion-MNIST's",
-            str(place),
-            (f"if they are to count as MNIST: mnist --data-dir {place}", "torchvision's others: torchvision:KMNIST"),
-        )
+        what = "the files are called as MNIST's, and their first labels are neither MNIST's nor Fashion-MNIST's"
+        mend = (f"if they are to count as MNIST: mnist --data-dir {place}", "torchvision's others: torchvision:KMNIST")
+        raise UserError(what, str(place), mend)
     below = [name for name in MNIST_FOLDERS if any(map(mnist_files, _mnist_below(place, name)))]
     found += [mnist_name(here)] if here else below
     if len(found) > 1:

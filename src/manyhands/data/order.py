@@ -17,6 +17,7 @@ from torch import Tensor
 
 from manyhands.core.errors import UserError
 from manyhands.core.seeds import derive
+from manyhands.core.shares import Share, Span
 
 # A process may get this much more than the fair share if that spares BatchNorm all communication.
 ALIGNED_SHARE_LIMIT = 1.15
@@ -47,34 +48,6 @@ class Order:
         samples = self.permutation(epoch)
         for step in range(first_step, self.steps_per_epoch):
             yield samples[step * self.batch : (step + 1) * self.batch]
-
-
-@dataclass(frozen=True)
-class Span:
-    """A part of one normalisation group that a process holds."""
-
-    group: int  # number of the group within the pass
-    start: int  # first row in the process's own batch
-    stop: int  # row after the last one
-    size: int  # samples in the whole group, over all processes
-    shared: int  # place in the list of groups that several processes hold, or -1 for a group of this process alone
-    first: bool  # True on the process that holds the group's first sample
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one process takes of one micro-batch."""
-
-    start: int  # first sample, counted within the global batch
-    stop: int  # sample after the last one; equal to start for a process that goes empty-handed
-    spans: tuple[Span, ...]  # the normalisation groups it holds, in order
-    # sizes of the groups of this micro-batch that several processes hold; equal on all processes
-    shared_groups: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """Samples in this share."""
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)

@@ -226,11 +226,8 @@ def _device(membership: Membership) -> str:
     if membership.device_index is not None:
         return _chosen(kind, membership.device_index, count)
     if membership.local_size > count:
-        raise UserError(
-            f"{membership.local_size} processes on this machine, and {count} {kind} devices",
-            "-n",
-            (f"-n {count}", "or --device cpu"),
-        )
+        what = f"{membership.local_size} processes on this machine, and {count} {kind} devices"
+        raise UserError(what, "-n", (f"-n {count}", "or --device cpu"))
     return f"{kind}:{membership.local_rank % count}"
 
 
@@ -257,11 +254,8 @@ def _chosen(kind: str, index: int, count: int) -> str:
 def _backend(membership: Membership, device: str) -> str:
     if membership.backend != "auto":
         if not dist.is_backend_available(membership.backend):
-            raise UserError(
-                f'torch has no backend "{membership.backend}" here',
-                "cluster.backend",
-                ("leave it out: the device's own",),
-            )
+            what = f'torch has no backend "{membership.backend}" here'
+            raise UserError(what, "cluster.backend", ("leave it out: the device's own",))
         suits = dist.Backend.backend_capability.get(membership.backend, [])
         if suits and device.partition(":")[0] not in suits:
             what = (
@@ -296,9 +290,8 @@ def _open_store(membership: Membership, digest: str, say: Say) -> Any:
         descriptor = listener.detach()
         return dist.TCPStore(host, port, None, True, timeout, False, master_listen_fd=descriptor)
     if host in {"0.0.0.0", "::"}:
-        raise UserError(
-            f"{host} is no address to connect to: it means rank 0's own machine", "--init", ("give rank 0's address",)
-        )
+        what = f"{host} is no address to connect to: it means rank 0's own machine"
+        raise UserError(what, "--init", ("give rank 0's address",))
     _wait_for_listener(host, port, membership, say)
     return _connect(host, port, membership)
 
@@ -368,9 +361,8 @@ def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -
             waited = time.monotonic() - started
             reason = error.strerror or str(error)
             if isinstance(error, socket.gaierror):
-                raise UserError(
-                    f"the name {host} has no address: {reason}", _address_is_from(membership), ("give an IP address",)
-                ) from None
+                what = f"the name {host} has no address: {reason}"
+                raise UserError(what, _address_is_from(membership), ("give an IP address",)) from None
             if waited > membership.join_timeout_s:
                 raise PeerError(
                     f"rank {membership.rank} can't reach rank 0 at {host}:{port}: {reason}",

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.utils as nn_utils
@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
+from manyhands.core.shares import Share
 from manyhands.parallel.grid import Grid
-from manyhands.parallel.norm import NormGroups, SpanLike, norms_of
+from manyhands.parallel.norm import NormGroups, norms_of
 from manyhands.parallel.plan import Plan
 
 NothingToSync = contextlib.nullcontext
@@ -25,42 +26,14 @@ LossFn = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-class ShareLike(Protocol):
-    """What one of several processes has of a micro-batch, as data/order.py describes it."""
-
-    @property
-    def spans(self) -> tuple[SpanLike, ...]:
-        """The parts of BatchNorm's groups that it holds."""
-        ...
-
-    @property
-    def shared_groups(self) -> tuple[int, ...]:
-        """Samples in each group that several hold."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Its samples."""
-        ...
-
-
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class MicroBatchShape:
     """What a network on a mesh must know of a micro-batch before it begins."""
 
     samples: int  # in this micro-batch, over all processes
     batch: int  # samples in the whole update
-    share: Callable[[int, int], ShareLike]  # what process number `index` of `parts` has of the micro-batch
+    share: Callable[[int, int], Share]  # what process number `index` of `parts` has of the micro-batch
     seed: int = 0  # decides what its ops draw; equal on all processes
-
-
-@dataclass(frozen=True)
-class _Everything:
-    """The share of who has all samples, as one group of BatchNorm."""
-
-    count: int
-    spans: tuple[SpanLike, ...] = ()
-    shared_groups: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
@@ -69,14 +42,14 @@ class MicroBatch:
 
     inputs: Tensor  # [n, …]; where the share is empty, one sample that counts for nothing
     labels: Tensor  # int64 [n]
-    share: ShareLike  # which samples of the update these are
+    share: Share  # which samples of the update these are
     shape: MicroBatchShape  # the same over all processes
 
 
 def whole_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
     """An update of one micro-batch on this process alone, whose samples are one group of BatchNorm."""
     count = len(labels)
-    everything = _Everything(count)
+    everything = Share(0, count, (), ())
     return MicroBatch(inputs, labels, everything, MicroBatchShape(count, count, lambda _parts, _index: everything))
 
 

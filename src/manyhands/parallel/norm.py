@@ -8,7 +8,7 @@ processes hold are synchronised, on any device. Running statistics move once per
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,36 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from manyhands.core.errors import UserError
+from manyhands.core.shares import Span
 from manyhands.parallel.shared_norm import SharedNorm, accumulator_dtype, computed_dtype, moments_of
-
-
-class SpanLike(Protocol):
-    """A part of one group that this process holds, as data/order.py describes it."""
-
-    @property
-    def start(self) -> int:
-        """First row in this process's batch."""
-        ...
-
-    @property
-    def stop(self) -> int:
-        """Row after the last one."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Samples in the whole group, over all processes."""
-        ...
-
-    @property
-    def shared(self) -> int:
-        """Place among the groups that several processes hold, or -1."""
-        ...
-
-    @property
-    def first(self) -> bool:
-        """True where the group begins."""
-        ...
 
 
 @dataclass
@@ -55,7 +27,7 @@ class NormGroups:
     """What the BatchNorm layers of one network need to know about the current pass."""
 
     # groups of this pass that this process holds parts of; empty: its whole pass is one group
-    spans: Sequence[SpanLike] = ()
+    spans: Sequence[Span] = ()
     shared_sizes: Sequence[int] = ()  # samples in each group that several processes hold
     weight: float = 1.0  # of this pass's statistics where spans is empty (the process's part of the global batch)
     batch: int = 0  # samples in the global batch
@@ -63,7 +35,7 @@ class NormGroups:
     apart: bool = False  # each process normalises its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
 
-    def begin_micro_batch(self, spans: Sequence[SpanLike], shared_sizes: Sequence[int], count: int, batch: int) -> None:
+    def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Describes the pass that comes next: `count` samples here, `batch` in the whole update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
         self.batch = batch
@@ -134,7 +106,7 @@ class GroupedNorm(_BatchNorm):
             return self._with_shared(input, spans, outputs)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _with_shared(self, input: Tensor, spans: Sequence[SpanLike], alone: list[Tensor]) -> Tensor:  # noqa: A002
+    def _with_shared(self, input: Tensor, spans: Sequence[Span], alone: list[Tensor]) -> Tensor:  # noqa: A002
         """Puts groups of this process alone and parts of shared groups back into their order."""
         parts = self._split(input, spans) if spans else ()
         shared = [(part, span) for part, span in zip(parts, spans, strict=True) if span.shared >= 0]
@@ -143,7 +115,7 @@ class GroupedNorm(_BatchNorm):
         # A process without a part still joins the backward pass's collective, by way of an empty tensor.
         return torch.cat([*outputs, *together])
 
-    def _split(self, input: Tensor, spans: Sequence[SpanLike]) -> Sequence[Tensor]:  # noqa: A002
+    def _split(self, input: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:  # noqa: A002
         """Each group's rows of [n, C, ...]."""
         lengths = [(span.stop - span.start) * self.rows_per_sample for span in spans]
         if (len(spans) > 1 or self.groups.shared_sizes) and sum(lengths) != input.shape[0]:
@@ -162,7 +134,7 @@ class GroupedNorm(_BatchNorm):
         self._add(statistics, weight)
         return output
 
-    def _together(self, parts: list[tuple[Tensor, SpanLike]], like: Tensor) -> list[Tensor]:
+    def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
         """Groups that several processes hold; every process of the pass calls this, also with no part."""
         sizes = self.groups.shared_sizes
         moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)

@@ -27,7 +27,8 @@ class NetworkOnMesh(ParallelNetwork):
     loss_axes: tuple[int, ...]  # numbers of the axes along which processes compute the loss of different samples
     begin_micro_batch: Callable[[MicroBatchShape], None]  # is told of each micro-batch before it
     move_statistics: Callable[[], None]  # moves BatchNorm's running statistics
-    make_loss_fn: Callable[[LossFn, float], LossFnWithLabels]  # makes the loss function one for this network's outputs
+    # makes the loss function one for this network's outputs; None where they are as a whole network's
+    make_loss_fn: Callable[[LossFn, float], LossFnWithLabels] | None = None
     whole_outputs: bool = True  # in evaluation each process gets the outputs of all samples; False: of its own
     together: ClassVar[bool] = True
 
@@ -60,7 +61,7 @@ class NetworkOnMesh(ParallelNetwork):
 
     @override
     def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:
-        return self.make_loss_fn(loss_fn, smoothing)
+        return self.make_loss_fn(loss_fn, smoothing) if self.make_loss_fn else super().loss_fn(loss_fn, smoothing)
 
     @override
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -27,9 +27,8 @@ def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise UserError(
-            f"the name {host} has no address: {error.strerror}", given_by, ("give an IP address",)
-        ) from None
+        what = f"the name {host} has no address: {error.strerror}"
+        raise UserError(what, given_by, ("give an IP address",)) from None
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

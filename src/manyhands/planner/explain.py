@@ -11,6 +11,7 @@ from rich.text import Text
 
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
+from manyhands.core.once import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,9 +122,8 @@ def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path, title: str = "") 
         if len(layer.loops) != len(mesh.axes):
             raise UserError(f"{layer.name} has {len(layer.loops)} letters on the mesh {mesh}", "plan")
     figure = _figure(layers, mesh, title)
-    temporary = file.with_name(f".{file.name}.part")
-    figure.savefig(temporary, format=ending[1:], dpi=120)
-    temporary.replace(file)
+    with replacing(file) as part:
+        figure.savefig(part, format=ending[1:], dpi=120)
 
 
 def _figure(layers: Sequence[Layer], mesh: Mesh, title: str) -> "Figure":

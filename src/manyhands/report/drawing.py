@@ -5,8 +5,10 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.core.once import replacing
 from manyhands.report.read import RunData
 from manyhands.report.summary import steps_per_epoch
 
@@ -80,6 +82,11 @@ def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_png(figure: "Figure", file: Path) -> None:
+    with replacing(file) as part:
+        figure.savefig(part, format="png", dpi=150, metadata={"Software": None})
 
 
 def epochs_axis(axes: "Axes", run: RunData) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.report.drawing import GREY, INK, house_style
+from manyhands.report.drawing import GREY, INK, house_style, write_png
 
 Pair = tuple[str, str]
 MOST_WRITTEN = 24
@@ -34,9 +34,7 @@ def draw_links(hosts: Sequence[str], mbps: Mapping[Pair, float], latency_ms: Map
         axes.set_title("Links between the machines")
         axes.grid(visible=False)
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.part")
-        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-        temporary.replace(file)
+        write_png(figure, file)
 
 
 def _draw_cells(figure: Any, axes: Any, hosts: Sequence[str], mbps: Mapping[Pair, float]) -> None:

@@ -1,6 +1,5 @@
 """Writes report.html: one file that needs no network and no script, and its pictures as PNG beside it."""
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from manyhands.core.folder import RunFolder
+from manyhands.core.once import replacing
 from manyhands.core.private import private_files
 from manyhands.core.shown import plain, plain_lines, say
 from manyhands.report import summary, tables, words
@@ -32,9 +32,8 @@ def write_report(path: Path) -> Path:
     folder = RunFolder(path)
     with private_files():
         text = render(run, draw_all(run, folder.pictures))
-        temporary = folder.report.with_name(f".{folder.report.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder.report)
+        with replacing(folder.report) as part:
+            part.write_text(text, encoding="utf-8")
     if run.unreadable:
         say(f"report: {_NO_FONT.format(run.unreadable[:12])}")
     return folder.report

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.report.curves import curves, learning_rate, throughput
-from manyhands.report.drawing import house_style
+from manyhands.report.drawing import house_style, write_png
 from manyhands.report.fonts import fonts_for
 from manyhands.report.mistakes import confusion, per_class
 from manyhands.report.read import RunData
@@ -53,7 +53,7 @@ def draw_all(run: RunData, folder: Path) -> dict[str, str]:
                 file.unlink(missing_ok=True)
                 continue
             drawn[picture.name] = svg_text(figure, picture.name)
-            _write_png(figure, file)
+            write_png(figure, file)
     return drawn
 
 
@@ -79,9 +79,3 @@ def _inline_tag(tag: str, name: str) -> str:
     width = re.search(r' width="([\d.]+)pt"', tag)
     limit = f' style="max-width:{float(width[1]) * 1.45:.0f}px"' if width else ""
     return re.sub(r' (width|height|version)="[^"]*"', "", tag).replace("<svg", f"<svg{limit}", 1)
-
-
-def _write_png(figure: "Figure", file: Path) -> None:
-    temporary = file.with_name(f".{file.name}.part")
-    figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-    temporary.replace(file)

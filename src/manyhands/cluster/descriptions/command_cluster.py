@@ -34,11 +34,9 @@ def joined(starts: Sequence[Start], rank_flag: str, address_flag: str) -> Cluste
     first = starts[0]
     for start in starts[1:]:
         if (start.machines, start.address, start.port) != (first.machines, first.address, first.port):
-            raise UserError(
-                f"this command is for {_meeting(start)}, the first one for {_meeting(first)}",
-                start.command.where,
-                ("all machines' commands agree on their number and on the master",),
-            )
+            what = f"this command is for {_meeting(start)}, the first one for {_meeting(first)}"
+            mend = ("all machines' commands agree on their number and on the master",)
+            raise UserError(what, start.command.where, mend)
     if first.machines > 1 and not first.address:
         what = f"{first.machines} machines need to know where the first one is"
         raise UserError(what, first.command.where, (f"add {address_flag} with its address",))

@@ -23,11 +23,29 @@ class Command:
     where: str = ""  # file and line, for the user
 
 
-def commands(text: str, where: str, is_wanted: Callable[[Sequence[str]], bool]) -> list[Command]:
-    """The wanted commands of a script; lines may go on after a backslash.
+IsWanted = Callable[[Sequence[str]], bool]
 
-    Raises UserError: a wanted line's quotes don't match, or it has a variable that only a shell can fill in.
+
+def has_command(text: str, is_wanted: IsWanted) -> bool:
+    """Whether one of a script's lines is a wanted command, even one that can't be read."""
+    try:
+        return bool(_commands(text, "", is_wanted))
+    except UserError:
+        return True
+
+
+def commands(text: str, where: str, is_wanted: IsWanted, example: str) -> list[Command]:
+    """The wanted commands of a script, of which there is one at least; lines may go on after a backslash.
+
+    Raises UserError: there is none, or a wanted line's quotes don't match.
     """
+    found = _commands(text, where, is_wanted)
+    if not found:
+        raise UserError(f"there is no {example.partition(' ')[0]} command in it", where, (example,))
+    return found
+
+
+def _commands(text: str, where: str, is_wanted: IsWanted) -> list[Command]:
     found: list[Command] = []
     host = ""
     for number, line in _whole_lines(text):
@@ -55,7 +73,7 @@ def _whole_lines(text: str) -> list[tuple[int, str]]:
     return whole
 
 
-def _command(line: str, where: str, host: str, is_wanted: Callable[[Sequence[str]], bool]) -> Command | None:
+def _command(line: str, where: str, host: str, is_wanted: IsWanted) -> Command | None:
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>()")
     lexer.whitespace_split = True
     try:

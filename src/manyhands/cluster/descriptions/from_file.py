@@ -39,9 +39,8 @@ def meeting_in(
     """
     here = find_machine(cluster)
     if not 0 <= here < len(cluster.machines):
-        raise UserError(
-            f"this is machine {here}, and there are {len(cluster.machines)}: 0 … {len(cluster.machines) - 1}", origin
-        )
+        what = f"this is machine {here}, and there are {len(cluster.machines)}: 0 … {len(cluster.machines) - 1}"
+        raise UserError(what, origin)
     several = len(cluster.machines) > 1
     sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
     address = cluster.master_address or cluster.machines[0].address

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from manyhands.cluster.descriptions.inventory import is_address
 from manyhands.cluster.descriptions.located_json import Document, Path, dotted
 from manyhands.core.errors import UserError
 
@@ -145,14 +146,6 @@ class RankTable(_Part):
         return sorted(self.server_list, key=lambda server: int(server.by_rank[0].rank_id))
 
 
-def is_address(word: str) -> bool:
-    try:
-        ipaddress.ip_address(word)
-    except ValueError:
-        return False
-    return True
-
-
 def typed(document: Document) -> RankTable:
     """The table, each value of the right kind; how values fit together is not looked at.
 
@@ -196,9 +189,8 @@ def _check_spelling(document: Document, value: Any, path: Path, part: type[BaseM
     for key in value:
         near = [] if key in known else difflib.get_close_matches(key, known, n=1, cutoff=_ALIKE)
         if near:
-            raise UserError(
-                f'a rank table has no field "{key}"', document.at((*path, key)), (f'did you mean "{near[0]}"?',)
-            )
+            what = f'a rank table has no field "{key}"'
+            raise UserError(what, document.at((*path, key)), (f'did you mean "{near[0]}"?',))
     for key, inner in {"server_list": Server, "device": Device, "super_pod_list": SuperPod}.items():
         children = value.get(key) if key in known and part is not SuperPod else None
         for index, child in enumerate(children if isinstance(children, list) else []):

@@ -49,6 +49,15 @@ def is_host(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None
 
 
+def is_address(text: str) -> bool:
+    """Whether it is an IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def in_brackets(address: str) -> str:
     """An address that a port may follow."""
     return f"[{address}]" if ":" in address else address

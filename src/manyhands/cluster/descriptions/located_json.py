@@ -166,9 +166,8 @@ class _Reader:
         return True
 
     def _twice(self, path: Path, line: int) -> NoReturn:
-        raise UserError(
-            f"{dotted(path)} is given twice, with different values", at_line(self.where, line), ("keep one of the two",)
-        )
+        what = f"{dotted(path)} is given twice, with different values"
+        raise UserError(what, at_line(self.where, line), ("keep one of the two",))
 
     def _no_constant(self, word: str) -> NoReturn:
         self.refuse(f"{word} is not a value of JSON")

@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
+from manyhands.cluster.descriptions.inventory import Cluster, Machine, is_address
 from manyhands.core.errors import UserError
 from manyhands.parallel.ports import outer_addresses, own_addresses
 
@@ -39,7 +39,7 @@ def is_here(machine: Machine) -> bool:
 
 def is_own_name(name: str) -> bool:
     """True for this machine's addresses and names, as far as they are known without asking a name server."""
-    if _is_address(name):
+    if is_address(name):
         return name in own_addresses()
     mine = socket.gethostname().lower()
     if "." in name and "." in mine:
@@ -55,10 +55,10 @@ def reachable(address: str) -> str:
     """
     if address in {"0.0.0.0", "::"}:
         return address
-    if address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback):
+    if address == "localhost" or (is_address(address) and ipaddress.ip_address(address).is_loopback):
         what = f"the processes are on several machines, and {address} is only the machine itself to each of them"
         raise UserError(what, "MASTER_ADDR", ("give an address of rank 0's machine that the others reach",))
-    if _is_address(address) or not _means_loopback(address):
+    if is_address(address) or not _means_loopback(address):
         return address
     candidates = [found for found in outer_addresses() if ":" not in found] or outer_addresses()
     if len(candidates) == 1:
@@ -79,7 +79,7 @@ def seen_by_others(address: str) -> str:
 
     Raises UserError: a name stands for loopback, and this machine has several addresses or none.
     """
-    if address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback):
+    if address == "localhost" or (is_address(address) and ipaddress.ip_address(address).is_loopback):
         return address
     return reachable(address)
 
@@ -100,14 +100,6 @@ def _resolve(name: str) -> list[str]:
     except (OSError, UnicodeError):
         return []  # a name that only other machines know, or none at all
     return [str(entry[4][0]).partition("%")[0] for entry in entries]
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _short(name: str) -> str:

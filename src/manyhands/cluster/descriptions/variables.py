@@ -30,9 +30,8 @@ def port(variables: Mapping[str, str], default: int) -> int:
     """MASTER_PORT, or the default. Raises UserError: it is no port."""
     text = variables.get("MASTER_PORT", "").strip() or str(default)
     if not 0 < (found := typed_number(text) or 0) < 65536:
-        raise UserError(
-            f'MASTER_PORT is "{text}"; expected 1 … 65535', "environment", ("export MASTER_PORT=29500, say",)
-        )
+        what = f'MASTER_PORT is "{text}"; expected 1 … 65535'
+        raise UserError(what, "environment", ("export MASTER_PORT=29500, say",))
     return found
 
 

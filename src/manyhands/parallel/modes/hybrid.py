@@ -7,10 +7,9 @@ author's `enter` has summed it there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout
@@ -19,7 +18,7 @@ from manyhands.core.seeds import mix
 from manyhands.core.world import World
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import axis_numbers, layouts_of
-from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatchShape, ModeRequest, ParallelNetwork
+from manyhands.parallel.network import MicroBatchShape, ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import GroupedNorm, NormGroups
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
@@ -68,7 +67,6 @@ class HybridNetwork:
             loss_axes=self.samples,
             begin_micro_batch=self.begin_micro_batch,
             move_statistics=self.finish_update,
-            make_loss_fn=_with_labels,
             plan=Plan(self.grid.mesh, layouts=self.layouts),
             most_parts=self.grid.parts(self.samples),
             whole_outputs=False,
@@ -84,14 +82,6 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         mend = ("--mesh dp=2,tp=2", "and a network whose __init__ takes `mesh`")
         raise UserError("hybrid needs a mesh that the network was made with", "parallel.mesh", mend)
     return hybrid_network(model, request.grid, request.samples).on_mesh()
-
-
-def _with_labels(loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG001 - of cut classes, which the author puts together
-    def with_labels(output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss, logits = loss_fn(output, labels)
-        return loss, logits, labels
-
-    return with_labels
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import bounds
+from manyhands.core.shares import Span
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.modes.hybrid import HybridNetwork
@@ -119,21 +120,10 @@ def run_here(
     return raw, [one.detach() for one in _tensors(output)]
 
 
-@dataclass(frozen=True)
-class _WholeGroup:
-    """A process's part of the only group of BatchNorm, which is the whole batch."""
-
-    start: int
-    stop: int
-    size: int
-    shared: int
-    first: bool
-
-
 def _begin_pass(network: HybridNetwork, rows: slice, count: int) -> None:
     shared = network.grid.parts(network.samples) > 1
     held = rows.stop - rows.start
-    part = _WholeGroup(0, held, count, 0 if shared else -1, rows.start == 0)
+    part = Span(0, 0, held, count, 0 if shared else -1, rows.start == 0)
     network.norms.begin_micro_batch((part,), (count,) if shared else (), held, count)
 
 

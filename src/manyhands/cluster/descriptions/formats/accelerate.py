@@ -243,9 +243,8 @@ def _devices(values: _Values, slots: int) -> tuple[int, ...]:
         return ()
     words: Sequence[str] = [word.strip() for word in text.strip("[]").split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
-        raise UserError(
-            f'gpu_ids is "{text}"; expected all, or numbers such as 0,1', values.at("gpu_ids"), ("correct it",)
-        )
+        what = f'gpu_ids is "{text}"; expected all, or numbers such as 0,1'
+        raise UserError(what, values.at("gpu_ids"), ("correct it",))
     if slots > len(words):
         what = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
         raise UserError(what, values.at("gpu_ids"), ("give each process its own, or write all",))

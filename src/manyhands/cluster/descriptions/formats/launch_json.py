@@ -51,11 +51,9 @@ def read(text: str, where: str) -> Cluster:
     if not ranks and (started := _by_torchrun(document)):
         return Cluster(**{**vars(started), "source": f"launch.json {where}".rstrip()})
     if not ranks:
-        raise UserError(
-            "no configuration has RANK and WORLD_SIZE in its env, or starts torch.distributed.launch or .run",
-            document.at(("configurations",)),
-            ("write one: manyhands convert-cluster HOSTFILE --to launch.json",),
-        )
+        what = "no configuration has RANK and WORLD_SIZE in its env, or starts torch.distributed.launch or .run"
+        mend = ("write one: manyhands convert-cluster HOSTFILE --to launch.json",)
+        raise UserError(what, document.at(("configurations",)), mend)
     size, port = _agreed(document, ranks, "WORLD_SIZE"), _agreed(document, ranks, "MASTER_PORT")
     if set(ranks) != set(range(size)):
         what = f"WORLD_SIZE is {size}, but there are configurations for ranks {', '.join(map(str, sorted(ranks)))}"

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 from manyhands.cluster.descriptions.command_cluster import Start, joined, lines
 from manyhands.cluster.descriptions.command_cluster import fit as fit_commands
-from manyhands.cluster.descriptions.command_lines import Command, CommandFlags, commands, number, visible_devices
+from manyhands.cluster.descriptions.command_lines import (
+    Command,
+    CommandFlags,
+    commands,
+    has_command,
+    number,
+    visible_devices,
+)
 from manyhands.cluster.descriptions.holding import canonical, must_hold
 from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.core.errors import UserError
@@ -23,10 +30,7 @@ _MOST = 65536
 
 def recognise(_path: str, text: str) -> bool:
     """Whether one of its lines is an msrun command."""
-    try:
-        return bool(commands(text, "", _is_msrun))
-    except UserError:
-        return True
+    return has_command(text, _is_msrun)
 
 
 def read(text: str, where: str) -> Cluster:
@@ -34,9 +38,7 @@ def read(text: str, where: str) -> Cluster:
 
     Raises UserError: there is none, a flag is wrong, or the commands contradict each other.
     """
-    found = commands(text, where, _is_msrun)
-    if not found:
-        raise UserError("there is no msrun command in it", where, ("msrun --worker_num 8 --local_worker_num 4 …",))
+    found = commands(text, where, _is_msrun, "msrun --worker_num 8 --local_worker_num 4 …")
     said = [_FLAGS.read(command.words[1:], command.where) for command in found]
     starts = [_start(command, flags, said) for command, flags in zip(found, said, strict=True)]
     cluster = joined(starts, "--node_rank", "--master_addr")
@@ -84,11 +86,9 @@ def _start(command: Command, flags: dict[str, str], all_flags: Sequence[dict[str
     machines = len(all_flags)
     if machines == 1:
         if workers % local:
-            raise UserError(
-                f"--worker_num is {workers}, not a multiple of --local_worker_num, which is {local}",
-                where,
-                ("list the commands of all machines, where they have different numbers of processes",),
-            )
+            what = f"--worker_num is {workers}, not a multiple of --local_worker_num, which is {local}"
+            mend = ("list the commands of all machines, where they have different numbers of processes",)
+            raise UserError(what, where, mend)
         machines = workers // local
     else:
         total = sum(_workers(other, where)[1] for other in all_flags)

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from manyhands.cluster.descriptions.hccl_machine import HCCN, read_hccn
 from manyhands.cluster.descriptions.hccl_rules import check
-from manyhands.cluster.descriptions.hccl_table import Device, RankTable, Server, is_address, typed, written
+from manyhands.cluster.descriptions.hccl_table import Device, RankTable, Server, typed, written
 from manyhands.cluster.descriptions.holding import must_hold
-from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine
+from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine, is_address
 from manyhands.cluster.descriptions.located_json import parse
 from manyhands.core.errors import UserError
 

@@ -9,21 +9,17 @@ from collections.abc import Mapping, Sequence
 
 from manyhands.cluster.descriptions.command_cluster import fit as fit_commands
 from manyhands.cluster.descriptions.command_cluster import joined, lines
-from manyhands.cluster.descriptions.command_lines import Command, commands
+from manyhands.cluster.descriptions.command_lines import Command, commands, has_command
 from manyhands.cluster.descriptions.holding import canonical, must_hold
 from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.cluster.descriptions.torchrun_flags import FLAGS, PREFIX, program, read_command, read_flags
-from manyhands.core.errors import UserError
 
 NAMES = ("torchrun",)
 
 
 def recognise(_path: str, text: str) -> bool:
     """Whether one of its lines is a torchrun command."""
-    try:
-        return bool(commands(text, "", _is_torchrun))
-    except UserError:
-        return True
+    return has_command(text, _is_torchrun)
 
 
 def read(text: str, where: str) -> Cluster:
@@ -31,9 +27,7 @@ def read(text: str, where: str) -> Cluster:
 
     Raises UserError: there is none, a flag is wrong, or the commands contradict each other.
     """
-    found = commands(text, where, _is_torchrun)
-    if not found:
-        raise UserError("there is no torchrun command in it", where, ("torchrun --nnodes 2 --nproc-per-node 4 …",))
+    found = commands(text, where, _is_torchrun, "torchrun --nnodes 2 --nproc-per-node 4 …")
     cluster = joined([read_command(command) for command in found], "--node-rank", "--master-addr")
     return Cluster(**{**vars(cluster), "source": f"torchrun {where}".rstrip()})
 

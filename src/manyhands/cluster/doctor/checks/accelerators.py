@@ -41,12 +41,9 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> list[DoctorFinding]
     shown = ", ".join(
         f"{host} has {count} for {survey.needs.processes.get(host, 1)} processes" for host, count in few.items()
     )
+    what = f"too few {kind} devices: {shown}"
     mend = ("ask for as many processes as there are devices", "or --device cpu")
-    return [
-        DoctorFinding(
-            "accelerators", "fail", tuple(few), f"too few {kind} devices: {shown}", mend, "accelerators", ("unlike",)
-        )
-    ]
+    return [DoctorFinding("accelerators", "fail", tuple(few), what, mend, "accelerators", ("unlike",))]
 
 
 def _unlike(survey: Survey, found: dict[str, list[Any]]) -> list[DoctorFinding]:
@@ -77,12 +74,12 @@ def _unused(survey: Survey) -> list[DoctorFinding]:
     for host, facts in survey.facts.items():
         told = None if "accelerators" in facts.get("errors", {}) else explain_unused(facts, host)
         if told:
-            what = f"{told[0]}: training there would take the CPU"
-            found.append(
-                DoctorFinding(
-                    "accelerators", severity, (host,), what, told[1], f"unused:{host}", ("accelerators", "unlike")
-                )
+            what, cause, explains = (
+                f"{told[0]}: training there would take the CPU",
+                f"unused:{host}",
+                ("accelerators", "unlike"),
             )
+            found.append(DoctorFinding("accelerators", severity, (host,), what, told[1], cause, explains))
     return found
 
 
@@ -99,9 +96,8 @@ def _busy(found: dict[str, list[Any]]) -> list[DoctorFinding]:
             by = f", by {', '.join(users[:3])}" if users else ""
             what = f"accelerators of {host} are in use: {shown}{by}"
             mend = ("wait, end that process, or choose others with CUDA_VISIBLE_DEVICES",)
-            findings.append(
-                DoctorFinding("accelerators", "warn", (host,), what, mend, f"busy:{host}", (f"jobs:{host}",))
-            )
+            cause, explains = f"busy:{host}", (f"jobs:{host}",)
+            findings.append(DoctorFinding("accelerators", "warn", (host,), what, mend, cause, explains))
     return findings
 
 

@@ -42,13 +42,5 @@ def _whole(survey: Survey) -> list[DoctorFinding]:
         f"{host} {free // MIB} MiB for {survey.needs.processes.get(host, 1)}" for host, free in short.items()
     )
     what = f"little memory is free for the processes: {shown}"
-    return [
-        DoctorFinding(
-            "memory",
-            "warn",
-            tuple(short),
-            what,
-            (f"end other programs on {who(short)}, or use fewer processes",),
-            "memory",
-        )
-    ]
+    mend = (f"end other programs on {who(short)}, or use fewer processes",)
+    return [DoctorFinding("memory", "warn", tuple(short), what, mend, "memory")]

@@ -64,12 +64,9 @@ def _finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFi
     if attempt and attempt.local:
         mend.append(f"the attempt left from {attempt.local}")
     closed = host if way != "from" else who(others)
-    mend.append(
-        f"open {closed}'s firewall for the other machines' addresses: training uses ports that are free, not one"
-    )
-    return DoctorFinding(
-        "reach", "fail", (host, *others), said, tuple(mend), f"reach:{host}:{way}", ("collective", "chosen")
-    )
+    mend += [f"open {closed}'s firewall for the other machines' addresses: training uses ports that are free, not one"]
+    explains = ("collective", "chosen")
+    return DoctorFinding("reach", "fail", (host, *others), said, tuple(mend), f"reach:{host}:{way}", explains)
 
 
 def _telling(tries: Sequence[Attempt]) -> Attempt | None:

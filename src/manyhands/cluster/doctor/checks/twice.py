@@ -9,16 +9,11 @@ def run(survey: Survey) -> list[DoctorFinding]:
     names: dict[str, list[str]] = {}
     for host, machine in fact(survey, "machine").items():
         names.setdefault(machine, []).append(host)
-    return [
-        DoctorFinding(
-            "twice",
-            "fail",
-            tuple(hosts),
-            f"{' and '.join(hosts)} are one machine",
-            (f'name it once, for {len(hosts)} processes as "{hosts[0]} slots={len(hosts)}"',),
-            f"twice:{hosts[0]}",
-            ("collective",),
-        )
-        for hosts in names.values()
-        if len(hosts) > 1
-    ]
+    found: list[DoctorFinding] = []
+    for first, *others in names.values():
+        if others:
+            hosts = (first, *others)
+            mend = (f'name it once, for {len(hosts)} processes as "{first} slots={len(hosts)}"',)
+            what = f"{' and '.join(hosts)} are one machine"
+            found.append(DoctorFinding("twice", "fail", hosts, what, mend, f"twice:{first}", ("collective",)))
+    return found

@@ -21,9 +21,8 @@ def run(survey: Survey) -> list[DoctorFinding]:
     if not found and len(versions) > 1:
         shown = next(iter(versions.values()))
         names = [f"{name} {shown[name]}" for name in ("torch", "nccl", "manyhands") if name in shown]
-        found.append(
-            DoctorFinding("versions", "ok", tuple(versions), f"{', '.join(names)} everywhere", cause="versions")
-        )
+        what = f"{', '.join(names)} everywhere"
+        found.append(DoctorFinding("versions", "ok", tuple(versions), what, cause="versions"))
     return found
 
 

@@ -1,0 +1,31 @@
+"""What one process has of a micro-batch, as `data.order` shares it out and a network takes it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one normalisation group that a process holds."""
+
+    group: int  # number of the group within the pass
+    start: int  # first row in the process's own batch
+    stop: int  # row after the last one
+    size: int  # samples in the whole group, over all processes
+    shared: int  # place in the list of groups that several processes hold, or -1 for a group of this process alone
+    first: bool  # True on the process that holds the group's first sample
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process takes of one micro-batch."""
+
+    start: int  # first sample, counted within the global batch
+    stop: int  # sample after the last one; equal to start for a process that goes empty-handed
+    spans: tuple[Span, ...]  # the normalisation groups it holds, in order
+    # sizes of the groups of this micro-batch that several processes hold; equal on all processes
+    shared_groups: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Samples in this share."""
+        return self.stop - self.start
