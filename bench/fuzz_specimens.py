@@ -33,7 +33,7 @@ from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Hello
 from manyhands.cluster.agents.supervise import Watch, first_cause, supervise
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.descriptions.recognise import read_cluster
 from manyhands.cluster.messages import encode
@@ -295,7 +295,7 @@ def _read_messages(folder: Path) -> None:
         (folder / "log").touch()
         link = AgentConnection(Machine("n2"), process, folder / "log", here=False)
         link.post(Hello())
-        ending = supervise([link], [Orders("work", {}, str(folder), [1])], Watch())
+        ending = supervise([link], [Orders({}, str(folder), Meeting((1,)))], Watch())
         first_cause(ending)
     finally:
         process.kill()

@@ -20,7 +20,7 @@ from manyhands.cluster.agents.protocol import (
     WorkersEnded,
 )
 from manyhands.cluster.agents.start import _open, open_here
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
 from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
@@ -32,7 +32,7 @@ MESSAGES = (
     Hello(FactsWanted(only=("name",)), remote=True),
     Greeting({"cores": 2, "load": [0.5, math.inf]}),
     OpenRun("runs/a", "token", "holder", "id", held={"metrics.jsonl": 3}),
-    StartWorkers(Orders("module:work", {"job": {"train": {"epochs": 2}}}, "ranks", [2, 1], environment={"A": "b"})),
+    StartWorkers(Orders({"job": {"train": {"epochs": 2}}}, "ranks", Meeting((2, 1)), environment={"A": "b"})),
     WorkersEnded({0: {"status": "finished"}}, {1: -9}, {1: "the end"}, "n1", [RECORD]),
     WorkerExited(1, 2, "n2", RECORD),
     FilePiece("metrics.jsonl", "{}\n", 4),
@@ -96,7 +96,7 @@ def test_names_are_unique_though_only_they_travel():
 def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(tmp_path):
     connection = open_here(tmp_path / "agent.log")
     try:
-        connection.unsent += encode(Alive()).replace(b'"v": 1', b'"v": 0')
+        connection.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
         with pytest.raises(MisunderstoodError, match="localhost: a message can't be understood: it is of version 0"):
             connection.ask(Hello(FactsWanted(only=("name",))), 30)
         assert connection.ask(Hello(FactsWanted(only=("cores",))), 30).facts["cores"] >= 1
@@ -109,7 +109,7 @@ def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path
     other = f"import sys; sys.stdin.readline(); print({said!r}, flush=True); input()"
     connection: AgentConnection = _open([sys.executable, "-c", other], Machine("n2"), tmp_path / "log", here=False)
     try:
-        with pytest.raises(MisunderstoodError, match=r"n2: .* version unknown, and ours is 1"):
+        with pytest.raises(MisunderstoodError, match=rf"n2: .* version unknown, and ours is {VERSION}"):
             connection.ask(Hello(), 30)
     finally:
         close_all([connection])

@@ -9,6 +9,7 @@ from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import WorkerExited
 from manyhands.cluster.agents.supervise import Ending, Watch, _Head, first_cause
+from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
@@ -86,7 +87,7 @@ def test_last_words_are_of_this_start(tmp_path):
     (tmp_path / "1.log").write_bytes(b"of an earlier start\n" + b"now \xff\n" * 20)
 
     class Started:
-        _orders = Orders("", {}, str(tmp_path), [2])
+        _orders = Orders({}, str(tmp_path), Meeting((2,)))
         log_starts = {1: 20}  # noqa: RUF012 - nobody changes it
 
     words = _last_words(Started(), 1).splitlines()

@@ -8,11 +8,11 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.agents.assemble import Crew, assembled, prepare
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import Bind, MakeScratch
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.supervise import Watch, first_cause, supervise
-from manyhands.cluster.descriptions.inventory import Address, Machine
+from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.doctor.addresses import own_candidates
 from manyhands.cluster.doctor.examine import examine, fails
@@ -26,8 +26,6 @@ from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
 from manyhands.core.plugins import is_object_reference
 from manyhands.core.scratch import scratch
 
-# What each machine's one process does.
-ENTRY = "manyhands.worker.collective:add_up"
 # Machines that have just reached each other need no more for so little.
 COLLECTIVE_S = 30.0
 LISTENING = "for some seconds each machine listens on all its addresses, and answers those alone that know a token"
@@ -169,7 +167,8 @@ def _add_up(job: Job, crew: Crew, survey: Survey, say: Callable[[str], object]) 
     except ManyhandsError as error:
         return AllReduceTest("failed", error.what)
     where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
-    say(f"for the all-reduce port {orders[0].port} of {orders[0].address} and a free port on each of {where} are open, "
+    met = orders[0].meeting
+    say(f"for the all-reduce port {met.port} of {met.address} and a free port on each of {where} are open, "
         "without a password")  # fmt: skip
     ending = supervise(crew.links, orders, Watch())
     if ending.ok:
@@ -186,19 +185,14 @@ def _orders(job: Job, crew: Crew, survey: Survey) -> list[Orders]:
     port = crew.links[0].ask(Bind(address), COLLECTIVE_S).port
     answers = crew.ask_each(MakeScratch(), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
-    quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)}).model_dump(mode="json")
+    quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
     return [
-        Orders(
-            entry=ENTRY,
-            argument={"job": quick},
-            logs=answer.folder,
-            sizes=[1] * len(answers),
-            machine=machine,
+        orders_for(
+            quick,
+            "add-up",
+            answer.folder,
+            Meeting((1,) * len(answers), machine, address, port),
             device=devices[machine],
-            threads=1,
-            address=address,
-            port=port,
-            preload=[],
             environment=Address(*survey.chosen[survey.hosts[machine]]).environment(),
         )
         for machine, answer in enumerate(answers)

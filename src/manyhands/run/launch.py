@@ -4,12 +4,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from manyhands.cluster.agents.assemble import Crew, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.code import code_files, with_absolute_paths
 from manyhands.cluster.agents.mirror import Receiver
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import Bind, FilePiece, OpenRun, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.supervise import supervise
@@ -27,8 +26,8 @@ from manyhands.core.registry import remember_reach
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
 from manyhands.run.logs import reach_of, read_places
-from manyhands.run.script import orders_for, shown
-from manyhands.run.train import LOOPBACK, WORK, Outcome, conclude, interrupted, run_folder, train, watch_on
+from manyhands.run.script import shown
+from manyhands.run.train import LOOPBACK, Outcome, conclude, interrupted, run_folder, train, watch_on
 
 NOT_BEGUN = "stopping: nothing trains yet"
 # What the doctor would say, and the next minute may change.
@@ -137,25 +136,16 @@ def _ready(
     if job.cluster.sync_code:
         job = with_absolute_paths(job)
     return [
-        Orders(
-            **orders_for(job, WORK),
-            argument=_argument(job, answer.folder),
-            logs=str(Path(answer.folder) / "ranks"),
-            sizes=sizes,
-            machine=machine,
+        orders_for(
+            job,
+            "train",
+            answer.folder,
+            Meeting(tuple(sizes), machine, addresses[0].address, port, link.machine.devices),
             device=devices[machine],
-            threads=job.cluster.threads,
-            address=addresses[0].address,
-            port=port,
             environment=address.environment(),
-            devices=list(link.machine.devices),
         )
         for machine, (link, answer, address) in enumerate(zip(crew.links, opened, addresses, strict=True))
     ]
-
-
-def _argument(job: Job, folder: str) -> dict[str, Any]:
-    return {"task": "train", "job": job.model_dump(mode="json"), "folder": folder}
 
 
 def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver, *, output: bool) -> list[RunOpened]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from manyhands.cluster.agents.supervise import Ending
 from manyhands.cluster.descriptions.machines import machines_of
@@ -18,7 +17,6 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, append, write_all
 from manyhands.report.terminal import Screen
 
-ENTRY = "manyhands.worker.script"
 # Of the sections of a job these alone concern a script; the rest is what it decides by itself.
 _SECTIONS = ("cluster.", "run.")
 
@@ -42,13 +40,6 @@ def check_script(loaded: LoadedJob) -> None:
         what = f"this process is rank {found.rank} of {found.size} already, by {found.started_by}"
         mend = (f"under a launcher start the script itself: {script}", f"or without it: manyhands train {script} -n 2")
         raise UserError(what, script, mend)
-
-
-def orders_for(job: Job, entry: str) -> dict[str, Any]:
-    """What each process starts: the script where the job names one, else our own entry."""
-    if not job.run.script:
-        return {"entry": entry}
-    return {"entry": ENTRY, "script": list(job.run.script), "preload": []}
 
 
 def shown(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Callable[[], None]:

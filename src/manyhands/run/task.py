@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
+from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import Job
 from manyhands.core.failures import Failed, as_error
@@ -14,7 +15,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.shown import say
 from manyhands.run.load import load_worker
-from manyhands.run.train import WORK, failure_of
+from manyhands.run.train import failure_of
 
 
 def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
@@ -53,11 +54,7 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
         KeyboardInterrupt: the user stopped it.
     """
     with _private_folder() as folder:
-        given = {"job": job.model_dump(mode="json"), "folder": str(folder.path), **argument}
-        orders = Orders(
-            WORK, given, str(folder.ranks), [job.cluster.processes],
-            device=job.cluster.device, threads=job.cluster.threads,
-        )  # fmt: skip
+        orders = orders_for(job, folder=str(folder.path), meeting=Meeting((job.cluster.processes,)), **argument)
         ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
         if ending.interrupted:
             raise KeyboardInterrupt  # there is nothing to save, and what a signal ended is no failure

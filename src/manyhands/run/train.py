@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Ending, Watch, first_cause, supervise
 from manyhands.cluster.descriptions.inventory import Meeting
@@ -55,9 +55,8 @@ from manyhands.report.page import write_report
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
 from manyhands.run.load import load_worker
-from manyhands.run.script import note_end, orders_for, shown, stopping
+from manyhands.run.script import note_end, shown, stopping
 
-WORK = "manyhands.worker.entry:work"
 STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
 LOOPBACK = "127.0.0.1"
@@ -106,7 +105,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         return _train_here(job, alone, quiet=quiet, objects=objects)
     if participation.meeting:
         return _train_among_machines(job, participation.meeting, quiet=quiet, objects=objects)
-    return _train_here(job, Meeting((participation.processes,), 0, LOOPBACK, 0), quiet=quiet, objects=objects)
+    return _train_here(job, Meeting((participation.processes,)), quiet=quiet, objects=objects)
 
 
 def _train_among_machines(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
@@ -126,14 +125,14 @@ def _train_among_machines(job: Job, meeting: Meeting, *, quiet: bool, objects: A
 def _train_here(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
-        argument = {
-            "task": "train",
-            "job": job.model_dump(mode="json"),
-            "folder": str(folder.path.resolve()),
-            "met": len(meeting.sizes) > 1,
-        }
-        argument.update(_hand_over(objects, private))
-        ending = _run_agent(job, argument, meeting, folder, quiet=quiet)
+        more = {"met": len(meeting.sizes) > 1, **_hand_over(objects, private)}
+        orders = orders_for(job, "train", str(folder.path.resolve()), meeting, **more)
+        screen = Screen(folder.path, quiet=quiet)
+        try:
+            watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
+            ending = supervise([open_here(folder.ranks / "agent.log")], [orders], watch)
+        finally:
+            screen.close()
         return conclude(job, folder, ending)
 
 
@@ -146,27 +145,6 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
     path = private / "objects"
     path.write_bytes(cloudpickle.dumps(objects))
     return {"objects": str(path), "paths": [entry or str(Path.cwd()) for entry in sys.path]}
-
-
-def _run_agent(job: Job, argument: dict[str, Any], meeting: Meeting, folder: RunFolder, *, quiet: bool) -> Ending:
-    orders = Orders(
-        **orders_for(job, WORK),
-        argument=argument,
-        logs=str(folder.ranks.resolve()),
-        sizes=list(meeting.sizes),
-        machine=meeting.machine,
-        device=job.cluster.device,
-        threads=job.cluster.threads,
-        address=meeting.address,
-        port=meeting.port,
-        devices=list(meeting.devices),
-    )
-    screen = Screen(folder.path, quiet=quiet)
-    try:
-        link = open_here(folder.ranks / "agent.log")
-        return supervise([link], [orders], watch_on(job, screen, shown(job, folder, screen, quiet=quiet)))
-    finally:
-        screen.close()
 
 
 def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:

@@ -3,13 +3,16 @@
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
@@ -27,16 +30,23 @@ from manyhands.worker.peers import describe_peer, first_of_all
 from manyhands.worker.shared_options import shared_options
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 # How a process came to be: one head watches over all, or each machine has its own and they met.
 OUR_HEAD, MET = "manyhands", "met"
 
 
-def work(argument: dict[str, Any]) -> dict[str, Any]:
-    """The entry of a process that manyhands' own agent started; `argument` is plain data.
+def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
+    """The entry of a process that manyhands' own agent started.
+
+    Args:
+        orders: what to do.
+        scratch: the agent's folder for records.
+        agent: its process id.
 
     Returns:
         What the task returned, as plain data.
     """
+    argument = take_orders(orders, scratch, agent)
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
     membership = worker_membership(job.cluster, os.environ)
@@ -326,14 +336,29 @@ def plan_here(
     return _together(job, membership, folder, say, try_plans, str(argument["action"]))
 
 
+def add_up_here(
+    job: Job, membership: Membership, folder: RunFolder, _argument: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """The doctor's sum: see `collective`.
+
+    Raises:
+        Failed: something went wrong.
+    """
+    from manyhands.worker.collective import check_sum
+
+    started = time.monotonic()
+    _together(job, membership, folder, say, check_sum, "doctor")
+    return {"seconds": time.monotonic() - started}
+
+
 def _together(
     job: Job,
     membership: Membership,
     folder: RunFolder,
     say: Say,
-    task: Callable[[Any], dict[str, Any]],
+    task: Callable[[Any], T],
     phase: str,
-) -> dict[str, Any]:
+) -> T:
     """Joins the group, does the task with its world, and leaves; a failure leaves its record."""
     from manyhands.parallel.group import join
     from manyhands.train.failing import describe_failure
@@ -350,4 +375,10 @@ def _together(
             group.leave()
 
 
-TASKS = {"train": train_here, "evaluate": evaluate_here, "predict": predict_here, "plan": plan_here}
+TASKS = {
+    "train": train_here,
+    "evaluate": evaluate_here,
+    "predict": predict_here,
+    "plan": plan_here,
+    "add-up": add_up_here,
+}

@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from manyhands.cluster.agents.own_output import die_with_parent, write_to
+from manyhands.cluster.agents.own_output import begin
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.shown import say
@@ -23,10 +23,7 @@ def main(words: list[str]) -> None:
         words: the agent's folder for records, the folder for logs, the agent's process id, the script, its words.
     """
     scratch, logs, agent, script, *own = words
-    rank = int(os.environ["RANK"])
-    die_with_parent(int(agent))
-    os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
-    write_to(Path(logs) / f"{rank}.log")
+    rank = begin(scratch, logs, int(agent))
     try:
         _run(script, own)
     except SystemExit:

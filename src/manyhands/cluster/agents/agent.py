@@ -275,18 +275,18 @@ class Agent:
         with ended_with_head(0, self._until_gone.close):
             from manyhands.cluster.agents.elastic import prepare
 
-            return prepare(request.device, request.preload)
+            return prepare(request.device)
 
     def _start(self, request: StartWorkers) -> WorkersEnded:
         self._probes.close()
         orders = request.orders
-        set_threads(orders.threads, orders.sizes[orders.machine])
+        set_threads(orders.threads, orders.meeting.sizes[orders.meeting.machine])
         with ended_with_head(0, self._until_gone.close):
             from manyhands.cluster.agents.elastic import preload, run
 
             preload(orders)
-        if self._listener is None and orders.machine == 0:
-            self._listener = listen(orders.address, orders.port)
+        if self._listener is None and orders.meeting.machine == 0:
+            self._listener = listen(orders.meeting.address, orders.meeting.port)
         listener, self._listener = self._listener, None
         ended = run(orders, self, listener)
         while self.send_records():

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
-from manyhands.cluster.agents.orders import PRELOAD
 from manyhands.cluster.agents.protocol import Hello, Prepare, Prepared
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.agents.start import open_here, open_there
@@ -169,7 +168,7 @@ def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[
     Returns:
         Processes on each machine, and the kind of device there.
     """
-    requests = [Prepare(size, options.threads, options.device, list(PRELOAD)) for size in sizes]
+    requests = [Prepare(size, options.threads, options.device) for size in sizes]
     answers: list[Prepared] = crew.ask(requests, PREPARE_S)
     for link, size, answer in zip(crew.links, sizes, answers, strict=True):
         device, count = answer.device, answer.count

@@ -6,7 +6,6 @@ imports torch.
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import logging
@@ -18,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -34,8 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from manyhands.cluster.agents.orders import DEVICE_INDEX, Orders
-from manyhands.cluster.agents.own_output import die_with_parent, write_to
+from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     KillWorkers,
     Prepared,
@@ -45,14 +44,13 @@ from manyhands.cluster.agents.protocol import (
     WorkersSeen,
     WorkersStarted,
 )
-from manyhands.cluster.agents.pulses import Pulses, pulse_path
+from manyhands.cluster.agents.pulses import Pulses
 from manyhands.cluster.messages import Message
 from manyhands.core.claim import hold_as_agent
 from manyhands.core.cores import cores
 from manyhands.core.devices import device_kind
 from manyhands.core.outside import parse_json
-from manyhands.core.pulse import PULSE_FILE
-from manyhands.core.records import FAILURE_FILE, Failure
+from manyhands.core.records import Failure
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
 from manyhands.parallel.group import IFNAMES
@@ -95,8 +93,9 @@ class _Rendezvous(RendezvousHandler):
         return "manyhands"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        place = RendezvousStoreInfo(self._orders.address, self._orders.port)
-        return RendezvousInfo(HashStore(), self._orders.machine, len(self._orders.sizes), place)
+        meeting = self._orders.meeting
+        place = RendezvousStoreInfo(meeting.address, meeting.port)
+        return RendezvousInfo(HashStore(), meeting.machine, len(meeting.sizes), place)
 
     def num_nodes_waiting(self) -> int:
         self._obey()
@@ -131,8 +130,8 @@ class ElasticAgent(_Base):
         self.log_starts: dict[int, int] = {}
         spec = WorkerSpec(
             role="worker",
-            local_world_size=orders.sizes[orders.machine],
-            entrypoint=sys.executable if orders.script else _worker,
+            local_world_size=orders.meeting.sizes[orders.meeting.machine],
+            entrypoint=sys.executable if orders.script else importlib.import_module(WORKER).work,
             args=_script_words(orders, scratch) if orders.script else (orders, scratch, os.getpid()),
             rdzv_handler=_Rendezvous(orders, self._obey),
             max_restarts=0,
@@ -149,7 +148,8 @@ class ElasticAgent(_Base):
         group_world_size: int,  # noqa: ARG002
         spec: WorkerSpec,
     ) -> list[Worker]:
-        first, size = sum(self._orders.sizes[:group_rank]), sum(self._orders.sizes)
+        sizes = self._orders.meeting.sizes
+        first, size = sum(sizes[:group_rank]), sum(sizes)
         return [
             Worker(local_rank=n, global_rank=first + n, role_rank=first + n, world_size=size, role_world_size=size)
             for n in range(spec.local_world_size)
@@ -168,9 +168,9 @@ class ElasticAgent(_Base):
             context._pc.join = functools.partial(context._pc.join, grace_period=LEAVE_S)
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
-            address, descriptor = self._orders.address, self._listener.detach()
+            meeting, descriptor = self._orders.meeting, self._listener.detach()
             self._served = TCPStore(
-                address, self._orders.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
+                meeting.address, meeting.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
             )
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._pulses = Pulses(self._scratch, dict(zip(ranks, self._pids(), strict=True)))
@@ -233,32 +233,16 @@ class ElasticAgent(_Base):
 def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
     """What follows Python's name where each process runs a script of the user's; see `worker.script`."""
     # -P as for the agent itself; the script's own folder is added for it.
-    words = ("-u", "-P", "-m", orders.entry, scratch, orders.logs, str(os.getpid()), *orders.script)
+    words = ("-u", "-P", "-m", SCRIPT, scratch, orders.logs, str(os.getpid()), *orders.script)
     # torch fills in ${local_rank}, as under torchrun; any other $ is the user's.
     return tuple(word.replace("$", "$$").replace("$${local_rank}", "${local_rank}") for word in words)
 
 
-def _worker(orders: Orders, scratch: str, agent: int) -> Any:
-    """First thing in each worker: dies with its agent, writes to its own file, and runs the entry."""
-    die_with_parent(agent)
-    os.environ[FAILURE_FILE] = f"{scratch}/{os.environ['RANK']}.json"
-    os.environ[PULSE_FILE] = str(pulse_path(Path(scratch), int(os.environ["RANK"])))
-    if orders.devices:
-        os.environ[DEVICE_INDEX] = str(orders.devices[int(os.environ["LOCAL_RANK"])])
-    for number in (*STOPS, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
-    # A scheduler's word to all processes of a job; the agent passes it on as it does the others.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    write_to(Path(orders.logs) / f"{os.environ['RANK']}.log")
-    module, _, function = orders.entry.partition(":")
-    return getattr(importlib.import_module(module), function)(orders.argument)
-
-
-def prepare(device: str, preload: list[str]) -> Prepared:
+def prepare(device: str) -> Prepared:
     """Imports what the workers need, and says what "auto" means here."""
     kind, count = _devices(device, 1)
     if kind == "cpu":
-        _preload(preload)
+        importlib.import_module(PRELOAD)
     return Prepared(kind, count)
 
 
@@ -271,28 +255,24 @@ def _devices(wanted: str, processes: int) -> tuple[str, int]:
 
 def preload(orders: Orders) -> None:
     """Imports what workers need that are to be forked."""
-    if _devices(orders.device, sum(orders.sizes))[0] == "cpu":
-        _preload(orders.preload)
-
-
-def _preload(modules: list[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
+    if not orders.script and _devices(orders.device, sum(orders.meeting.sizes))[0] == "cpu":
+        importlib.import_module(PRELOAD)
 
 
 def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
     """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
-    device, devices = _devices(orders.device, sum(orders.sizes))
-    sizes = [size or devices for size in orders.sizes]
-    threads = orders.threads or max(1, int(cores() / sizes[orders.machine]))
+    meeting = orders.meeting
+    device, devices = _devices(orders.device, sum(meeting.sizes))
+    sizes = tuple(size or devices for size in meeting.sizes)
+    threads = orders.threads or max(1, int(cores() / sizes[meeting.machine]))
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
     # What a cluster's shells name is for what is between machines; scripts of the user's own ask the backends too.
     alone = dict.fromkeys(IFNAMES, loopback_interface()) if len(sizes) == 1 else {}
     os.environ.update({**orders.environment, **alone})
-    port = listener.getsockname()[1] if listener else orders.port
-    return dataclasses.replace(orders, device=device, sizes=sizes, port=port)
+    port = listener.getsockname()[1] if listener else meeting.port
+    return replace(orders, device=device, meeting=replace(meeting, sizes=sizes, port=port))
 
 
 def _failure_in(record: Path) -> Failure:
@@ -336,7 +316,7 @@ def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEn
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     orders = _settle(orders, listener)
-    with scratch_folder("agent") as scratch, hold_as_agent(Path(orders.logs), orders.machine):
+    with scratch_folder("agent") as scratch, hold_as_agent(Path(orders.logs), orders.meeting.machine):
         return _run(orders, head, listener, str(scratch))
 
 

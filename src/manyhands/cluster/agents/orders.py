@@ -3,43 +3,58 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.config.job import Job
+
 # The variable that tells a worker the number of its device.
 DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"
-PRELOAD = ("manyhands.worker.preload",)
+# What each process runs, by name, since it lies above this package: our own tasks, or a script of the user's.
+WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
+# Imported before CPU workers are forked, so that they start at once.
+PRELOAD = "manyhands.worker.preload"
 
 
 @dataclass(frozen=True)
 class Orders:
-    """One generation of workers, as one machine has to know it.
+    """One generation of workers, as one machine has to know it; `orders_for` puts it together."""
 
-    Attributes:
-        entry: "module:function", called in each worker with `argument`; with a script the module that runs it.
-        argument: plain data for it.
-        logs: folder for each worker's own output, <rank>.log; ranks/ of the run folder.
-        sizes: processes on each machine; 0 for one per accelerator of this machine, or one.
-        machine: this machine's place in `sizes`.
-        device: "auto", "cpu" or the kind of accelerator.
-        threads: CPU threads for each process; 0 divides this machine's cores.
-        generation: counts the starts of a run's processes.
-        address: where the store listens, on the first machine.
-        port: of the store; 0 for a free one.
+    argument: dict[str, Any]  # plain data: the task, the job, the run folder there, what the task needs besides
+    logs: str  # folder for each worker's own output, <rank>.log; ranks/ of the run folder
+    meeting: Meeting  # a size of 0: one process for each accelerator of this machine, or one
+    device: str = "auto"  # "auto", "cpu" or the kind of accelerator
+    threads: int = 0  # CPU threads for each process; 0 divides this machine's cores
+    environment: dict[str, str] = field(default_factory=dict[str, str])  # variables for the workers
+    script: tuple[str, ...] = ()  # the user's own training script and its words; empty for a task of ours
+    generation: int = 0  # counts the starts of a run's processes
+
+
+def orders_for(
+    job: Job,
+    task: str,
+    folder: str,
+    meeting: Meeting,
+    *,
+    device: str = "",
+    environment: dict[str, str] | None = None,
+    **more: Any,
+) -> Orders:
+    """The orders to one machine's agent.
+
+    Args:
+        job: what it is about.
+        task: one of the worker's.
+        folder: the run folder on that machine, by its absolute path.
+        meeting: who takes part, and which of them that machine is.
+        device: kind of device there; empty for what the job says.
         environment: variables for the workers.
-        devices: numbers of the devices of this machine's processes; empty for 0, 1, 2 …
-        script: the user's own training script and its words; empty where `entry` is called.
-        preload: modules to import before CPU workers are forked, so that they start at once.
+        more: what the task needs besides; plain data.
     """
-
-    entry: str
-    argument: dict[str, Any]
-    logs: str
-    sizes: list[int]
-    machine: int = 0
-    device: str = "auto"
-    threads: int = 0
-    generation: int = 0
-    address: str = "127.0.0.1"
-    port: int = 0
-    environment: dict[str, str] = field(default_factory=dict[str, str])
-    devices: list[int] = field(default_factory=list[int])
-    script: list[str] = field(default_factory=list[str])
-    preload: list[str] = field(default_factory=lambda: list(PRELOAD))
+    return Orders(
+        {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more},
+        f"{folder}/ranks",
+        meeting,
+        device or job.cluster.device,
+        job.cluster.threads,
+        environment or {},
+        job.run.script if task == "train" else (),
+    )

@@ -1,18 +1,54 @@
-"""First things in a worker of an agent's: it dies with its agent and writes to a file of its own. Needs no torch."""
+"""First things in a worker of an agent's: it dies with its agent and has files of its own. Needs no torch."""
 
 import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
+from manyhands.cluster.agents.orders import DEVICE_INDEX, Orders
+from manyhands.cluster.agents.pulses import pulse_path
+from manyhands.core.pulse import PULSE_FILE
+from manyhands.core.records import FAILURE_FILE
+from manyhands.core.stops import STOPS
 from manyhands.core.streams import Tolerant
 
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int) -> None:
+def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
+    """Makes this process, which the agent has forked or spawned, one of the run's; gives what its task needs."""
+    rank = begin(scratch, orders.logs, agent)
+    os.environ[PULSE_FILE] = str(pulse_path(Path(scratch), rank))
+    if orders.meeting.devices:
+        os.environ[DEVICE_INDEX] = str(orders.meeting.devices[int(os.environ["LOCAL_RANK"])])
+    for number in (*STOPS, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    # A scheduler's word to all processes of a job; the agent passes it on as it does the others.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return orders.argument
+
+
+def begin(scratch: str, logs: str, agent: int) -> int:
+    """What any process that an agent has started does first.
+
+    Args:
+        scratch: the agent's folder for records.
+        logs: where the process writes what it says.
+        agent: the agent's process id.
+
+    Returns:
+        The process's rank.
+    """
+    rank = int(os.environ["RANK"])
+    _die_with_parent(agent)
+    os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
+    _write_to(Path(logs) / f"{rank}.log")
+    return rank
+
+
+def _die_with_parent(parent: int) -> None:
     """Has the kernel end this process when `parent` ends; ends it now where that has happened already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -20,7 +56,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def write_to(path: Path) -> None:
+def _write_to(path: Path) -> None:
     """Both output streams of this process go to the end of one file; standard input is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

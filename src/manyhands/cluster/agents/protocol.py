@@ -151,7 +151,6 @@ class Prepare(Request[Prepared]):
     size: int
     threads: int
     device: str
-    preload: list[str]
 
 
 @dataclass(frozen=True)

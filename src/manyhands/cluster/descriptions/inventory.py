@@ -97,12 +97,12 @@ class LauncherPlace:
 
 @dataclass(frozen=True)
 class Meeting:
-    """This machine among others that each start their own processes; no head watches over all of them."""
+    """A machine among those whose processes train together."""
 
     sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks
-    machine: int  # this machine's place in `sizes`
-    address: str  # where the store listens, on the first machine
-    port: int  # of the store
+    machine: int = 0  # this machine's place in `sizes`
+    address: str = "127.0.0.1"  # where the store listens, on the first machine
+    port: int = 0  # of the store; 0 for a free one
     devices: tuple[int, ...] = ()  # numbers of the devices of this machine's processes; empty for 0, 1, 2 …
 
 
