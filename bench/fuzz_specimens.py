@@ -19,12 +19,13 @@ from bench.fuzz_runs import read_report, read_small_files, write_run
 from bench.fuzz_texts import AGENT, ANY, CLUSTERS, FLAGS, JOB, PLACES, STORE
 from bench.fuzz_words import read_words, write_words
 from manyhands.checkpoint import commit, layout
+from manyhands.checkpoint.described import open_description
 from manyhands.checkpoint.find import newest, read_state, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.held import held_contents
 from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import NetworkLayout
-from manyhands.checkpoint.reshard import describe, read_cut
+from manyhands.checkpoint.reshard import read_cut
 from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
@@ -51,6 +52,7 @@ from manyhands.parallel.plan import resolve as letters_of
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.op_times import OpTime, OpTimes
 from manyhands.train.pth_tar import check_same_training
+from manyhands.worker.checkpoints import describe_file
 
 torch.set_num_threads(1)
 
@@ -201,9 +203,9 @@ def _read_checkpoint(folder: Path) -> None:
         resolve(folder, "best")
         return
     read_state(last)
-    source = open_checkpoint(resolve(folder, "best"))
-    describe(source)
-    source.snapshot()
+    best = resolve(folder, "best")
+    open_description(best).as_plain()
+    open_checkpoint(best).snapshot()
     find_record(last, load(last).state)
 
 
@@ -261,7 +263,7 @@ def _read_pth(folder: Path) -> None:
     if snapshot.optimizer is not None:
         name_optimizer(snapshot.optimizer, ["fc.weight", "fc.bias"])
     check_same_training(job, snapshot, str(file))
-    describe(open_checkpoint(file))
+    describe_file(file)
 
 
 def _write_safetensors(folder: Path, rng: random.Random) -> None:
@@ -275,9 +277,8 @@ def _write_safetensors(folder: Path, rng: random.Random) -> None:
 
 def _read_safetensors(folder: Path) -> None:
     read_foreign(folder / "net.safetensors")
-    source = open_checkpoint(folder / "net.safetensors")
-    describe(source)
-    source.snapshot()
+    open_description(folder / "net.safetensors").as_plain()
+    open_checkpoint(folder / "net.safetensors").snapshot()
 
 
 def _write_messages(folder: Path, rng: random.Random) -> None:

@@ -4,22 +4,21 @@ import os
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from manyhands.checkpoint.described import without_prefixes
 from manyhands.checkpoint.inside_pickle import names_objects
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.tensors import read_tensors
+from manyhands.checkpoint.verify import damaged
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.once import replacing
 
-T = TypeVar("T")
-
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-_PREFIXES = ("module.", "_orig_mod.")
 _MAIN_STEP_SIZE = 30
 _MAIN_GAMMA = 0.1
 _MOST = 1e9
@@ -124,11 +123,6 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def damaged(path: Path) -> UserError:
-    """The error for a file whose bytes can't be understood."""
-    return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download it again",))
-
-
 def _unloadable(path: Path) -> UserError:
     """Tells a pickle with objects or code in it from a file that is no pickle, whatever words torch has for it."""
     found = names_objects(path)
@@ -140,22 +134,6 @@ def _unloadable(path: Path) -> UserError:
         "where you trust it: load it in Python, and write its state_dict() with safetensors.torch.save_file",
     )
     return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), mend)
-
-
-def without_prefixes(weights: dict[str, T]) -> dict[str, T]:
-    """Drops what DataParallel, DDP and torch.compile put before the names.
-
-    main.py wraps only `features` of AlexNet and VGG, so theirs begin with "features.module.".
-    """
-    for prefix in _PREFIXES * 2:
-        if all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-    inner, outer = "features.module.", "features."
-    if any(name.startswith(inner) for name in weights):
-        weights = {
-            outer + name.removeprefix(inner) if name.startswith(inner) else name: held for name, held in weights.items()
-        }
-    return weights
 
 
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.pieces import MODEL, OPTIMIZER, NetworkLayout, Region, TensorEntry, Tensors, size_of
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.stream import element_type
 from manyhands.checkpoint.tensors import flatten_optimizer, parameter_names
 from manyhands.checkpoint.write import Contents
 from manyhands.core.errors import RunError
@@ -59,10 +60,10 @@ def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayo
     lies: TensorLayout = network_layout.layouts.get(owner) or whole(shape)
     expected = lies.local_shape(network_layout.mesh, rank)
     if shape == expected:
-        return TensorEntry(tensor.dtype, lies)
+        return TensorEntry(element_type(tensor.dtype), lies)
     # A count of steps is the same everywhere. Anything else of a cut parameter could be cut in any way.
     if name != owner and (tensor.ndim == 0 or not lies.cuts):
-        return TensorEntry(tensor.dtype, whole(shape))
+        return TensorEntry(element_type(tensor.dtype), whole(shape))
     what = f"rank {rank} holds {list(shape)} of {name}, its layout says {list(expected)}"
     raise RunError(
         what, name, ("this optimizer's state can't be cut as its parameters are; use sgd or adamw, or cut nothing",)
@@ -72,6 +73,6 @@ def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayo
 def as_plain(tensors: Mapping[str, Tensors]) -> dict[str, Any]:
     """Types and layouts as JSON data, to be compared between processes."""
     return {
-        kind: {name: [str(described.dtype), described.layout.as_plain()] for name, described in named.items()}
+        kind: {name: [described.dtype.name, described.layout.as_plain()] for name, described in named.items()}
         for kind, named in tensors.items()
     }

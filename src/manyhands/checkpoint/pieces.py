@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from manyhands.checkpoint import layout as files
-from manyhands.checkpoint.stream import CODES, Spec
+from manyhands.checkpoint.element_types import BY_NAME, ElementType
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, layout_from_plain, whole
 from manyhands.core.mesh import Mesh, make_mesh
@@ -19,20 +17,19 @@ MODEL, OPTIMIZER = "model", "optimizer"
 KINDS = (MODEL, OPTIMIZER)
 
 Region = tuple[tuple[int, int], ...]
-_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor: its type, and how it is cut."""
 
-    dtype: torch.dtype
+    dtype: ElementType
     layout: TensorLayout
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return math.prod(self.layout.shape) * self.dtype.itemsize
+        return math.prod(self.layout.shape) * self.dtype.item_bytes
 
 
 Tensors = dict[str, TensorEntry]
@@ -88,11 +85,6 @@ def all_held(tensors: Tensors, mesh: Mesh) -> dict[int, dict[str, Region]]:
     return held
 
 
-def specs_of(tensors: Tensors, regions: Mapping[str, Region]) -> list[Spec]:
-    """Pieces as a file holds them: in the dimensions of the view, under the tensor's name."""
-    return [Spec(name, tensors[name].dtype, size_of(region)) for name, region in regions.items()]
-
-
 def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
     """The content of pieces.json; tensors by kind: of the model and, where there is one, of the optimizer."""
     content: dict[str, Any] = {"mesh": mesh.as_dict()}
@@ -103,7 +95,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
                 written[name].append((rank, region))
         content[kind] = {
             name: {
-                "dtype": str(described.dtype).removeprefix("torch."),
+                "dtype": described.dtype.name,
                 "layout": described.layout.as_plain(),
                 "pieces": [
                     {"file": files.piece_name(kind, rank, mesh.size), "region": [list(edge) for edge in region]}
@@ -126,7 +118,7 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
         tensors = {
             kind: {
                 name: TensorEntry(
-                    _TYPES[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
+                    BY_NAME[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
                 )
                 for name, entry in content[kind].items()
             }

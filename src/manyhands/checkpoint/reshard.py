@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -94,7 +93,7 @@ def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
     """A source as it is to be written under a cut."""
     layouts, kinds = source.layouts(network_layout), source.kinds()
     tensors = {
-        kind: {name: TensorEntry(stored.dtype(name), layouts[kind][name]) for name in stored.names()}
+        kind: {name: TensorEntry(entry.dtype, layouts[kind][name]) for name, entry in stored.described.items()}
         for kind, stored in kinds.items()
     }
     texts = {layout.STATE: layout.text(source.state)}
@@ -134,31 +133,3 @@ def _commit_file(target: Path, contents: Contents, write: Callable[[Path], None]
 
 def _size_bytes(contents: Contents, kinds: list[str]) -> int:
     return sum(described.size_bytes for kind in kinds for described in contents.tensors[kind].values())
-
-
-def describe(source: Source) -> dict[str, Any]:
-    """What a checkpoint holds, as JSON data."""
-    return {
-        "checkpoint": str(source.path),
-        "format": source.form,
-        "step": source.step if source.state else None,
-        "mesh": source.mesh.as_dict() if source.mesh else None,
-        "size_bytes": {kind: stored.stored_bytes for kind, stored in source.kinds().items()},
-        **{
-            kind: {name: _tensor(entry, source) for name, entry in stored.described.items()}
-            for kind, stored in source.kinds().items()
-        },
-        "notes": list(source.notes),
-    }
-
-
-def _tensor(described: TensorEntry, source: Source) -> dict[str, Any]:
-    lies = described.layout
-    names = source.mesh.names if source.mesh else ()
-    return {
-        "shape": list(lies.shape),
-        "dtype": str(described.dtype).removeprefix("torch."),
-        "view": list(lies.view),
-        "cuts": {str(dim): [names[axis] for axis in axes] for dim, axes in lies.cuts},
-        "size_bytes": described.size_bytes,
-    }

@@ -22,7 +22,7 @@ from manyhands.checkpoint.pieces import ALONE, NetworkLayout, Region, first_held
 from manyhands.checkpoint.refuse import refuse_non_finite, refuse_too_little_space, save_error
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import slices
-from manyhands.checkpoint.stream import in_file_order
+from manyhands.checkpoint.stream import in_file_order, torch_type
 from manyhands.checkpoint.together import SavingGroup, receive, send, together
 from manyhands.checkpoint.write import Contents, finish_pieces, whole_specs, write_pieces, write_whole
 from manyhands.core.errors import RunError, UserError
@@ -200,13 +200,14 @@ def _received(contents: Contents, kind: str, name: str, regions: dict[int, Regio
     described = contents.tensors[kind][name]
     if not described.layout.cuts and 0 in regions:
         return contents.fetch(kind, name, regions[0])
-    assembled = torch.empty(described.layout.view, dtype=described.dtype)
+    dtype = torch_type(described.dtype)
+    assembled = torch.empty(described.layout.view, dtype=dtype)
     for rank, region in regions.items():
         if rank == 0:
             assembled[slices(region)] = contents.fetch(kind, name, region)
             continue
-        for block in _blocks(region, described.dtype.itemsize):
-            assembled[slices(block)] = receive(size_of(block), described.dtype, rank, peers)
+        for block in _blocks(region, dtype.itemsize):
+            assembled[slices(block)] = receive(size_of(block), dtype, rank, peers)
     return assembled
 
 

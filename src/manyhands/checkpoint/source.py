@@ -4,26 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.foreign import damaged, read_foreign, without_prefixes
-from manyhands.checkpoint.pieces import (
-    ALONE,
-    MODEL,
-    OPTIMIZER,
-    NetworkLayout,
-    TensorEntry,
-    Tensors,
-    all_held,
-    read_description,
-    whole_region,
-)
-from manyhands.checkpoint.plain_files import read_plain
+from manyhands.checkpoint.described import is_pickled, open_description
+from manyhands.checkpoint.foreign import read_foreign
+from manyhands.checkpoint.pieces import ALONE, MODEL, OPTIMIZER, NetworkLayout
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.stored import CODES_BACK, FileTensors, MemoryTensors, StoredTensors
-from manyhands.checkpoint.tensors import parameter_names, unflatten, written_order
-from manyhands.checkpoint.verify import read_manifest, torn, verify
+from manyhands.checkpoint.stored import FileTensors, StoredTensors, in_memory
+from manyhands.checkpoint.tensors import parameter_names, unflatten
+from manyhands.checkpoint.verify import torn
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, whole
 from manyhands.core.mesh import Mesh
@@ -99,71 +86,14 @@ def open_checkpoint(path: Path, *, verified: bool = False) -> Source:
         TornCheckpointError: a file is missing or not what was committed.
         UserError: there is nothing, or what is there is no checkpoint.
     """
-    if path.is_file():
-        return _open_safetensors(path) if path.name.endswith(".safetensors") else _open_foreign(path)
-    if not verified:
-        verify(path)
-    names = read_manifest(path)["files"]
-    try:
-        state, branches = read_plain(path / layout.STATE), {}
-        if layout.OPTIMIZER_PLAN in names:
-            branches = read_plain(path / layout.OPTIMIZER_PLAN)
-        mesh, kinds = _open_pieces(path, names) if layout.PIECES in names else (None, _open_whole(path, names))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise torn(path, f"holds what can't be read: {error}") from error
-    return Source(
-        path, "whole" if mesh is None else "pieces", kinds[MODEL], kinds.get(OPTIMIZER), branches, state, mesh
-    )
-
-
-def _open_whole(path: Path, names: dict[str, Any]) -> dict[str, StoredTensors]:
-    files = {MODEL: layout.MODEL, OPTIMIZER: layout.OPTIMIZER}
-    return {kind: _of_file(path / name) for kind, name in files.items() if name in names}
-
-
-def _open_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, StoredTensors]]:
-    file = path / layout.PIECES
-    mesh, kinds = read_description(read_plain(file), str(file))
-    opened: dict[str, StoredTensors] = {}
-    for kind, tensors in kinds.items():
-        places: dict[str, list[Any]] = {name: [] for name in tensors}
-        for rank, regions in all_held(tensors, mesh).items():
-            piece = path / layout.piece_name(kind, rank, mesh.size)
-            if piece.name not in names:
-                raise torn(piece, "is missing: the manifest doesn't name it")
-            for name, region in regions.items():
-                places[name].append((piece, region))
-        opened[kind] = FileTensors(tensors, places)
-    return mesh, opened
-
-
-def _of_file(file: Path, *, foreign: bool = False) -> FileTensors:
-    """All tensors of one .safetensors file, each whole."""
-    with safe_open(file, framework="pt", device="cpu") as opened:
-        order = {name: name for name in written_order(opened)}
-        keys = without_prefixes(order) if foreign else order
-        described: Tensors = {}
-        for name, key in keys.items():
-            tensor = opened.get_slice(key)
-            if tensor.get_dtype() not in CODES_BACK:
-                raise UserError(f"{key} has the type {tensor.get_dtype()}, which is not known here", str(file))
-            described[name] = TensorEntry(CODES_BACK[tensor.get_dtype()], whole(tuple(tensor.get_shape())))
-    places = {name: [(file, whole_region(entry.layout.shape))] for name, entry in described.items()}
-    return FileTensors(described, places, keys)
-
-
-def _open_safetensors(path: Path) -> Source:
-    if layout.is_piece(path):
-        what = f"{path.name} holds one process's pieces of a checkpoint"
-        raise UserError(what, str(path), (f"name the folder: {path.parent}",))
-    try:
-        return Source(path, "safetensors", _of_file(path, foreign=True))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path) from error
+    if is_pickled(path):
+        return _open_foreign(path)
+    found = open_description(path, verified=verified)
+    kinds = {kind: FileTensors(*placed) for kind, placed in found.kinds.items()}
+    return Source(path, found.form, kinds[MODEL], kinds.get(OPTIMIZER), found.branches, found.state, found.mesh)
 
 
 def _open_foreign(path: Path) -> Source:
     read = read_foreign(path)
-    described = {name: TensorEntry(tensor.dtype, whole(tuple(tensor.shape))) for name, tensor in read.model.items()}
     notes = ("its optimizer's state is left out, since it numbers the parameters",) if read.optimizer else ()
-    return Source(path, "pth", MemoryTensors(described, read.model), notes=notes)
+    return Source(path, "pth", in_memory(read.model), notes=notes)

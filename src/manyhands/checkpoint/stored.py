@@ -9,14 +9,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from manyhands.checkpoint.element_types import BY_CODE
 from manyhands.checkpoint.pieces import Region, TensorEntry, Tensors, size_of, whole_region
-from manyhands.checkpoint.stream import CODES
+from manyhands.checkpoint.stream import element_type, torch_type
 from manyhands.checkpoint.verify import torn
 from manyhands.core.layouts import TensorLayout, whole
 from manyhands.core.mesh import Mesh
 from manyhands.core.outside import parse_json
-
-CODES_BACK = {code: dtype for dtype, code in CODES.items()}
 
 
 class StoredTensors(ABC):
@@ -41,7 +40,7 @@ class StoredTensors(ABC):
 
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's type."""
-        return self.described[name].dtype
+        return torch_type(self.described[name].dtype)
 
     def read(self, name: str, view: tuple[int, ...] | None = None, region: Region | None = None) -> Tensor:
         """The values in a region of a view, in memory of their own; by default all, in the tensor's own shape.
@@ -104,9 +103,9 @@ class FileTensors(StoredTensors):
         try:
             start, entries = self._header(file)
             entry = entries[self._keys.get(name, name)]
-            found = (CODES_BACK.get(entry["dtype"]), tuple(entry["shape"]))
-            if found != (self.dtype(name), size_of(there)):
-                raise torn(file, f"holds {name} as {found[0]} {list(found[1])}, expected {list(size_of(there))}")
+            found = (BY_CODE.get(entry["dtype"]), tuple(entry["shape"]))
+            if found != (self.described[name].dtype, size_of(there)):
+                raise torn(file, f"holds {name} as {entry['dtype']} {list(found[1])}, expected {list(size_of(there))}")
             first, end = (start + offset for offset in entry["data_offsets"])
             piece = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)[first:]
         except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
@@ -132,4 +131,5 @@ def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 
 def in_memory(tensors: Mapping[str, Tensor]) -> MemoryTensors:
     """Whole tensors in memory, by name, as if they were stored."""
-    return MemoryTensors({name: TensorEntry(t.dtype, whole(tuple(t.shape))) for name, t in tensors.items()}, tensors)
+    entries = {name: TensorEntry(element_type(t.dtype), whole(tuple(t.shape))) for name, t in tensors.items()}
+    return MemoryTensors(entries, tensors)

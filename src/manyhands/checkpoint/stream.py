@@ -9,28 +9,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# The names that the file format gives to torch's types.
-CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from manyhands.checkpoint.element_types import BY_CODE, ElementType
+
+
+def torch_type(kind: ElementType) -> torch.dtype:
+    """A type as torch has it."""
+    dtype: torch.dtype = getattr(torch, kind.name)
+    return dtype
+
+
+def element_type(dtype: torch.dtype) -> ElementType:
+    """A type by its name; also one that no file can hold."""
+    return ElementType(str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+CODES = {torch_type(kind): code for code, kind in BY_CODE.items()}
 
 
 @dataclass(frozen=True)

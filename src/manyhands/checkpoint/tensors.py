@@ -6,7 +6,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from manyhands.core.outside import UnreadableError, parse_json
+from manyhands.checkpoint.described import written_order
+from manyhands.core.outside import UnreadableError
 
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
@@ -16,19 +17,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Reads a .safetensors file in the order in which it was written, each tensor in memory of its own."""
     with safe_open(path, framework="pt", device="cpu") as file:
         return {name: file.get_tensor(name).clone() for name in written_order(file)}
-
-
-def written_order(file: Any) -> list[str]:
-    """The names in an open .safetensors file, in the order in which they were written where the file says it.
-
-    Raises UnreadableError: what the file says of the order is no list of names.
-    """
-    names = list(file.keys())
-    order = (file.metadata() or {}).get("order")
-    written = parse_json(order) if order is not None else names
-    if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
-        raise UnreadableError("the order of the tensors is no list of names")
-    return written if sorted(written) == sorted(names) else names
 
 
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:

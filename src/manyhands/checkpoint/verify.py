@@ -60,6 +60,11 @@ def torn(path: Path, what: str) -> TornCheckpointError:
     return TornCheckpointError(f"{path.name} {what}", str(path), mend)
 
 
+def damaged(path: Path) -> UserError:
+    """The error for a file whose bytes can't be understood."""
+    return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download it again",))
+
+
 def _verify_file(file: Path, size: int, sha256: str) -> None:
     if not file.is_file():
         raise torn(file, "is missing")

@@ -17,10 +17,10 @@ from manyhands.checkpoint.pieces import (
     Tensors,
     describe_pieces,
     first_held,
-    specs_of,
+    size_of,
     whole_region,
 )
-from manyhands.checkpoint.stream import Spec, write_stream
+from manyhands.checkpoint.stream import Spec, torch_type, write_stream
 from manyhands.core.mesh import Mesh
 
 # (kind, name, region) -> the values there, in the shape of the region.
@@ -52,7 +52,8 @@ def write_pieces(staged: Path, contents: Contents, rank: int) -> Files:
         def fetch(name: str, kind: str = kind, regions: dict[str, Region] = regions) -> Tensor:
             return contents.fetch(kind, name, regions[name])
 
-        write_stream(file, specs_of(tensors, regions), fetch)
+        specs = [Spec(name, torch_type(tensors[name].dtype), size_of(region)) for name, region in regions.items()]
+        write_stream(file, specs, fetch)
         written[file.name] = _seal(file)
     return written
 
@@ -86,7 +87,7 @@ def write_whole_file(file: Path, contents: Contents, kind: str) -> None:
 
 def whole_specs(tensors: Tensors) -> list[Spec]:
     """Tensors as a file holds them whole."""
-    return [Spec(name, described.dtype, described.layout.shape) for name, described in tensors.items()]
+    return [Spec(name, torch_type(described.dtype), described.layout.shape) for name, described in tensors.items()]
 
 
 def _write_texts(staged: Path, texts: Mapping[str, bytes]) -> Files:

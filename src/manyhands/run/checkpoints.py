@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from manyhands.checkpoint.described import is_pickled, open_description
 from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 
@@ -17,7 +18,10 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    return load_worker("checkpoints").describe_file(resolve_checkpoint(reference, which))
+    path = resolve_checkpoint(reference, which)
+    if is_pickled(path):
+        return load_worker("checkpoints").describe_file(path)
+    return open_description(path, verified=path.is_dir()).as_plain()
 
 
 def merge_checkpoint(reference: Path, target: Path, *, which: str) -> tuple[str, ...]:

@@ -3,16 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.pieces import NetworkLayout
-from manyhands.checkpoint.reshard import describe, is_single_file, merge, read_cut, refuse_existing, reshard
+from manyhands.checkpoint.described import Description, PlacedTensors
+from manyhands.checkpoint.pieces import MODEL, NetworkLayout
+from manyhands.checkpoint.reshard import is_single_file, merge, read_cut, refuse_existing, reshard
 from manyhands.checkpoint.source import Source, open_checkpoint
 
 __all__ = ["describe_file", "merge_file", "read_cut", "refuse_existing", "reshard_file"]
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """What a checkpoint folder or file holds; see `run.checkpoints`, which has found it."""
-    return describe(_open(path))
+    """What a file that torch alone can read holds; see `run.checkpoints`, which has found it."""
+    source = open_checkpoint(path)
+    kinds = {MODEL: PlacedTensors(source.model.described, {})}
+    return Description(path, source.form, kinds, notes=source.notes).as_plain()
 
 
 def merge_file(path: Path, target: Path) -> tuple[str, ...]:

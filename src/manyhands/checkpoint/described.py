@@ -1,0 +1,184 @@
+"""What a checkpoint says of itself, read without torch: a folder, whole or in pieces, or a .safetensors file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from safetensors import SafetensorError, safe_open
+
+from manyhands.checkpoint import layout
+from manyhands.checkpoint.element_types import BY_CODE
+from manyhands.checkpoint.pieces import (
+    MODEL,
+    OPTIMIZER,
+    Region,
+    TensorEntry,
+    Tensors,
+    all_held,
+    read_description,
+    whole_region,
+)
+from manyhands.checkpoint.plain_files import read_plain
+from manyhands.checkpoint.verify import damaged, read_manifest, torn, verify
+from manyhands.core.errors import UserError
+from manyhands.core.layouts import whole
+from manyhands.core.mesh import Mesh
+from manyhands.core.outside import UnreadableError, parse_json
+
+T = TypeVar("T")
+
+_PREFIXES = ("module.", "_orig_mod.")
+
+
+class PlacedTensors(NamedTuple):
+    """Tensors in .safetensors files."""
+
+    entries: Tensors
+    places: Mapping[str, list[tuple[Path, Region]]]  # the file and the region of each piece, by the tensor's name
+    keys: Mapping[str, str] = {}  # what the files call them, where it isn't their name
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint, without its tensors' values."""
+
+    path: Path  # the folder or file
+    form: str  # "whole", "pieces", "safetensors" or "pth"
+    kinds: Mapping[str, PlacedTensors]  # "model" and, where there is one, "optimizer"
+    branches: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    notes: tuple[str, ...] = ()
+
+    def as_plain(self) -> dict[str, Any]:
+        """What it holds, as JSON data."""
+        named = {kind: placed.entries for kind, placed in self.kinds.items()}
+        axes = self.mesh.names if self.mesh else ()
+        return {
+            "checkpoint": str(self.path),
+            "format": self.form,
+            "step": int(self.state.get("step", 0)) if self.state else None,
+            "mesh": self.mesh.as_dict() if self.mesh else None,
+            "size_bytes": {kind: sum(one.size_bytes for one in entries.values()) for kind, entries in named.items()},
+            **{
+                kind: {name: _plain_entry(one, axes) for name, one in entries.items()}
+                for kind, entries in named.items()
+            },
+            "notes": list(self.notes),
+        }
+
+
+def _plain_entry(entry: TensorEntry, axes: tuple[str, ...]) -> dict[str, Any]:
+    lies = entry.layout
+    return {
+        "shape": list(lies.shape),
+        "dtype": entry.dtype.name,
+        "view": list(lies.view),
+        "cuts": {str(dim): [axes[axis] for axis in cut] for dim, cut in lies.cuts},
+        "size_bytes": entry.size_bytes,
+    }
+
+
+def is_pickled(path: Path) -> bool:
+    """True for a file that torch alone can read: a .pth.tar, .pth or .pt."""
+    return path.is_file() and not path.name.endswith(".safetensors")
+
+
+def open_description(path: Path, *, verified: bool = False) -> Description:
+    """Reads what a checkpoint folder or a .safetensors file says of its tensors.
+
+    `verified`: the folder has just been compared with its manifest.
+
+    Raises:
+        TornCheckpointError: a file is missing or not what was committed.
+        UserError: there is nothing, or what is there is no checkpoint.
+    """
+    if path.is_file():
+        return _describe_safetensors(path)
+    if not verified:
+        verify(path)
+    names = read_manifest(path)["files"]
+    try:
+        state, branches = read_plain(path / layout.STATE), {}
+        if layout.OPTIMIZER_PLAN in names:
+            branches = read_plain(path / layout.OPTIMIZER_PLAN)
+        mesh, kinds = _place_pieces(path, names) if layout.PIECES in names else (None, _place_whole(path, names))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise torn(path, f"holds what can't be read: {error}") from error
+    return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
+
+
+def _place_whole(path: Path, names: dict[str, Any]) -> dict[str, PlacedTensors]:
+    files = {MODEL: layout.MODEL, OPTIMIZER: layout.OPTIMIZER}
+    return {kind: _place_file(path / name) for kind, name in files.items() if name in names}
+
+
+def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
+    file = path / layout.PIECES
+    mesh, kinds = read_description(read_plain(file), str(file))
+    placed: dict[str, PlacedTensors] = {}
+    for kind, tensors in kinds.items():
+        places: dict[str, list[tuple[Path, Region]]] = {name: [] for name in tensors}
+        for rank, regions in all_held(tensors, mesh).items():
+            piece = path / layout.piece_name(kind, rank, mesh.size)
+            if piece.name not in names:
+                raise torn(piece, "is missing: the manifest doesn't name it")
+            for name, region in regions.items():
+                places[name].append((piece, region))
+        placed[kind] = PlacedTensors(tensors, places)
+    return mesh, placed
+
+
+def _describe_safetensors(path: Path) -> Description:
+    if layout.is_piece(path):
+        what = f"{path.name} holds one process's pieces of a checkpoint"
+        raise UserError(what, str(path), (f"name the folder: {path.parent}",))
+    try:
+        return Description(path, "safetensors", {MODEL: _place_file(path, foreign=True)})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path) from error
+
+
+def _place_file(file: Path, *, foreign: bool = False) -> PlacedTensors:
+    """All tensors of one .safetensors file, each whole."""
+    with safe_open(file, framework="numpy") as opened:  # no values are read; "pt" would import torch
+        order = {name: name for name in written_order(opened)}
+        keys = without_prefixes(order) if foreign else order
+        entries: Tensors = {}
+        for name, key in keys.items():
+            tensor = opened.get_slice(key)
+            if tensor.get_dtype() not in BY_CODE:
+                raise UserError(f"{key} has the type {tensor.get_dtype()}, which is not known here", str(file))
+            entries[name] = TensorEntry(BY_CODE[tensor.get_dtype()], whole(tuple(tensor.get_shape())))
+    places = {name: [(file, whole_region(entry.layout.shape))] for name, entry in entries.items()}
+    return PlacedTensors(entries, places, keys)
+
+
+def written_order(file: Any) -> list[str]:
+    """The names in an open .safetensors file, in the order in which they were written where the file says it.
+
+    Raises UnreadableError: what the file says of the order is no list of names.
+    """
+    names = list(file.keys())
+    order = (file.metadata() or {}).get("order")
+    written = parse_json(order) if order is not None else names
+    if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
+        raise UnreadableError("the order of the tensors is no list of names")
+    return written if sorted(written) == sorted(names) else names
+
+
+def without_prefixes(weights: dict[str, T]) -> dict[str, T]:
+    """Drops what DataParallel, DDP and torch.compile put before the names.
+
+    main.py wraps only `features` of AlexNet and VGG, so theirs begin with "features.module.".
+    """
+    for prefix in _PREFIXES * 2:
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    inner, outer = "features.module.", "features."
+    if any(name.startswith(inner) for name in weights):
+        weights = {
+            outer + name.removeprefix(inner) if name.startswith(inner) else name: held for name, held in weights.items()
+        }
+    return weights
