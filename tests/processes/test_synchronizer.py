@@ -16,7 +16,7 @@ from manyhands.core.world import World
 from manyhands.sync.buffers import Buffers
 from manyhands.sync.compress import compressor_named
 from manyhands.sync.costs import Cost
-from manyhands.sync.local import LocalSteps, LocalStepsSynchronizer
+from manyhands.sync.local import LocalSteps
 from manyhands.sync.methods.local import Pacer, pace_of
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.talk import SyncGroup
@@ -125,7 +125,7 @@ def _where(world):
     place, cost = replace(world, device="meta"), Cost("local", 0.0, 0.0, every=1)
     network = torch.nn.Linear(4, 4, device="meta")
     synchronizer = make_synchronizer(cost, Job(), network, [], place, places_of(world, Job()))
-    return [synchronizer.steps.anchor.device.type, synchronizer.steps.buffers.averaged.device.type]
+    return [synchronizer.anchor.device.type, synchronizer.buffers.averaged.device.type]
 
 
 def test_what_is_agreed_on_lies_on_the_device_also_without_any_buffer():
@@ -143,8 +143,8 @@ class _Paced:
         compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
         self.steps = LocalSteps(tensors, Buffers([], SyncGroup()), SyncGroup(), compressor, pace_of(cost, options))
         hosts = [f"host-{rank}" for rank in range(size)]
-        suit = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
-        self.watcher = Watcher(LocalStepsSynchronizer(self.steps, {}, suit), cost, World(0, size), hosts)
+        self.steps.suit = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
+        self.watcher = Watcher(self.steps, cost, World(0, size), hosts)
 
     def agree(self, exchange_s, *others_s):
         """One exchange, which takes longer by the clock of who must wait in it for the slowest."""

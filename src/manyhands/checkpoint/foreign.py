@@ -75,16 +75,11 @@ def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) 
 def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "module.") -> Path:
     """Writes main.py's checkpoint.pth.tar, whole or not at all, so that its --resume goes on from here.
 
-    main.py has one parameter group: several are merged, with the first one's learning rate and weight decay.
+    main.py has one parameter group: several are merged, with the first one's learning rate and weight decay. The
+    snapshot has an SGD's state; its own `state` may have "epoch", "best" and "scheduler". main.py names its weights
+    "module.…" on one or more GPUs; on a CPU the prefix is empty.
 
-    Args:
-        path: the file; an existing one is replaced.
-        snapshot: with an SGD's optimizer state; `state` may have "epoch", "best" and "scheduler".
-        arch: main.py's name of the network.
-        prefix: "module." as main.py names its weights on one or more GPUs; "" as it does on a CPU.
-
-    Raises:
-        UserError: the snapshot has no optimizer, without which main.py can't resume.
+    Raises UserError: the snapshot has no optimizer, without which main.py can't resume.
     """
     if snapshot.optimizer is None:
         raise UserError("main.py can't resume without an optimizer's state, and this has none")

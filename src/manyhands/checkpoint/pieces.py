@@ -56,12 +56,10 @@ class NetworkLayout:
 
 
 def size_of(region: Region) -> tuple[int, ...]:
-    """The shape of a region."""
     return tuple(stop - start for start, stop in region)
 
 
 def whole_region(shape: tuple[int, ...]) -> Region:
-    """The region that is all of a tensor."""
     return tuple((0, length) for length in shape)
 
 

@@ -31,15 +31,12 @@ class StoredTensors(ABC):
         self.stored_bytes = sum(entry.size_bytes for entry in described.values())
 
     def names(self) -> list[str]:
-        """The tensors' names, in the order in which they were written."""
         return list(self.described)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole tensor."""
         return self.described[name].layout.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's type."""
         return torch_type(self.described[name].dtype)
 
     def read(self, name: str, view: tuple[int, ...] | None = None, region: Region | None = None) -> Tensor:

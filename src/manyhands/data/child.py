@@ -15,14 +15,12 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
     """Runs first in a worker.
 
-    What asks for a stop is sent to whole process groups, but the parent still saves its work then and must not see
-    its workers die; so they heed only a SIGTERM of the parent itself.
+    What asks for a stop is sent to whole process groups, but the parent still saves its work then and must not see its
+    workers die; so they heed only a SIGTERM of the parent itself.
 
-    Args:
-        parent: the process that started this one.
-        follow: asks the kernel to end this process at once when its parent's starting thread is gone. Files and
-            ports that a fork inherits would stay open until torch's own watch sees it, seconds later. False where
-            that thread may end before the process does.
+    With `follow` the kernel ends this process at once when its parent's starting thread is gone: files and ports that a
+    fork inherits would stay open until torch's own watch sees it, seconds later. Not where that thread may end before
+    the process does.
     """
     for number in {*STOPS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)

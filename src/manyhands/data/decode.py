@@ -30,7 +30,6 @@ class CorruptImageError(UserError):
 
 
 def corrupt(path: str, reason: str) -> CorruptImageError:
-    """The error for a picture that can't be read."""
     mend = ("mend or remove the file", "or leave such pictures out: --data.skip-corrupt")
     return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, mend)
 
@@ -98,7 +97,6 @@ def _too_large(path: str, pixels: int) -> CorruptImageError:
 
 
 def is_grey(image: Image.Image) -> bool:
-    """True for modes without colour."""
     return image.mode in _GREY or image.mode.startswith("I;16")
 
 

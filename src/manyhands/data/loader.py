@@ -75,5 +75,4 @@ class Loader:
             yield Batch(images, labels, samples)
 
     def close(self) -> None:
-        """Ends the worker processes, if there are any."""
         self._feed.close()

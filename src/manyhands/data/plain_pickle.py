@@ -82,5 +82,4 @@ def read_plain(content: bytes, place: str) -> Any:
 
 
 def as_tensor(value: Any) -> Tensor | None:
-    """The tensor of an array that was read, else None."""
     return value.values if isinstance(value, ByteArray) else None

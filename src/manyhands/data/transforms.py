@@ -96,16 +96,10 @@ def cut_parts(images: Tensor, size: int, key: int, samples: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, pixels: Pixels, key: int, samples: Tensor) -> Tensor:
-    """Changes training pictures as `pixels.augment` says; a pure function of (key, sample) for each picture.
+    """Changes training pictures uint8 [n, C, S, S] as `pixels.augment` says; of each a pure function of (key, sample).
 
-    Args:
-        images: uint8 [n, C, S, S]; for "resized-crop-flip" of any height and width.
-        pixels: size and augmentation.
-        key: the epoch's, from `augmentation_key`.
-        samples: int64 [n] on the CPU, each picture's index in the data set.
-
-    Returns:
-        uint8 [n, C, S, S].
+    For "resized-crop-flip" they may have any height and width. The key is the epoch's, from `augmentation_key`;
+    `samples`, int64 [n] on the CPU, are the pictures' indices in the data set.
     """
     if pixels.augment == "none":
         return images

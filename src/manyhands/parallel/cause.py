@@ -18,13 +18,11 @@ PATIENCE_S = 5.0
 
 
 class Cause:
-    """What the first process that failed has said.
+    """What the first process that failed has said, in the store of all, which goes with rank 0.
 
-    Args:
-        store: of all processes; it goes with rank 0.
-        attempt: how many times a launcher has restarted the processes.
-        leave: ends this process, which waits in a collective that nobody ends; given the first cause, or None where
-            the store itself has gone. None where a closed connection ends collectives, as with gloo.
+    `attempt` is how many times a launcher has restarted the processes. `leave` ends this process, which waits in a
+    collective that nobody ends; it is given the first cause, or None where the store itself has gone. None where a
+    closed connection ends collectives, as with gloo.
     """
 
     def __init__(self, store: Any, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:

@@ -34,7 +34,6 @@ class Subgroup:
 
     @property
     def size(self) -> int:
-        """How many processes it has."""
         return len(self.ranks)
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
@@ -113,7 +112,6 @@ class Subgroup:
         return self.all_reduce(tensors, operation)[self.rank].clone()
 
     def barrier(self) -> None:
-        """Waits until every member has come here."""
         self._require_member()
         if self.size > 1:
             dist.barrier(group=self._handle)

@@ -37,13 +37,9 @@ def _nothing(result: MicroBatchResult) -> None: ...
 class Gradients:
     """Adds up a network's gradients over the micro-batches of an update, in the precision of a job.
 
-    Args:
-        network: under its mode.
-        world: who takes part.
-        loss_fn: the loss as a sum; None where the user computes it.
-        smoothing: cross-entropy's, for classes that are split.
-        precision: of forward, as a job names it; with "fp16" losses are scaled so that gradients don't vanish.
-        mean: False for the sum of all processes' mean gradients.
+    Without a loss function the user computes the loss. `smoothing` is cross-entropy's, for classes that are split. With
+    "fp16" losses are scaled so that gradients don't vanish. Without `mean` gradients are the sum of all processes'
+    means.
     """
 
     def __init__(

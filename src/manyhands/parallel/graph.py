@@ -56,7 +56,6 @@ class Op:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one value of the first tensor that it gives."""
         return self.dtype.itemsize
 
     @property
@@ -116,7 +115,6 @@ class Graph:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value, in their order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):

@@ -71,7 +71,6 @@ class Grid:
         return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
 
     def parts(self, axes: Sequence[int]) -> int:
-        """Processes along some axes."""
         return self.mesh.parts(axes)
 
     def place(self, axes: Sequence[int]) -> int:
@@ -155,7 +154,6 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Processes along it."""
         return self._grid.parts(self._axes)
 
     @property
@@ -181,9 +179,8 @@ class Axis:
     def shard_module(self, module: Module, **dims: int) -> Module:
         """Cuts parameters and buffers of a whole layer: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
-        Args:
-            module: the whole layer, equal on all processes; it is changed and returned.
-            dims: for each parameter or buffer that is cut, the dimension.
+        The layer, equal on all processes, is changed and returned; of each parameter or buffer that is cut, give the
+        dimension.
         """
         for name, dim in dims.items():
             tensor = getattr(module, name, None)

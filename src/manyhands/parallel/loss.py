@@ -23,11 +23,8 @@ def summed_over_samples(loss: Tensor, count: int) -> Tensor:
 class SplitLoss:
     """A loss function over what a split network gives in training.
 
-    Args:
-        network: under its plan.
-        loss_fn: of outputs and labels int64 [n], the sum [] of losses and the logits [n, C]; for uncut classes.
-        smoothing: cross-entropy's label smoothing, for cut classes.
-        own: the graph of the user's own loss, for cut classes; None where it is cross-entropy.
+    `loss_fn`, of outputs and labels int64 [n], gives the sum [] of losses and the logits [n, C]; for uncut classes. For
+    cut ones there are cross-entropy's smoothing, or the graph of the user's own loss.
     """
 
     def __init__(

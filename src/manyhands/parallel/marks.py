@@ -91,7 +91,6 @@ def _read(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tu
 
 
 def mark_buffer(module: nn.Module, name: str, mark: Mark) -> None:
-    """Marks a buffer of a module as a piece."""
     module.__dict__.setdefault(BUFFERS, {})[name] = mark
 
 

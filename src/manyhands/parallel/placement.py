@@ -68,7 +68,6 @@ class Step:
 
     @property
     def communicates(self) -> bool:
-        """True for a collective."""
         return self.kind not in {"slice", "pad", "keep_first"}
 
 

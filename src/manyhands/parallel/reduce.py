@@ -72,7 +72,6 @@ class Reducer:
         self._next = 0
 
     def release(self) -> None:
-        """Lets go of the parameters."""
         for hook in self._hooks:
             hook.remove()
 

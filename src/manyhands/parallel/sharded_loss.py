@@ -134,14 +134,7 @@ def _is_cut(op: Op, letter: str) -> bool:
 
 
 class ShardedLoss:
-    """A loss of the user's own over a part of the classes.
-
-    Args:
-        graph: of the loss.
-        axes: numbers of the mesh's axes that cut the classes.
-        grid: the processes.
-        state: of the pass at hand.
-    """
+    """A loss of the user's own over a part of the classes, which the mesh's axes of these numbers cut."""
 
     def __init__(self, graph: Graph, axes: tuple[int, ...], grid: Grid, state: State) -> None:
         chosen = shard_classes(graph)

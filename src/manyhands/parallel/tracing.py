@@ -123,10 +123,8 @@ _ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d
 class _Trial(fx.Interpreter):
     """Runs a graph and keeps what each node gives; nothing is drawn, and no samples are mixed by BatchNorm.
 
-    Args:
-        traced: the network.
-        of_many: what a trial of more samples has given. What is alike is kept as a view of it, and what torch's own
-            convolutions and products make of such a view isn't computed again.
+    What is alike is kept as a view of what a trial of more samples has given (`of_many`), and what torch's own
+    convolutions and products make of such a view isn't computed again.
     """
 
     def __init__(self, traced: fx.GraphModule, of_many: dict[fx.Node, Any] | None = None) -> None:

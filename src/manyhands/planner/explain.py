@@ -106,7 +106,6 @@ def _numbers(candidate: PlanCandidate) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    """With a digit behind the point where that is worth reading."""
     return f"{seconds * 1e3:.1f}" if seconds < _MANY_SECONDS else f"{seconds * 1e3:.0f}"
 
 

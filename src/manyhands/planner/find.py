@@ -89,7 +89,6 @@ class SearchResult:
 
     @property
     def plan(self) -> Plan:
-        """The plan to run, as its file says it."""
         return self.plan_of(self.chosen)
 
     @property

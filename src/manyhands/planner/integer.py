@@ -77,7 +77,6 @@ def search_integers(tables: Tables, limit_s: float, gap: float = 0.0) -> Integer
 
 
 def memory_of(tables: Tables, choices: list[int]) -> float:
-    """Bytes of an assignment."""
     nodes = sum(float(memory[choice]) for memory, choice in zip(tables.memory, choices, strict=True))
     return nodes + sum(float(kept[choices[a], choices[b]]) for (a, b), kept in tables.kept.items())
 

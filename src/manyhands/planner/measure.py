@@ -34,15 +34,9 @@ def measure_collectives(
 ) -> dict[tuple[str, tuple[int, ...]], Points]:
     """Times collectives of several sizes; all processes of the run call it alike, and all get the same numbers.
 
-    Args:
-        groups: the process group of this process along each set of axes; the sets in the same order everywhere.
-        device: where the tensors lie.
-        kinds: which collectives.
-        sizes_bytes: of the whole tensor, ascending.
-        budget_s: once it is used up, larger sizes are left out, though each collective is timed once at least.
-
-    Returns:
-        Points (bytes, seconds) by (kind, axes): the median of some repeats on the slowest process.
+    Groups are this process's along each set of axes, in the same order everywhere; sizes are whole tensors', ascending.
+    Once the budget is used up larger ones are left out, though each collective is timed once at least. Gives points
+    (bytes, seconds) by (kind, axes): the median of some repeats on the slowest process.
     """
     began = time.perf_counter()
     found: dict[tuple[str, tuple[int, ...]], list[tuple[float, float]]] = {}

@@ -3,9 +3,7 @@
 import hashlib
 import json
 import math
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,6 +15,7 @@ import torch
 
 from manyhands.core.cores import Others, cores
 from manyhands.core.devices import wait_for
+from manyhands.core.once import replacing
 from manyhands.core.outside import parse_json, read_bytes
 from manyhands.planner.timing import BUSY, Timing, quickest
 
@@ -96,7 +95,6 @@ class OpTimes:
 
     @property
     def file(self) -> Path:
-        """Where this environment's times are kept."""
         return self._file
 
     def seconds(
@@ -165,10 +163,8 @@ class OpTimes:
         times = {key: asdict(one) for key, one in (self._read() | self._fresh).items()}
         content = {"format": FORMAT, "environment": self._environment, "times": times}
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1, sort_keys=True)
-        Path(name).replace(self._file)
+        with replacing(self._file) as part:
+            part.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
         self._fresh = {}
 
     def _read(self) -> dict[str, OpTime]:

@@ -19,12 +19,8 @@ def share_timing(
 ) -> Timing:
     """Forward, backward and update of the largest share, timed in this process.
 
-    Args:
-        case: the whole update.
-        processes: that share it.
-        threads: of the CPU that a process will have; 0 for as many as this one has.
-        micro_batch: most samples in one pass, which is timed alone then; 0 for the whole share.
-        budget_s: once it is used up there are no more repeats; one is always made.
+    Processes share the update, each with so many threads of the CPU (0: as many as this one has). Of a micro-batch, if
+    it isn't 0, that alone is timed. One repeat is always made, others within the budget.
     """
     share = max(_FEWEST_SAMPLES, -(-case.batch // processes))
     timed = min(share, max(_FEWEST_SAMPLES, micro_batch or share))

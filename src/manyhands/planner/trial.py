@@ -86,7 +86,6 @@ class Runner:
         return total
 
     def update(self) -> None:
-        """A forward, a backward and a step of the optimizer."""
         self.gradients()
         self._gradients.unscale(self._optimizer)
         self._gradients.step(self._optimizer)

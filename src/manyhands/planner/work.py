@@ -71,13 +71,7 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
 
 
 class Work:
-    """Seconds of a network's ops under any letters.
-
-    Args:
-        graph: the network.
-        batch: samples in an update.
-        processes: that share it.
-        times: of ops on this device; with a budget of nothing they are estimated.
+    """Seconds of a network's ops under any letters, in an update of `batch` samples that `processes` share.
 
     Attributes:
         untimed: ops that failed when they ran by themselves, and so are priced by their size, with the reason.
@@ -142,7 +136,6 @@ class Work:
         return Amount(self._operations[op.name] / cut, read + given * size + held)
 
     def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> Seconds:
-        """Of an op on one process."""
         if not op.extents or not op.sources:
             return Seconds(0.0, 0.0)
         amount = self.amount(op, letters, mesh)

@@ -32,7 +32,6 @@ class Now:
 
 
 def look(record: Running) -> Now:
-    """Looks at the run folder of a run that goes on."""
     folder = RunFolder(Path(record.run))
     lines = _end_of(folder.metrics)
     measured = [found for line in lines if (found := parse_metrics(line, folder))]

@@ -28,16 +28,10 @@ class MachineGroup:
 
 
 class Buffers:
-    """What is agreed on of them.
+    """What is agreed on of them, which come in an order that is equal everywhere, and are equal everywhere.
 
-    Args:
-        buffers: in an order that is equal everywhere; equal everywhere.
-        peers: who agrees: one process of each machine.
-        machine: where several processes go together.
-        device: where the mean would lie if there were no buffers.
-
-    Attributes:
-        averaged: the mean, as of the last agreement [n].
+    Peers are one process of each machine. `averaged` is the mean [n], as of the last agreement; it lies on `device`
+    where there are no buffers.
     """
 
     def __init__(
@@ -53,7 +47,7 @@ class Buffers:
         self.averaged, self._step = self.own(), -1
 
     def own(self) -> Tensor:
-        """This process's own [n]; a copy."""
+        """A copy [n]."""
         return as_vector(self._buffers, self._dtype)
 
     def write(self, values: Tensor) -> None:

@@ -54,12 +54,7 @@ class Plain(Codec):
 
 
 class Integers(Codec):
-    """Whole numbers of 8 or 4 bits times a scale for each block.
-
-    Args:
-        bits: of a number.
-        block: values that share a scale; divides BLOCK.
-    """
+    """Whole numbers of 8 or 4 bits times a scale for each block of values, whose length divides BLOCK."""
 
     def __init__(self, bits: int, block: int = BLOCK) -> None:
         self._bits, self._block = bits, block

@@ -34,12 +34,7 @@ class Compressor(Protocol):
 
 
 class Rounded:
-    """Each value rounded, both on the way to who adds it up and on the way back.
-
-    Args:
-        name: none, bf16, int8 or int4.
-        dtype: of the values.
-    """
+    """Each value rounded by a codec, both on the way to who adds it up and on the way back."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self._codec = codec_named(name, dtype)
@@ -68,13 +63,8 @@ class LowRank:
     travel as integers of 4 bits: what that loses is held back like the rest. A factor travels column by column, since
     those of one scale belong together.
 
-    Args:
-        shapes: of the tensors that make up the vector, in order.
-        rank: columns of the thin matrices, of small ones more.
-        seed: of the first factors; equal everywhere.
-        device: where the tensors lie.
-        dtype: of the values.
-        turn: 0 or 1; several vectors that are sent together had better not all send their longer factors at a time.
+    `rank` is the columns of the thin matrices, of small ones more; the seed of the first factors is equal everywhere.
+    Of several vectors that are sent together not all had better send their longer factors at a time: `turn` is 0 or 1.
 
     Attributes:
         ranks: how the tensors are sent.

@@ -8,7 +8,7 @@ compression loses is the residual, sent the next time. Sources: Stich 2018 (arXi
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +46,11 @@ class Pace:
 
 
 @dataclass
-class LocalSteps:
-    """Keeps the agreed point, and has processes agree."""
+class LocalSteps(Synchronizer):
+    """Has processes, or machines, train apart from each other, keeps the agreed point, and has them agree."""
+
+    alone = True
+    own_statistics = True
 
     parameters: Sequence[Tensor]  # the trainable ones, in an order that is equal everywhere
     buffers: Buffers  # of the network; agreed on where an exchange isn't under way
@@ -56,12 +59,18 @@ class LocalSteps:
     pace: Pace  # how often
     weight: float = 1.0  # of this machine's movement in the mean; the mean of all weights is 1
     machine: MachineGroup | None = None  # where several processes move together
+    own: Mapping[str, Any] = field(default_factory=dict)  # see `Synchronizer`
+    # see `Synchronizer.suit_pace`; None where the pace stays
+    suit: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None
     rounds: int = field(default=0, init=False)  # exchanges that have been applied
     waited_s: float = field(default=0.0, init=False)  # time that training stood still for them
     exchange_s: float = field(default=0.0, init=False)  # how long the last one took
 
     def __post_init__(self) -> None:
         self._dtype = dtype_of(self.parameters)
+        self.timed = self
+        self.group = self.machine.group if self.machine and self.machine.size > 1 else None
+        self.reduces = self.group is not None
         self.begin()
 
     def begin(self) -> None:
@@ -92,6 +101,9 @@ class LocalSteps:
         elif self._flight and step >= self._flight.since + self.pace.delay:
             self._land()
 
+    def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
+        return self.suit(speeds_s, exchanges_s) if self.suit else None
+
     def finish(self, step: int) -> None:
         """Ends with all at the agreed point, with all that they did but what compression holds back; waits."""
         if self._flight:
@@ -121,6 +133,10 @@ class LocalSteps:
             yield
         finally:
             self._write(*own)
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
+        return {"the agreed parameters": self.anchor, **frozen}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What this process has beside the agreed network: tensors and numbers; enough to go on to the same bits."""
@@ -197,61 +213,3 @@ class LocalSteps:
     def _write(self, parameters: Tensor, buffers: Tensor) -> None:
         write_vector(parameters, self.parameters)
         self.buffers.write(buffers)
-
-
-class LocalStepsSynchronizer(Synchronizer):
-    """Processes, or machines, that train apart from each other.
-
-    Args:
-        steps: has them agree.
-        own: see `Synchronizer`.
-        suit: see `Synchronizer.suit_pace`; None where the pace stays.
-    """
-
-    alone = True
-    own_statistics = True
-
-    def __init__(
-        self,
-        steps: LocalSteps,
-        own: Mapping[str, Any],
-        suit: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None,
-    ) -> None:
-        self.steps, self.own, self._suit = steps, own, suit
-        self.timed = steps
-        self.group = steps.machine.group if steps.machine and steps.machine.size > 1 else None
-        self.reduces = self.group is not None
-
-    def before_update(self, step: int) -> None:
-        self.steps.before_update(step)
-
-    def after_update(self, step: int) -> None:
-        self.steps.after_update(step)
-
-    def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        return self._suit(speeds_s, exchanges_s) if self._suit else None
-
-    def finish(self, step: int) -> None:
-        self.steps.finish(step)
-
-    def average_buffers(self, step: int) -> None:
-        self.steps.average_buffers(step)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        return self.steps.averaged()
-
-    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        frozen = {name: one.detach() for name, one in model.named_parameters() if not one.requires_grad}
-        return {"the agreed parameters": self.steps.anchor, **frozen}
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        return self.steps.state()
-
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        self.steps.load(tensors, numbers)
-
-    def close(self) -> None:
-        self.steps.close()
-
-    def begin(self) -> None:
-        self.steps.begin()

@@ -45,16 +45,9 @@ class PowerSgd:
     starts collectives in an order that differs between processes. Sources: Vogels, Karimireddy and Jaggi 2019,
     arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
 
-    Making one is a collective.
-
-    Args:
-        parameters: all that are trained, in an order that is equal everywhere, best that of the forward pass.
-        peers: who agrees: one process of each machine.
-        rank: columns of the factors.
-        seed: equal everywhere.
-        rare: those of them that may get a gradient on no process.
-        machine: where several processes send as one; they add up their factors first.
-        processes: how many there are on all machines; 0 for as many as peers.
+    Making one is a collective. The parameters are all that are trained, in an order that is equal everywhere, best that
+    of the forward pass; those that are `rare` may get a gradient on no process. Where several processes of a machine
+    send as one they add up their factors first; `processes` are those of all machines, 0 for as many as peers.
 
     Attributes:
         waited_s: time that training stood still for agreed gradients.

@@ -58,14 +58,10 @@ def settle(conversation: Conversation[T]) -> T:
 
 
 class Talk(Generic[T]):
-    """A conversation under way, beside whatever this process does meanwhile.
+    """A conversation under way, beside whatever this process does meanwhile; it starts at once.
 
-    Args:
-        conversation: starts at once.
-        beside: False where the result is waited for at once, which needs no thread.
-
-    Attributes:
-        seconds: how long it took; 0 until its end.
+    Not beside it, and without a thread, where the result is waited for at once. `seconds` is how long it took; 0 until
+    its end.
     """
 
     def __init__(self, conversation: Conversation[T], *, beside: bool = True) -> None:

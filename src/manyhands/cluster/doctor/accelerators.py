@@ -26,12 +26,8 @@ print("manyhands-accelerators", json.dumps(told))
 def ask_torch() -> dict[str, Any]:
     """What torch sees.
 
-    Returns:
-        count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for CPUs alone; version:
-        torch's; said: its own warning, if it gave one.
-
-    Raises:
-        RunError: torch can't be imported.
+    count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for CPUs alone; version: torch's;
+    said: its own warning, if it gave one. Raises RunError: torch can't be imported.
     """
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():

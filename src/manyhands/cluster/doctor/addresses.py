@@ -23,7 +23,6 @@ class AddressCandidate:
 
     @property
     def version(self) -> int:
-        """4 or 6."""
         return ipaddress.ip_address(self.address).version
 
 

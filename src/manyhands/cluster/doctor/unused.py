@@ -16,14 +16,10 @@ HIDDEN = {"", "-1", "NoDevFiles"}
 
 
 def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
-    """Why torch sees no accelerator on a machine that has one.
+    """Why torch sees no accelerator on a machine that has one, in one sentence, and what to do.
 
-    Args:
-        facts: "cards", "accelerators", "torch_devices" and "environment" of the machine; what is missing is unknown.
-        host: how the machine is called.
-
-    Returns:
-        One sentence and what to do; None where there is nothing to say, or where the user hid the devices.
+    None where there is nothing to say, or where the user hid the devices. Of the facts "cards", "accelerators",
+    "torch_devices" and "environment" count; what is missing is unknown.
     """
     environment = facts.get("environment", {})
     seen = facts.get("torch_devices")

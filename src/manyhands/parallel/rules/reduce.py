@@ -67,13 +67,7 @@ def reduced(op: Op, dims: int) -> set[int] | None:
 
 
 class MeanOfPart(nn.Module):
-    """A term of a mean: the mean of a piece, by how much of the whole it is.
-
-    Args:
-        target: the function, or the name of the method.
-        dim: the dimension that is cut.
-        length: of the whole.
-    """
+    """A term of a mean: the mean of a piece, by how much it is of the dimension's whole length."""
 
     def __init__(self, target: Any, dim: int, length: int) -> None:
         super().__init__()
@@ -87,12 +81,9 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """A maximum over a dimension that processes have pieces of; a collective. One of equal values gets the gradient.
+    """A maximum over a dimension that processes have pieces of, in their order; a collective.
 
-    Args:
-        group: the processes, in the order of their pieces.
-        place: of this one among them.
-        parts: how many they are.
+    One of equal values gets the gradient.
     """
 
     def __init__(self, group: Any, place: int, parts: int) -> None:

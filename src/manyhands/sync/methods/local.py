@@ -90,7 +90,7 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
     """What has processes train by themselves, and agree at the pace that `cost` says; a collective."""
     from manyhands.sync.compress import compressor_named, compute_alike
-    from manyhands.sync.local import LocalSteps, LocalStepsSynchronizer
+    from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
     from manyhands.sync.synchronizer import buffers_of, nothing_like, trained_of
     from manyhands.sync.vector import dtype_of
@@ -105,13 +105,13 @@ def make(network: HasGradients, party: "Party", options: Options, cost: Cost) ->
     if party.is_leader:
         compute_alike([compressor], peers, nothing_like(trained, world.device))
     weight = len(places.machine) * len(places.leaders) / world.size
-    steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine)
     own = party.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
-    if _is_fixed(cost, options):
-        return LocalStepsSynchronizer(steps, own)
-    values = sum(one.numel() for one in trained)
-    compressing_s = party.from_rank_0(PASSES[cost.codec] * pass_seconds(values, world.device))
-    return LocalStepsSynchronizer(steps, own, Pacer(steps, cost, options, party.steps, compressing_s))
+    steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine, own)
+    if not _is_fixed(cost, options):
+        values = sum(one.numel() for one in trained)
+        compressing_s = party.from_rank_0(PASSES[cost.codec] * pass_seconds(values, world.device))
+        steps.suit = Pacer(steps, cost, options, party.steps, compressing_s)
+    return steps
 
 
 def _is_fixed(cost: Cost, options: Options) -> bool:
