@@ -93,10 +93,7 @@ def _best_of_the_sound(folder: Path, last: Path) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint folder: step, epoch, best and so on; read without its tensors.
-
-    Raises TornCheckpointError: it is missing or damaged.
-    """
+    """A checkpoint's plain data, without tensors: step, epoch, best … Raises TornCheckpointError: it can't be read."""
     try:
         return read_plain(path / layout.STATE)
     except (OSError, ValueError) as error:

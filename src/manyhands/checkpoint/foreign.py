@@ -132,10 +132,7 @@ def _unloadable(path: Path) -> UserError:
 
 
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """main.py's plain values as JSON data; its best_acc1 is a percentage, as a tensor or a number.
-
-    Raises UserError: one of them is of another kind.
-    """
+    """main.py's plain values as JSON data; its best_acc1 is a percentage. Raises UserError: one is of another kind."""
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]

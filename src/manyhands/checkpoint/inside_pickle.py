@@ -40,10 +40,7 @@ def _pickle_of(path: Path) -> bytes:
 
 
 def _asked_for(content: bytes) -> Iterator[str]:
-    """The module and name of each object, in the order in which loading would ask for them.
-
-    Raises ValueError: these bytes are no pickle.
-    """
+    """Module and name of each object, in the order in which loading asks for them. Raises ValueError: no pickle."""
     stream = io.BytesIO(content)
     for number in range(_MOST_PICKLES):
         if number and stream.read(1) not in (b"\x80", b"(", b"c", b"}"):

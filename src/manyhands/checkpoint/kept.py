@@ -12,10 +12,7 @@ _known_good: dict[Path, Stamp] = {}
 
 
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes all but the newest `keep` that verify and the best, and what interrupted saves left; gives what went.
-
-    Never anything that `save` didn't make, and nothing until `keep` verify.
-    """
+    """Deletes and gives what `save` made but the newest `keep` that verify, and the best; none until so many do."""
     removed: list[Path] = []
     kept = 0
     for path in layout.step_folders(folder):

@@ -44,10 +44,7 @@ class NetworkLayout:
     layouts: Mapping[str, TensorLayout]
 
     def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:
-        """The layout of an entry whose whole shape is known.
-
-        Raises UserError: the cut is of a tensor of another shape.
-        """
+        """The layout of an entry whose whole shape is known. Raises UserError: the cut is of another shape."""
         layout = self.layouts.get(name) or whole(shape)
         if layout.shape != shape:
             what = f"{name} has the shape {list(shape)}, the plan cuts one of {list(layout.shape)}"

@@ -73,10 +73,7 @@ def read_plain(file: Path) -> dict[str, Any]:
 
 
 def checked_plain(name: str, content: bytes) -> dict[str, Any]:
-    """What the bytes of a file of this name hold.
-
-    Raises ValueError: they aren't JSON, or a value is of another kind than such a file's.
-    """
+    """What the bytes of a file of this name hold. Raises ValueError: not JSON, or not such a file's."""
     found = parse_json(content, infinite=True)  # the best figure, or a scale, may be infinite
     if not isinstance(found, dict):
         raise ValueError(f"{name} holds no object")

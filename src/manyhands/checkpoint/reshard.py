@@ -20,10 +20,7 @@ _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 
 
 def read_cut(file: Path) -> NetworkLayout:
-    """Reads the mesh and the layouts of a plan.json.
-
-    Raises UserError: there is no such file, or it doesn't say how a network is cut.
-    """
+    """Reads mesh and layouts of a plan.json. Raises UserError: there is none, or it says nothing of a cut."""
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):
         if getattr(record, key) is None or key not in record.model_fields_set:

@@ -41,10 +41,7 @@ class Source:
         return {MODEL: self.model} | ({} if self.optimizer is None else {OPTIMIZER: self.optimizer})
 
     def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
-        """How each tensor lies under a cut, by kind and name; an optimizer's tensor as its parameter does.
-
-        Raises UserError: the cut is of another network.
-        """
+        """How each tensor lies under a cut, by kind and name. Raises UserError: the cut is of another network."""
         if strange := [name for name in network_layout.layouts if name not in self.model.described]:
             what = f"the plan cuts {strange[0]}, which {self.path.name} doesn't have"
             raise UserError(what, f"layouts.{strange[0]}", ("use the plan that was made for this network",))

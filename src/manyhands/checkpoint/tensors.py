@@ -42,10 +42,7 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Takes the tensors out of `Snapshot.optimizer`: what is left as JSON data, and the tensors by name.
-
-    Raises TypeError: something is neither plain data nor a tensor.
-    """
+    """`Snapshot.optimizer` without tensors, as JSON data, and these by name. Raises TypeError: there is more."""
     tensors: dict[str, Tensor] = {}
     return {key: flatten(value, key, tensors) for key, value in optimizer.items()}, tensors
 
@@ -61,10 +58,7 @@ def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Puts the tensors back in their places; the inverse of `flatten`.
-
-    Raises UnreadableError: a tensor that it names isn't there.
-    """
+    """Puts the tensors back in their places; the inverse of `flatten`. Raises UnreadableError: one isn't there."""
     if isinstance(tree, list):
         return [unflatten(value, tensors) for value in tree]
     if not isinstance(tree, dict):

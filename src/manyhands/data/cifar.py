@@ -66,10 +66,7 @@ def _check_size(name: str, size: int, place: Path, most: int = _MOST_BYTES) -> N
 
 
 def read_split(files: dict[str, bytes], names: tuple[str, ...], layout: Layout, classes: int) -> ImagesInMemory:
-    """Joins the files of one split: uint8 [N, 3, 32, 32] and int64 [N].
-
-    Raises UserError: a file has not a whole number of records, or a label that is no class.
-    """
+    """Joins the files of one split: uint8 [N, 3, 32, 32], int64 [N]. Raises UserError: a file or a label is wrong."""
     read = _read_records if layout.label_bytes else _read_batch
     parts = [read(files[name], name, layout) for name in names]
     labels = [check_labels(labels, classes, name) for name, (_, labels) in zip(names, parts, strict=True)]

@@ -55,10 +55,7 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
 
 
 def probe(path: str) -> tuple[int, int, bool]:
-    """Reads only a picture's header: width, height as stored, and whether it is grey.
-
-    Raises CorruptImageError: it can't be read.
-    """
+    """A picture's header: width and height as stored, if it is grey. Raises CorruptImageError: it can't be read."""
     try:
         with _opened(path, None) as image:
             return image.width, image.height, is_grey(image)

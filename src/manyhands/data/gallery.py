@@ -34,10 +34,7 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
-    """Opens a folder of class folders undivided: both splits are all of it.
-
-    Raises UserError: the folder can't be used.
-    """
+    """Opens a folder of class folders undivided: both splits are all of it. Raises UserError: it can't be used."""
     listing = list_classes(root, least=1)
     opened = _open((listing, replace(listing, ignored=0, notes=())), root, options, "", None)
     text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"

@@ -61,10 +61,7 @@ def write_idx(path: Path, values: Tensor) -> None:
 
 
 def read_pair(images: Path, labels: Path, classes: int) -> ImagesInMemory:
-    """Reads pictures [N, H, W] and their labels [N] and checks that they belong together.
-
-    Raises UserError: a file is wrong, the counts differ, or a label is no class.
-    """
+    """Reads pictures [N, H, W] and their labels [N]. Raises UserError: one is wrong, or they don't belong together."""
     pictures, numbers = read_idx(images, 3), read_idx(labels, 1)
     if len(pictures) != len(numbers):
         what = f"{images.name} holds {len(pictures):,} pictures and {labels.name} {len(numbers):,} labels"

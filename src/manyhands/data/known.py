@@ -100,10 +100,7 @@ def recognise(place: Path) -> str:
 
 
 def named(name: str) -> tuple[str, str] | None:
-    """A known set's name and the folder of its files where `name` is a path to them.
-
-    Raises UserError: as `recognise` does.
-    """
+    """A known set's name and the folder of its files if `name` is a path to them. Raises UserError as `recognise`."""
     place = Path(name).expanduser()
     # A set's own name stays that, also where the current folder has one called so.
     known = recognise(place) if name not in {"", "digits", *CIFAR, *MNIST_FOLDERS} and place.exists() else ""

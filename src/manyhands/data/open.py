@@ -21,10 +21,7 @@ _WHERE = "data.name"
 
 
 def open_data(options: DataOptions) -> Splits:
-    """Opens the data set that `options.name` names; downloads or decodes it first where it must.
-
-    Raises UserError: there is no such data set, or it can't be used as it is.
-    """
+    """Opens the data set that `options.name` names, downloaded or decoded first. Raises UserError: it can't be used."""
     known = named(options.name)
     if known:
         options = options.model_copy(update={"name": known[0], "dir": known[1]})
@@ -33,10 +30,7 @@ def open_data(options: DataOptions) -> Splits:
 
 
 def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
-    """With the third data set that `options.held_out` names, if it names one.
-
-    Raises UserError: it can't be used, or has classes that the training samples lack.
-    """
+    """With the third data set that `options.held_out` names, if any. Raises UserError: it has other classes."""
     if not options.held_out:
         return splits
     own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
@@ -45,10 +39,7 @@ def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
 
 
 def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
-    """With another data set's evaluation split as what is evaluated once at the end; classes go by their names.
-
-    Raises UserError: it has classes that the training samples lack.
-    """
+    """With another's evaluation split, by classes' names, for the end. Raises UserError: it has other classes."""
     source = by_names(opened.test, opened.classes, splits.classes or opened.classes, place)
     text = f"{splits.description}; {len(source):,} more of {place} are kept for the end"
     return replace(splits, held_out=source, description=text)
@@ -60,10 +51,7 @@ def is_plain_folder(name: str) -> bool:
 
 
 def open_whole(options: DataOptions) -> Splits:
-    """Opens a plain folder to be evaluated whole: both splits are all of its pictures.
-
-    Raises UserError: it can't be used.
-    """
+    """Opens a plain folder to be evaluated whole: both splits are all of its pictures. Raises UserError."""
     opened = open_whole_folder(Path(options.name).expanduser(), options)
     test = _first(opened.test, options.test_samples)
     return replace(opened, train=test, test=test)

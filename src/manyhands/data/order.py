@@ -62,10 +62,7 @@ class BatchSharing:
     aligned: bool = True
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
-        """For a global batch of `count` samples: for each micro-batch, each process's share.
-
-        Raises UserError: a normalisation group doesn't fit into one micro-batch.
-        """
+        """For each micro-batch of `count` samples, each process's share. Raises UserError: a group doesn't fit in."""
         return _micro_batches(self, count)
 
 

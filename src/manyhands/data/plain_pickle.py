@@ -70,10 +70,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_plain(content: bytes, place: str) -> Any:
-    """Reads a pickle of dicts, lists, numbers, text and byte arrays; text of Python 2 comes as bytes.
-
-    Raises UserError: it is torn, or holds anything else.
-    """
+    """Reads a pickle of plain data, byte arrays; text of Python 2 comes as bytes. Raises UserError: it holds more."""
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except (*_ERRORS, *_MORE_ERRORS, MemoryError, RecursionError, ImportError, RuntimeError) as error:

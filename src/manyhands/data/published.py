@@ -14,10 +14,7 @@ def find_file(name: str, places: list[Path]) -> Path | None:
 
 
 def fetch_file(name: str, urls: tuple[str, ...], md5: str, folder: Path, options: DataOptions) -> Path:
-    """Fetches a file into a named data set's folder, where the user allows that.
-
-    Raises UserError: downloads are off, or the file can't be fetched.
-    """
+    """Fetches a file into a named data set's folder. Raises UserError: downloads are off, or it can't be fetched."""
     if not options.download:
         mend = (f"put {name} there", "or allow the download: --data.download")
         raise UserError(f"{folder} has no {name}", str(folder), mend)

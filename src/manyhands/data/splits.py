@@ -83,10 +83,7 @@ def describe(title: str, train: Source, test: Source, place: str = "") -> str:
 
 
 def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
-    """Labels [N] of any whole-number type as int64, when each is one of so many classes.
-
-    Raises UserError: a label is outside 0 … classes - 1; names the first such sample.
-    """
+    """Labels [N] of any whole-number type as int64. Raises UserError: one is outside 0 … classes - 1; names it."""
     labels = labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):

@@ -53,10 +53,7 @@ def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity] = ()) -> 
 
 
 def class_identities(root: Path, folders: Sequence[str]) -> dict[Identity, str]:
-    """The names of class folders by what they are.
-
-    Raises UserError: two are the same folder, so that each picture would have two classes.
-    """
+    """The names of class folders by what they are. Raises UserError: two are one folder."""
     homes: dict[Identity, str] = {}
     for name in folders:
         here = _identity(root / name)
@@ -68,10 +65,7 @@ def class_identities(root: Path, folders: Sequence[str]) -> dict[Identity, str]:
 
 
 def folders_in(root: Path) -> tuple[str, ...]:
-    """Names of the folders in a folder, links to folders included; hidden ones are left out.
-
-    Raises UserError: it can't be read.
-    """
+    """Names of the folders and links to some in a folder, without hidden ones. Raises UserError: it can't be read."""
     kinds = [(entry.name, _kind(entry)) for entry in _entries(root)]
     return tuple(sorted(name for name, kind in kinds if kind == "folder" and not name.startswith((".", "__"))))
 

@@ -17,10 +17,7 @@ _LARGE = 64
 
 
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
-    """Says what the network needs of its pictures, of `size` pixels as they are, before any are loaded.
-
-    Raises UserError: no network has that name.
-    """
+    """What the network needs of its pictures, before any are loaded. Raises UserError: no network has that name."""
     if is_object_reference(options.name):
         return ModelNeeds()
     name, choice = _find(options, size)

@@ -14,10 +14,7 @@ _MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
 
 
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Returns builder(**arguments, **fixed): the user's own arguments of what he calls `name`, and ours.
-
-    Raises UserError: an argument is unknown, missing, one of ours, or refused; it is named.
-    """
+    """builder(**arguments, **fixed), the user's arguments and ours. Raises UserError: one is wrong or missing."""
     if taken := sorted(set(arguments) & set(fixed)):
         mend = ("the number of classes is model.num_classes; published weights are model.pretrained",)
         raise UserError(f"{name} is given {taken[0]} already", f"{WHERE}.{taken[0]}", mend)

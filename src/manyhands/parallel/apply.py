@@ -18,10 +18,7 @@ CHECKED_AT_ONCE = 1 << 22
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """The mode to run: one process alone needs none, under modes that say so.
-
-    Raises UserError: there is no such mode, or it isn't for several processes.
-    """
+    """The mode to run; one process alone may need none. Raises UserError: none, or not for several processes."""
     if mode not in module_names(MODES):
         raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
     only = one_process(mode)

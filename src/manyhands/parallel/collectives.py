@@ -155,10 +155,7 @@ def group_timeout(world: World) -> timedelta | None:
 
 
 def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
-    """A subgroup; every process of the run must make the same ones in the same order, members or not.
-
-    Raises UserError: the ranks are not distinct ranks of this run.
-    """
+    """A subgroup; all processes make the same in one order, members or not. Raises UserError: these are no ranks."""
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
         raise UserError(f"{list(ranks)} are not distinct ranks of 0 … {world.size - 1}", "new_group")

@@ -48,10 +48,7 @@ def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
-    """How each parameter and buffer of the traced network lies, by its name in the state dict.
-
-    Raises UserError: two ops that share a parameter cut it in two ways.
-    """
+    """How each parameter and buffer lies, by its name in the state dict. Raises UserError: ops cut one in two ways."""
     found: dict[str, TensorLayout] = {}
     users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():

@@ -82,10 +82,7 @@ class Grid:
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """A handle on one axis, or on several as if they were one: `mesh.axis("tp")`.
-
-        Raises UserError: the mesh has no such axis, or one is named twice.
-        """
+        """A handle on an axis, or several as if they were one: `mesh.axis("tp")`. Raises UserError: there is none."""
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":

@@ -195,10 +195,7 @@ def choose_interface(membership: Membership, present: dict[int, dict[str, Any]])
 
 
 def what_listens(membership: Membership, interface: str) -> list[str]:
-    """What this machine's processes, and their launcher, have open to others; its first process says it.
-
-    Where a head of ours knows all machines, it says so itself.
-    """
+    """What this machine's processes, and their launcher, have open to others, unless a head of ours says it itself."""
     if membership.local_rank or membership.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]

@@ -58,10 +58,7 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan.json that says how ops are split.
-
-    Raises UserError: there is none, or it is not a plan; says which field.
-    """
+    """Reads a plan.json that says how ops are split. Raises UserError: there is none, or which field is wrong."""
     return _plan_of_record(read_plan_record(path), str(path))
 
 

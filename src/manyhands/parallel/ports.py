@@ -133,10 +133,7 @@ def interface_towards(theirs: Iterable[str]) -> str:
 
 
 def require_interface(names: str, given_by: str) -> None:
-    """Refuses an interface that gloo would look for in vain; several may be named, with commas between.
-
-    Raises UserError: this machine doesn't have one of them.
-    """
+    """Refuses interfaces, with commas between, that gloo would look for in vain. Raises UserError."""
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:

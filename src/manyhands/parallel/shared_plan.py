@@ -10,10 +10,7 @@ from manyhands.parallel.plan import Plan, plan_from_plain, plan_of
 
 
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
-    """What `plan_of` gives on rank 0, on every process; a collective.
-
-    Raises UserError: as `plan_of`, on all processes alike.
-    """
+    """What `plan_of` gives on rank 0, on every process; a collective. Raises UserError as it does, on all alike."""
     told = broadcast_plain(_read(options, world.size) if world.is_main else None, world)
     if "error" in told:
         raise UserError(told["error"], told["where"], tuple(told["mend"]))

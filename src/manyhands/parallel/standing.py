@@ -15,10 +15,7 @@ INIT = "the process group that was there already"
 
 
 def standing_membership(device: str, backend: str) -> Membership | None:
-    """This process's place in the group that it is in already; None where it is in none.
-
-    Raises UserError: the user wants another backend than the group's; "auto" is any.
-    """
+    """This process's place in the group that it is in already, if any. Raises UserError: another backend is wanted."""
     # Who hasn't imported it has no group, and the head doesn't import torch.
     distributed: Any = sys.modules.get("torch.distributed")
     if not distributed or not distributed.is_available() or not distributed.is_initialized():

@@ -30,10 +30,7 @@ EXAMPLE = "such as n@dp o@tp"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
-    """Reads "n@dp o@tp": the letter of each axis (by number) that is named.
-
-    Raises UserError: it is not in this form, or names an axis twice or one that the mesh hasn't.
-    """
+    """Reads "n@dp o@tp": the letter of each axis (its number) named. Raises UserError: it doesn't fit the mesh."""
     found: dict[int, str] = {}
     for word in text.split():
         # A letter alone is meant for all axes.
@@ -68,10 +65,7 @@ def is_tuples(text: str) -> bool:
 
 
 def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
-    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": for each input, into how many pieces each dimension is cut.
-
-    Raises UserError: it is not in this form.
-    """
+    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": pieces of each dimension of each input. Raises UserError."""
     plain = text.strip()
     if plain.startswith("{"):
         plain = f"({plain[1:-1]},)"

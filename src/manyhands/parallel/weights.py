@@ -23,10 +23,7 @@ def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Has parameters that products read by themselves, maybe transposed, be cut as the products want them.
-
-    Gives pairs of ops that take the same letters from now on.
-    """
+    """Has parameters that products read, maybe transposed, be cut as these want them; gives pairs of ops now tied."""
     ties: list[tuple[str, str]] = []
     readers: dict[str, list[tuple[Op, int]]] = {}
     for op in ops.values():

@@ -30,10 +30,7 @@ class DeviceModel:
     source: str  # of these figures
 
     def rates(self, precision: str) -> tuple[float, float]:
-        """(operations, bytes) per second that are assumed to be reached.
-
-        Raises UserError: there is no figure for this precision.
-        """
+        """(operations, bytes) per second that are assumed to be reached. Raises UserError: none for this precision."""
         if precision not in self.operations:
             known = ", ".join(self.operations)
             mend = tuple(f"--set train.precision={one}" for one in self.operations)
@@ -55,10 +52,7 @@ def own_file() -> Path:
 
 
 def device_model(name: str) -> DeviceModel:
-    """The device of this name, a user's own before ours.
-
-    Raises UserError: nobody knows it, or the user's file is wrong.
-    """
+    """The device of this name, a user's own before ours. Raises UserError: nobody knows it, or it is wrong."""
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
     known: dict[str, tuple[Any, str]] = {
         key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()

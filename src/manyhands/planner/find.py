@@ -228,10 +228,7 @@ def _meshes(request: SearchRequest) -> list[Mesh]:
 
 
 def _fitting(request: SearchRequest, graph: Graph) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-    """Meshes that the pins can be read on, with what they fix.
-
-    Raises UserError: there is none; the last mesh's reason.
-    """
+    """Meshes that the pins can be read on, with what they fix. Raises UserError: none; the last one's reason."""
     pins = dict(request.pins or {})
     found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
     refused: UserError | None = None

@@ -86,10 +86,7 @@ class Prices:
             self._consider([int(np.flatnonzero(masks[node])[choice]) for node, choice in enumerate(found.choices)])
 
     def near(self, cutoff_seconds: float) -> Tables | None:
-        """The tables without choices, and pairs of them, whose bound is above the best assignment or the cutoff.
-
-        None if that leaves a node without any.
-        """
+        """The tables without what has a bound above the best assignment or the cutoff; None if a node has no choice."""
         byte = self._best[1]
         worst = min(self.seconds, cutoff_seconds) + (byte * self._tables.limit if byte else 0.0)
         worst += 1e-9 * abs(worst)

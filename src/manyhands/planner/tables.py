@@ -39,10 +39,7 @@ class Tables:
 
 
 def tables_of(problem: Problem) -> Tables:
-    """A problem's numbers, checked, with parallel edges added up and loops moved into their nodes.
-
-    Raises UserError: shapes don't fit, or a number can't be one.
-    """
+    """A problem's numbers, parallel edges added up, loops moved into their nodes. Raises UserError: a wrong number."""
     columns = [np.array([_numbers(choice) for choice in node], dtype=float).reshape(-1, 4) for node in problem.nodes]
     for number, column in enumerate(columns):
         if not len(column):
@@ -121,10 +118,7 @@ def keep(tables: Tables, masks: dict[int, NDArray[np.bool_]]) -> Tables:
 
 
 def drop_forbidden(tables: Tables, problem: Problem) -> Tables:
-    """Leaves out choices that are forbidden or have no partner left in a neighbour.
-
-    Raises NoPlanError: a node has none left.
-    """
+    """Leaves out choices that are forbidden or have no partner left. Raises NoPlanError: a node has none left."""
     alive = [np.isfinite(seconds) for seconds in tables.seconds]
     allowed = {pair: np.isfinite(matrix) for pair, matrix in tables.pairs.items()}
     _some_left(alive, list(range(len(alive))), problem)

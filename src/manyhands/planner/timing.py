@@ -36,10 +36,7 @@ class Timing:
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run`, which has run before; always once, and up to `most` times within the budget.
-
-    `busy`: others keep this machine at work.
-    """
+    """Times `run`, which has run before; once at least. `busy`: others keep this machine at work."""
     threads, clock = torch.get_num_threads(), time.perf_counter
     factor = 1.0
     if torch.device(device).type == "cpu":

@@ -108,10 +108,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> li
 
 
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
-    """Seconds of an update under each plan in each round, on the slowest process; all processes get the same.
-
-    In each round all plans have a turn; the plan None is data parallel.
-    """
+    """Seconds of an update under each plan (None: data parallel) by round, of the slowest process; the same on all."""
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
     finalists: Sequence[Finalist[str]] = [Finalist(name, name, 0.0) for name in plans]
     try:

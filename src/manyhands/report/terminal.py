@@ -56,10 +56,7 @@ class Screen:
     def __init__(
         self, folder: Path, *, stream: TextIO | None = None, quiet: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
-        """Begins to follow `folder`, which needn't be there yet; writes to standard error by default.
-
-        `quiet`: warnings and failures alone.
-        """
+        """Begins to follow `folder`, which needn't be there yet. `quiet`: warnings and failures alone."""
         output = sys.stderr if stream is None else stream
         terminal = output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
         self.live = terminal and not quiet

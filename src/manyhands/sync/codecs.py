@@ -64,10 +64,7 @@ class Integers(Codec):
         return count * self._bits // 8 + count // self._block * _SCALE_BYTES
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds to the nearest.
-
-        A block with an infinity or a NaN becomes NaN, so that nobody takes it for a number.
-        """
+        """Rounds to the nearest; a block with an infinity or a NaN becomes NaN, so nobody takes it for a number."""
         blocks = values.to(torch.float32).unflatten(-1, (-1, self._block))
         # bfloat16 has the range of a float32, and gradients may be small.
         scales = (blocks.abs().amax(-1, keepdim=True) / self._most).to(torch.bfloat16)

@@ -182,10 +182,7 @@ class LowRank:
 def compressor_named(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
-    """The compressor that options call none, bf16, int8, int4 or lowrank, for a vector of tensors of these shapes.
-
-    The seed is equal everywhere.
-    """
+    """The compressor that options call none, bf16, int8, int4 or lowrank, for tensors of these shapes in one vector."""
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 

@@ -32,10 +32,7 @@ class CommonOptions(Options):
 
 
 def _sections() -> list[type[Options]]:
-    """The options of each method that has some.
-
-    Raises TypeError: two methods have an option of one name that isn't the same for both.
-    """
+    """The options of each method that has some. Raises TypeError: two methods have one name for different options."""
     found: list[type[Options]] = []
     for name, method in methods().items():
         section = getattr(method, "Options", None)

@@ -98,10 +98,7 @@ class PowerSgd:
         self._begun.put(True)
 
     def average(self) -> None:
-        """Waits until the gradients are the agreed mean; a collective.
-
-        Raises RuntimeError: a collective failed; as it said.
-        """
+        """Waits until the gradients are the agreed mean; a collective. Raises RuntimeError as a collective fails."""
         if not self._expecting:
             self.expect()
         self._offer(nothing_comes=True)

@@ -140,10 +140,7 @@ class Relay(Generic[T]):
         self._conversations.append(conversation)
 
     def advance(self) -> None:
-        """Begins each collective whose turn has come; waits for none.
-
-        Raises RuntimeError: a collective failed; as it said.
-        """
+        """Begins each collective whose turn has come; waits for none. Raises RuntimeError as a collective fails."""
         while self._order and self._moves(self._order[0]):
             self._order.popleft()
         for number in range(len(self._conversations)):

@@ -27,10 +27,7 @@ class Start:
 
 
 def joined(starts: Sequence[Start], rank_flag: str, address_flag: str) -> Cluster:
-    """The cluster that all commands together describe; one alone speaks for machines like its own.
-
-    Raises UserError: they contradict each other, or machines are missing.
-    """
+    """The cluster that all commands mean; one is for machines like its own. Raises UserError: they don't fit."""
     first = starts[0]
     for start in starts[1:]:
         if (start.machines, start.address, start.port) != (first.machines, first.address, first.port):

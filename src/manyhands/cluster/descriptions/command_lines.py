@@ -35,10 +35,7 @@ def has_command(text: str, is_wanted: IsWanted) -> bool:
 
 
 def commands(text: str, where: str, is_wanted: IsWanted, example: str) -> list[Command]:
-    """The wanted commands of a script, of which there is one at least; lines may go on after a backslash.
-
-    Raises UserError: there is none, or a wanted line's quotes don't match.
-    """
+    """The wanted commands of a script; lines may go on after a backslash. Raises UserError: none, or a broken one."""
     found = _commands(text, where, is_wanted)
     if not found:
         raise UserError(f"there is no {example.partition(' ')[0]} command in it", where, (example,))
@@ -112,10 +109,7 @@ class CommandFlags:
     short: Mapping[str, str] = field(default_factory=dict)  # one-letter names to long ones
 
     def read(self, words: Sequence[str], where: str) -> dict[str, str]:
-        """Values of the flags before the program that is to be started; switches are "true".
-
-        Raises UserError: a flag is unknown, lacks its value, or has one that only a shell could fill in.
-        """
+        """Flags before the program that is to be started; switches are "true". Raises UserError: one is wrong."""
         found: dict[str, str] = {}
         position = 0
         while position < len(words) and words[position].startswith("-") and words[position] != "--":
@@ -158,10 +152,7 @@ def number(flags: Mapping[str, str], name: str, least: int, most: int, where: st
 
 
 def visible_devices(command: Command, variable: str) -> tuple[int, ...]:
-    """Numbers of the devices that a variable before the command leaves visible; empty without it.
-
-    Raises UserError: they are not numbers.
-    """
+    """Numbers of the devices that a variable before the command leaves, if set. Raises UserError: no numbers."""
     text = command.variables.get(variable, "")
     if not text:
         return ()

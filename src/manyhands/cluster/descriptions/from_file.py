@@ -13,10 +13,7 @@ DEFAULT_PORT = 29500
 
 
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
-    """The description that the user named, and where; one that is still being written is waited for.
-
-    Raises UserError: it can't be read.
-    """
+    """The description that the user named, waited for while it is written, and where. Raises UserError."""
     named = (
         (options.rank_table, "--rank-table"),
         (options.file, "--cluster"),
@@ -33,10 +30,7 @@ def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tupl
 def meeting_in(
     cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
 ) -> tuple[Meeting, dict[str, str]]:
-    """How this machine's processes meet the other machines', and what each value came from.
-
-    Raises UserError: this machine isn't in the description, or its number is unknown.
-    """
+    """How this machine's processes meet the others, and what each value came from. Raises UserError: it isn't there."""
     here = find_machine(cluster)
     if not 0 <= here < len(cluster.machines):
         what = f"this is machine {here}, and there are {len(cluster.machines)}: 0 … {len(cluster.machines) - 1}"

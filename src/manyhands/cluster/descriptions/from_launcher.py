@@ -18,10 +18,7 @@ def modules_with(function: str) -> Iterator[ModuleType]:
 
 
 def find_place(variables: Mapping[str, str]) -> LauncherPlace | None:
-    """The place that the first launcher with variables here gives this process.
-
-    Raises UserError: its variables are incomplete or contradict each other.
-    """
+    """This process's place by the first launcher that has variables here. Raises UserError: they aren't whole."""
     return next((place for module in modules_with("place") if (place := module.place(variables))), None)
 
 
@@ -49,10 +46,7 @@ def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
 
 
 def refuse_alone(variables: Mapping[str, str]) -> None:
-    """Stops where a scheduler's job has several processes, and this one was started by itself.
-
-    Raises UserError: it says how to start them all.
-    """
+    """Raises UserError where a scheduler's job has several processes, and this one was started by itself."""
     for module in modules_with("alone"):
         error: UserError | None = module.alone(variables)
         if error:

@@ -12,10 +12,7 @@ HCCN = Path("/etc/hccn.conf")
 
 
 def find_server(table: RankTable, names: Collection[str], where: str) -> int:
-    """Which server of a checked table this machine is, by its addresses and host name; in the order of ranks.
-
-    Raises UserError: it is none of them, or several.
-    """
+    """Which server of a checked table, by rank, has these addresses or name. Raises UserError: none, or several."""
     servers = table.by_rank
     if len(servers) == 1:
         return 0
@@ -37,10 +34,7 @@ def find_server(table: RankTable, names: Collection[str], where: str) -> int:
 
 
 def read_hccn(path: Path = HCCN) -> dict[int, str]:
-    """Cards' addresses from a hccn.conf, which has lines such as address_0=192.168.100.101; empty without the file.
-
-    Raises UserError: an address is not one.
-    """
+    """Cards' addresses from lines such as address_0=192.168.100.101, if the file is there. Raises UserError."""
     if not path.exists():
         return {}
     found: dict[int, str] = {}

@@ -13,10 +13,7 @@ NEWER = ("device_port", "super_device_id", "backup_device_ip")
 
 
 def check(table: RankTable, document: Document) -> None:
-    """Checks a completed table.
-
-    Raises UserError: two values contradict each other, or HCCL can't group the cards like this.
-    """
+    """Checks a completed table. Raises UserError: values contradict each other, or HCCL can't group such cards."""
     for rule in (_count, _names, _cards, _ranks, _order, _addresses, _pods, _groups):
         rule(table, _refuser(document))
 

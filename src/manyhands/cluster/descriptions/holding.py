@@ -23,10 +23,7 @@ def without_ports(cluster: Cluster) -> tuple[Cluster, list[str]]:
 
 
 def must_hold(text: str, cluster: Cluster, read: Callable[[str, str], Cluster], name: str) -> str:
-    """The text, if reading it gives the cluster again.
-
-    Raises UserError: it doesn't; what the format has no place for is named.
-    """
+    """The text, if reading it gives the cluster again. Raises UserError: the format has no place for what it names."""
     found, wanted = read(text, f"{name} to be written"), canonical(cluster)
     if found == wanted:
         return text

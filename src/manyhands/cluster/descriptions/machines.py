@@ -10,10 +10,7 @@ from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
 
 
 def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
-    """The machines that are named, in the order of their ranks; none where none is.
-
-    Raises UserError: hosts and a hostfile are given, or one of them can't be read.
-    """
+    """The machines that are named, in their ranks' order. Raises UserError: hosts and a hostfile, or broken ones."""
     if options.hosts and options.hostfile:
         raise UserError("hosts and a hostfile are given", "cluster.hosts", ("leave one of them out",))
     if options.hosts:

@@ -14,10 +14,7 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", re.ASCII)
 
 
 def expand_hosts(text: str, where: str) -> list[str]:
-    """The names of a list such as "a[01-03]b[1-2],c": those of one entry vary from the right.
-
-    Raises UserError: the list is broken; names `where` it is from.
-    """
+    """The names of a list such as "a[01-03]b[1-2],c", varied from the right. Raises UserError: the list is broken."""
     hosts: list[str] = []
     for entry in _split(text, where):
         choices: list[list[str]] = []

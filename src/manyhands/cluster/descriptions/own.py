@@ -9,10 +9,7 @@ from manyhands.parallel.ports import outer_addresses, own_addresses
 
 
 def find_machine(cluster: Cluster) -> int:
-    """This machine's place in the cluster: what the description says, or else by its names and addresses.
-
-    Raises UserError: it isn't there, or more than once.
-    """
+    """This machine's place in the cluster: as described, or by its names and addresses. Raises UserError: not one."""
     if cluster.machine is not None:
         return cluster.machine
     names = [machine.address for machine in cluster.machines]
@@ -75,10 +72,7 @@ def reachable(address: str) -> str:
 
 
 def seen_by_others(address: str) -> str:
-    """As `reachable`, but what says itself that it is loopback stays so: processes of one machine may meet there.
-
-    Raises UserError: a name stands for loopback, and this machine has several addresses or none.
-    """
+    """As `reachable`, but what says itself that it is loopback stays so: processes of one machine may meet there."""
     if address == "localhost" or (is_address(address) and ipaddress.ip_address(address).is_loopback):
         return address
     return reachable(address)

@@ -12,10 +12,7 @@ FORMATS = "manyhands.cluster.descriptions.formats"
 
 
 def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
-    """Reads a cluster from a file in any known format; waits for one that says that it is still being written.
-
-    Raises UserError: there is no such file, its format is not known, or it has a mistake.
-    """
+    """Reads a cluster from a file in any known format; waits for one that is still being written. Raises UserError."""
     text = read_text(path)
     module = format_of(str(path), text)
     if wait_s and hasattr(module, "wait"):
@@ -63,10 +60,7 @@ def format_of(path: str, text: str) -> ModuleType:
 
 
 def format_named(word: str, ability: str = "read", where: str = "") -> ModuleType:
-    """The format that a user's word names; `ability` is what is wanted of it: "read" or "write".
-
-    Raises UserError: no format has this name, or it can't do this.
-    """
+    """The format that a user's word names; `ability` is "read" or "write". Raises UserError: none, or it can't."""
     modules = [load_choice(FORMATS, name) for name in module_names(FORMATS)]
     wanted = [module for module in modules if word in getattr(module, "NAMES", ())]
     if not wanted:

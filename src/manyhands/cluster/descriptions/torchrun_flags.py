@@ -37,10 +37,7 @@ def program(words: Sequence[str]) -> int | None:
 
 
 def read_command(command: Command) -> Start:
-    """What a command whose first word is torchrun, or python -m with its module, says.
-
-    Raises UserError: a flag is unknown or wrong.
-    """
+    """What torchrun, or python -m with its module, says in a command. Raises UserError: a flag is unknown or wrong."""
     flags = FLAGS.read(command.words[program(command.words) :], command.where)
     petted = {
         key.removeprefix(PREFIX).lower(): value for key, value in command.variables.items() if key.startswith(PREFIX)
@@ -49,10 +46,7 @@ def read_command(command: Command) -> Start:
 
 
 def read_flags(command: Command, flags: Mapping[str, str]) -> Start:
-    """What flags with underscores in their names say, wherever they were written.
-
-    Raises UserError: one of them is wrong.
-    """
+    """What flags with underscores in their names say, wherever they are from. Raises UserError: one is wrong."""
     where = command.where
     machines = _machines(flags.get("nnodes", "1"), where)
     address, port = _master(flags, where)

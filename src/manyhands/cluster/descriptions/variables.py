@@ -12,10 +12,7 @@ PORTS = 10000
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable's whole number, from 0; the default where it is unset or empty.
-
-    Raises UserError: it is something else, or there is neither it nor a default.
-    """
+    """A variable's whole number, from 0; the default where it is unset or empty. Raises UserError: neither is there."""
     text = variables.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -41,10 +38,7 @@ def port_from_name(name: str) -> int:
 
 
 def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
-    """A rank lies within its group.
-
-    Raises UserError: it doesn't; both are named by the words that the user wrote them with.
-    """
+    """Raises UserError where a rank is outside its group; both are named by the words that the user wrote them with."""
     if not 0 <= rank < size:
         what = f"{rank_word} {rank} is outside 0 … {size - 1}, the ranks of {size_word} {size}"
         mend = (f"count from 0: the last rank is {size - 1}",) if size else (f"{size_word} counts all processes",)

@@ -51,10 +51,7 @@ class Listeners:
     """This machine's open ears, until `close`, or for `seconds` at most."""
 
     def __init__(self, addresses: Sequence[str], port: int = 0, *, seconds: float = 60.0) -> None:
-        """Listens on exactly these addresses, for so many seconds; `told` has one for each, or why it can't be.
-
-        The port is the same on each; 0: any free one.
-        """
+        """Listens on exactly these addresses, on one port (0: any), for so many seconds; `told`: where, or why not."""
         self._sockets: list[socket.socket] = []
         self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
         self.told = tuple(self._open(address, port) for address in addresses)

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
-    """A tournament in which each ordered pair (sender, receiver) meets once, in rounds of disjoint pairs.
-
-    `most` rounds are played; 0: all.
-    """
+    """A tournament of each pair (sender, receiver), in `most` rounds (0: all) of disjoint pairs."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half, played = len(seats) // 2, []
     for _ in range(len(seats) - 1):

@@ -49,10 +49,7 @@ NAMES = tuple(_SETS)
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens both splits into memory, from whichever form lies there; fetches the python form otherwise.
-
-    Raises UserError: nothing is there and it can't be fetched, or a file isn't what it should be.
-    """
+    """Opens both splits, in whichever form they lie there, or fetches one. Raises UserError: neither works."""
     published, folder = _SETS[name], data_folder(options) / name
     for place in (folder, folder.parent):
         for layout in published.layouts:

@@ -52,10 +52,7 @@ NAMES = tuple(_SETS)
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens both splits into memory; fetches what is missing.
-
-    Raises UserError: a file is missing and can't be fetched, or isn't what it should be.
-    """
+    """Opens both splits into memory; fetches what is missing. Raises UserError: it can't be had, or is wrong."""
     published = _SETS[name]
     train, test = (_read(name, part, options) for part in ("train", "t10k"))
     text = describe(published.title, train, test, str(data_folder(options)))

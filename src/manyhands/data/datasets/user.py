@@ -11,10 +11,7 @@ NAMES: tuple[str, ...] = ()
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Calls the function, without arguments.
-
-    Raises UserError: there is no such function, it fails, or what it returns can't be used.
-    """
+    """Calls the function, without arguments. Raises UserError: it isn't there, fails, or gives something else."""
     function = load_object(name, "data.name")
     mend = ("return (train, test): two torch data sets; test may be None",)
     if not callable(function):

@@ -74,10 +74,7 @@ class HybridNetwork:
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
-    """Has a network run that was constructed with `request.grid`.
-
-    Raises UserError: there is no grid, or a mark doesn't fit its mesh.
-    """
+    """Has a network run that was constructed with `request.grid`. Raises UserError: none, or a mark doesn't fit it."""
     if request.grid is None:
         mend = ("--mesh dp=2,tp=2", "and a network whose __init__ takes `mesh`")
         raise UserError("hybrid needs a mesh that the network was made with", "parallel.mesh", mend)

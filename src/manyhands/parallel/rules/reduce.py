@@ -81,10 +81,7 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """A maximum over a dimension that processes have pieces of, in their order; a collective.
-
-    One of equal values gets the gradient.
-    """
+    """A maximum over a dimension cut into pieces, in their order; a collective. One of equal ones gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
         super().__init__()

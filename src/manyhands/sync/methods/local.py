@@ -61,10 +61,7 @@ class Options(RankOptions):
 
 
 def asked(options: Options) -> Cost | None:
-    """The pace, where the options say it whole.
-
-    Raises UserError: an exchange would be applied after the next one has begun.
-    """
+    """The pace, where the options say it whole. Raises UserError: an exchange would end after the next begins."""
     if options.delay > options.every > 0:
         mend = (f"--set sync.delay={options.every} or less",)
         what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"

@@ -68,10 +68,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def settings(text: str, where: str = "") -> dict[str, str]:
-    """What the file says about the job besides its machines, by the job's own dotted keys.
-
-    Raises UserError: the file asks for something that has no counterpart here.
-    """
+    """What the file says of the job, by the job's own dotted keys. Raises UserError: it asks for what isn't here."""
     values = _Values(text, where)
     found: dict[str, str] = {}
     precision = values.text("mixed_precision") or ("fp16" if values.switch("fp16") else "")
@@ -96,10 +93,7 @@ def settings(text: str, where: str = "") -> dict[str, str]:
 
 
 def write(cluster: Cluster) -> str:
-    """Writes a configuration; the job's own settings are left out, but for mixed_precision "no".
-
-    Raises UserError: accelerate's configuration can't hold this cluster.
-    """
+    """Writes a configuration, with mixed_precision "no". Raises UserError: it can't hold this cluster."""
     plain = canonical(cluster)
     first = plain.machines[0]
     several = len(plain.machines) > 1

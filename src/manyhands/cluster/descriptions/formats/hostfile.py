@@ -59,10 +59,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_list(text: str, where: str) -> Cluster:
-    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222"; a part may have a hostfile's settings, as "n4 slots=200".
-
-    Raises UserError: a part is not a host; or a host is there twice.
-    """
+    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: no host, or one there twice."""
     machines: list[Machine] = []
     for part in (word.strip() for word in text.split(",")):
         if not part:
@@ -143,10 +140,7 @@ def _without_password(word: str) -> str:
 
 
 def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
-    """Behind a colon ssh users write ports, and MPI's write processes.
-
-    Raises UserError: the number may be either, and asks which it is.
-    """
+    """Behind a colon ssh users write ports, and MPI's processes. Raises UserError: it may be either; asks which."""
     if not re.fullmatch(r"[0-9]{1,5}", text):
         return
     number = int(text)

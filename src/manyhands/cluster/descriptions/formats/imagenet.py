@@ -80,10 +80,7 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
 
 
 def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
-    """The job that the flags mean, by dotted key; None where they say nothing.
-
-    Raises UserError: flags that can't be honoured together.
-    """
+    """The job that the flags mean, by dotted key; None where they say nothing. Raises UserError: they contradict."""
     _check_together(flags)
     arch = (flags.arch or "").removeprefix("torchvision:")
     values = {
@@ -107,10 +104,7 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
 
 
 def meeting_of(flags: ImagenetFlags, processes_per_node: int, environment: Mapping[str, str] | None = None) -> Meeting:
-    """This node among the others, each of which starts so many processes.
-
-    Raises UserError: the flags are wrong, or name no address that several processes of a node can meet at.
-    """
+    """This node among the others, each with so many processes of its own. Raises UserError: they couldn't meet."""
     nodes = nodes_of(flags, environment)
     match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)
     if not match:

@@ -85,10 +85,7 @@ def _by_torchrun(document: Document) -> Cluster | None:
 
 
 def write(cluster: Cluster) -> str:
-    """Writes a launch.json for processes of this machine.
-
-    Raises UserError: there are several machines, or the number of processes or the port is not known.
-    """
+    """Writes a launch.json. Raises UserError: there are several machines, or processes or port aren't known."""
     plain = canonical(cluster)
     machine = plain.machines[0]
     if not plain.master_port:

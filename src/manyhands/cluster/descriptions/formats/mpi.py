@@ -55,10 +55,7 @@ _FAMILIES = (
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """One process of several; mpirun doesn't say where rank 0 is, so over several machines MASTER_ADDR must.
-
-    Raises UserError: the variables are incomplete.
-    """
+    """One process of several. Raises UserError: variables lack, such as MASTER_ADDR over several machines."""
     family = next((family for family in _FAMILIES if family.rank in environment), None)
     if family is None or number(environment, family.size) == 1 or _is_slurms_own(environment, family):
         return None

@@ -34,10 +34,7 @@ def recognise(_path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads the msrun commands of a script; the other lines are passed over.
-
-    Raises UserError: there is none, a flag is wrong, or the commands contradict each other.
-    """
+    """Reads a script's msrun commands. Raises UserError: none, a wrong flag, or they contradict each other."""
     found = commands(text, where, _is_msrun, "msrun --worker_num 8 --local_worker_num 4 …")
     said = [_FLAGS.read(command.words[1:], command.where) for command in found]
     starts = [_start(command, flags, said) for command, flags in zip(found, said, strict=True)]
@@ -46,10 +43,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def write(cluster: Cluster) -> str:
-    """Writes the msrun command of each machine, or of this one alone where the cluster says which that is.
-
-    Raises UserError: msrun can't be started like this.
-    """
+    """Writes each machine's msrun command, or this one's alone if known. Raises UserError: it can't be told so."""
     plain = canonical(cluster)
     if not all(machine.slots for machine in plain.machines):
         what = "msrun needs the number of processes on each machine"

@@ -146,10 +146,7 @@ def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPla
 
 
 def place_in(table: RankTable, environment: Mapping[str, str], where: str) -> LauncherPlace:
-    """The process that RANK_ID says this is, in a table that is read already.
-
-    Raises UserError: RANK_ID, RANK_SIZE or DEVICE_ID contradicts the table.
-    """
+    """The process that RANK_ID says this is, in a table. Raises UserError: a variable contradicts it."""
     servers = table.by_rank
     size = sum(len(server.device) for server in servers)
     rank = _number(environment, "RANK_ID")

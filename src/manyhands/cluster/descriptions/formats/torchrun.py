@@ -23,20 +23,14 @@ def recognise(_path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads the torchrun commands of a script; the other lines are passed over.
-
-    Raises UserError: there is none, a flag is wrong, or the commands contradict each other.
-    """
+    """Reads a script's torchrun commands. Raises UserError: none, a wrong flag, or they contradict each other."""
     found = commands(text, where, _is_torchrun, "torchrun --nnodes 2 --nproc-per-node 4 …")
     cluster = joined([read_command(command) for command in found], "--node-rank", "--master-addr")
     return Cluster(**{**vars(cluster), "source": f"torchrun {where}".rstrip()})
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """The cluster that PET_* variables describe, with this machine's place in it; None without PET_NNODES.
-
-    Raises UserError: one of them is wrong.
-    """
+    """The cluster that PET_* describe, with this machine's place in it, if PET_NNODES is set. Raises UserError."""
     if not environment.get(f"{PREFIX}NNODES"):
         return None
     values = {name: environment[key] for name in FLAGS.valued if environment.get(key := f"{PREFIX}{name.upper()}")}
@@ -45,10 +39,7 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def write(cluster: Cluster) -> str:
-    """Writes the torchrun command of each machine, or of this one alone where the cluster says which that is.
-
-    Raises UserError: torchrun can't be started like this.
-    """
+    """Writes each machine's torchrun command, or this one's alone if known. Raises UserError: it can't be told so."""
     plain = canonical(cluster)
 
     def command(rank: int, machine: Machine, address: str) -> str:

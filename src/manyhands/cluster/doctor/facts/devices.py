@@ -34,10 +34,7 @@ def driver_versions() -> dict[str, str]:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Each accelerator with its name, memory, and the processes on it.
-
-    Raises RuntimeError: the vendor's tool is there and fails, which says that the driver doesn't work.
-    """
+    """Each accelerator with its name, memory and processes. Raises RuntimeError: the vendor's tool fails."""
     return [*_nvidia(), *_ascend()]
 
 
