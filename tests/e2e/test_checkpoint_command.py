@@ -94,6 +94,7 @@ def test_there_and_back(trained, tmp_path, checkpoint):
         assert ("0@tp" in shown.out) == (name == "pieces")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_pieces_is_evaluated_as_the_whole_one_is(trained, tmp_path, checkpoint):
     newest = max((trained / "checkpoints").glob("step-*"))
     other = plan(tmp_path / "plan.json", shapes_of(load(newest).model), {"tp": 3})

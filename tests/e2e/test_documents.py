@@ -250,6 +250,7 @@ wait
 """
 
 
+@pytest.mark.slow
 def test_003_run_sh_starts_each_card_in_a_folder_of_its_own(here):
     (here / "rank_table_2pcs.json").write_text(table_of((0, 1)))
     (here / "run.sh").write_text(RUN.replace("PORT", str(free_port())))

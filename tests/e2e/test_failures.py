@@ -54,6 +54,7 @@ def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
     assert not list(Path("run/checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_what_fits_and_that_is_right():
     ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run", *LONG)
     assert ended.code == 1

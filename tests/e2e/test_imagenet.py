@@ -210,6 +210,7 @@ def test_mistakes_are_one_screen_and_leave_nothing(words, says, images, here):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="would have named a GPU that isn't there")
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_told_in_main_pys_flags(images, here):
     ended = run(*JOB, "--epochs", "30", "--gpu", "0")
     assert ended.code == 2

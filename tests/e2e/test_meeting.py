@@ -12,7 +12,18 @@ from manyhands.cli.main import main
 from manyhands.config.load import load_job
 from manyhands.parallel import meet
 from manyhands.worker.shared_options import shared_options
-from tests.e2e.command import NETS, QUICK, assert_one_screen, events, finish, free_port, running, start, wait_until
+from tests.e2e.command import (
+    NETS,
+    QUICK,
+    assert_one_screen,
+    events,
+    finish,
+    forked,
+    free_port,
+    running,
+    start,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(300)
 SOON = ["--set", "cluster.join_warn_s=1", "--set", "cluster.join_timeout_s=4", "--epochs", "2", *QUICK]
@@ -116,9 +127,9 @@ def test_a_missing_rank_is_named(capsys):
 def test_one_rank_twice():
     address = f"tcp://127.0.0.1:{free_port()}"
     with (
-        running(*by_hand(address, 3, 0, *LATE)) as first,
-        running(*by_hand(address, 3, 1, *LATE)) as one,
-        running(*by_hand(address, 3, 1, *LATE)) as other,
+        running(*by_hand(address, 3, 0, *LATE), by=forked) as first,
+        running(*by_hand(address, 3, 1, *LATE), by=forked) as one,
+        running(*by_hand(address, 3, 1, *LATE), by=forked) as other,
     ):
         wait_until(lambda: one.poll() is not None or other.poll() is not None)
         ended = {process.pid: finish(process) for process in (first, one, other)}
@@ -133,7 +144,7 @@ def test_one_rank_twice():
 
 def test_world_sizes_that_differ():
     address = f"tcp://127.0.0.1:{free_port()}"
-    for ended in [finish(process) for process in [start(*by_hand(address, 2 + rank, rank, *LATE)) for rank in (0, 1)]]:
+    for ended in [finish(process) for process in [forked(*by_hand(address, 2 + rank, rank, *LATE)) for rank in (0, 1)]]:
         assert ended.code == 2, ended.err
         assert_one_screen(ended.err)
         assert "differ in --world-size: " in ended.err
@@ -144,7 +155,7 @@ def test_world_sizes_that_differ():
 def test_jobs_that_differ():
     address = f"file://{Path.cwd()}/meet"
     for ended in [
-        finish(by) for by in [start(*by_hand(address, 2, rank, *LATE, "--lr", 0.5 + rank)) for rank in (0, 1)]
+        finish(by) for by in [forked(*by_hand(address, 2, rank, *LATE, "--lr", 0.5 + rank)) for rank in (0, 1)]
     ]:
         assert ended.code == 2, ended.err
         assert "differ in the job (flags or job.toml): train.lr (" in ended.err
@@ -165,7 +176,7 @@ def test_options_that_differ_are_named_with_their_numbers():
 def test_every_process_hears_the_first_cause(culprit):
     address = f"tcp://127.0.0.1:{free_port()}"
     model = f"{NETS}:Raises{'OnRank0' if culprit == 0 else ''}"
-    ended = [finish(by) for by in [start(*by_hand(address, 2, rank, *LATE, model=model)) for rank in (0, 1)]]
+    ended = [finish(by) for by in [forked(*by_hand(address, 2, rank, *LATE, model=model)) for rank in (0, 1)]]
     for rank, each in enumerate(ended):
         assert each.code == 1, each.err
         assert_one_screen(each.err, most=20)
@@ -190,7 +201,7 @@ def test_what_rank_0_resumes_counts_for_all():
     address = f"tcp://127.0.0.1:{free_port()}"
     own = ["--resume", "first"], ["--resume", "no/such/run"]
     jobs = [by_hand(address, 2, rank, *LATE, "--out", "more", *own[rank]) for rank in (0, 1)]
-    ended = [finish(by) for by in [start(*job) for job in jobs]]
+    ended = [finish(by) for by in [forked(*job) for job in jobs]]
     assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
     assert "--resume no/such/run has no effect on rank 1: rank 0 says first" in ended[1].err
     (resumed,) = events("more", "resumed")

@@ -222,6 +222,7 @@ def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, 
     assert list(predict_files(run_with_code, [picture], model="net.py:make"))
 
 
+@pytest.mark.slow
 def test_code_that_a_plan_names_is_told_and_another_users_plan_does_not_choose_it(here):
     (here / "net.py").write_text(NETWORK)
     assert run("plan", "synthetic:30x1x4x4x3", "net.py:make", "-n", 2, "--no-measure").code == 0

@@ -102,6 +102,7 @@ RATE = 0.1
 SMALL = ["train", "synthetic:60x1x8x8x3", "mlp", "--epochs", 2, "--batch", 20, "--set", "run.report=false"]
 
 
+@pytest.mark.slow
 def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_number():
     Path("opt.py").write_text(OPT)
     losses = {}

@@ -63,6 +63,7 @@ def test_a_script_runs_as_under_torchrun(here):
     assert json.loads(ended.out.splitlines()[-1]) == {"run": "run", "status": "finished", "exit_code": 0}
 
 
+@pytest.mark.slow
 def test_the_first_cause_is_told(here):
     ended = run("train", "own/train.py", "-n", "2", "--out", "run", "-q", "--", "--fail", "1")
     assert ended.code == 1

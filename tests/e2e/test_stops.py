@@ -73,6 +73,7 @@ def test_a_stop_saves_and_says_so(number, here):
     assert events("run", "finished")[-1]["step"] == stopped["step"] + 10
 
 
+@pytest.mark.slow
 def test_a_stop_in_an_evaluation_saves_and_the_evaluation_is_made_when_the_run_goes_on(here):
     """It would take a quarter of a minute; what is seen is that it isn't waited for."""
     job = ["synthetic:4000x1x8x8x10", f"{NETS}:SlowToEvaluate", "--epochs", "2", "--batch", "400", *QUICK, "-n", "2"]

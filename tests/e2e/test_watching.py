@@ -13,6 +13,7 @@ from tests.e2e.command import (
     assert_one_screen,
     events,
     finish,
+    forked,
     free_port,
     marked,
     run,
@@ -103,6 +104,7 @@ def test_each_rank_writes_its_own_losses_which_add_up_to_the_records(here):
     assert "torch" not in environment["ranks"][1]
 
 
+@pytest.mark.slow
 def test_stop_now_ends_a_run_that_does_not_listen(here):
     with running("train", *ENDLESS[:1], f"{NETS}:Sleepy", *ENDLESS[2:], "-n", "2", "--out", here / "run") as process:
         wait_until((here / "asleep").exists, process)
@@ -118,8 +120,8 @@ def test_stop_now_ends_a_run_that_does_not_listen(here):
 def test_a_run_met_by_hand_is_listed_once_and_stopped_by_its_first_process(here):
     place = ["--init", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2"]
     with (
-        running("train", *ENDLESS, *place, "--rank", "0", "--out", here / "run") as first,
-        running("train", *ENDLESS, *place, "--rank", "1") as second,
+        running("train", *ENDLESS, *place, "--rank", "0", "--out", here / "run", by=forked) as first,
+        running("train", *ENDLESS, *place, "--rank", "1", by=forked) as second,
     ):
         wait_until(measured(here / "run"), first)
         (told,) = json.loads(run("ps", "--json").out)

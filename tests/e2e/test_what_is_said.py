@@ -12,7 +12,7 @@ from manyhands.core.records import read_lines
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines
 from tests.e2e import nets
-from tests.e2e.command import run
+from tests.e2e.command import finish, forked
 
 pytestmark = pytest.mark.timeout(300)
 QUIET = {"quiet": True, "run__report": False, "out": "run"}
@@ -50,7 +50,9 @@ def test_a_batch_larger_than_the_data_is_said():
 
 
 def test_a_plan_for_a_batch_larger_than_the_data_says_so():
-    planned = run("plan", "synthetic:20x1x8x8x3", "mlp", "--batch", "8192", "--no-measure", "--link", "1gbit")
+    planned = finish(
+        forked("plan", "synthetic:20x1x8x8x3", "mlp", "--batch", "8192", "--no-measure", "--link", "1gbit")
+    )
     assert "each update takes all 20 training samples: the batch can't be 8,192" in planned.err
 
 

@@ -83,6 +83,7 @@ def test_a_healthy_lab_and_what_was_tried_in_it(lab, here):
     no_traces(lab)
 
 
+@pytest.mark.slow
 def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
     lab.add_dummy(1, "wan0", "192.168.55.1/24", default=True)
     lab.set_names(2, f"127.0.0.1 localhost\n127.0.1.1 n2\n{lab.address(1)} n1\n{lab.address(3)} n3\n")
@@ -189,7 +190,11 @@ os.register_at_fork(after_in_child=in_child)
 
 
 @pytest.mark.parametrize(
-    ("planted", "words"), [(BROKEN_INSTALLATION, "libcudart.so.12"), (BROKEN_NETWORK, "unhandled system error")]
+    ("planted", "words"),
+    [
+        (BROKEN_INSTALLATION, "libcudart.so.12"),
+        pytest.param(BROKEN_NETWORK, "unhandled system error", marks=pytest.mark.slow),
+    ],
 )
 def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path, planted, words):
     plant(tmp_path / "broken", planted)
@@ -200,6 +205,7 @@ def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path, p
     no_traces(lab)
 
 
+@pytest.mark.slow
 def test_hosts_without_ipv4(here):
     with Lab(hosts=2, ipv6_only=True) as lab:
         told = doctor(lab, "digits", "mlp", hosts="n1,n2", code=0)

@@ -228,6 +228,7 @@ def table_of(addresses, cards, *, newer=False):
     return json.dumps(table, indent=2)
 
 
+@pytest.mark.slow
 def test_003_the_same_command_on_two_servers_of_a_table(lab, type_everywhere, here):
     (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, newer=True))
     explained = type_everywhere(2, "manyhands explain --rank-table ../table.json --json")
@@ -307,6 +308,7 @@ def test_003_the_table_as_it_is_printed_is_refused(lab, type_on, here):
 # Document 004: imagenet main.py on three nodes.
 
 
+@pytest.mark.slow
 def test_004_mistakes_are_told_in_main_pys_words(lab, type_on, here):
     """The document has its readers look for a free port, and give all three nodes rank 0's address."""
     for split in ("train", "val"):

@@ -180,6 +180,7 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     shutil.rmtree(place)
 
 
+@pytest.mark.slow
 def test_the_failing_ranks_own_error_is_shown_from_whichever_machine(lab, here):
     ended = run("launch", "digits", f"{NETS}:Raises", "--epochs", "50", *QUICK, *hosts(lab), "--out", "run")
     assert ended.code == 1

@@ -1,5 +1,6 @@
 """The law of the house for networks that are cut by a plan: the same updates as one process, whatever goes with it."""
 
+import functools
 import tempfile
 from pathlib import Path
 
@@ -90,10 +91,15 @@ def _same(got, wanted, tolerance=1e-9):
                 assert (got.optimizer["state"][name][key] - value).abs().max().item() <= tolerance * scale, (name, key)
 
 
+@functools.cache
+def _alone(settings):
+    return run_on_ranks(_train, 1, 6, "", SETTINGS[settings])[0]
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_cut_network_makes_the_updates_of_one_process(plan, settings):
-    alone = run_on_ranks(_train, 1, 6, "", SETTINGS[settings])[0]
+    alone = _alone(settings)
     several = run_on_ranks(_train, PLANS[plan][0], 6, plan, SETTINGS[settings])
     summed = [sum(losses) for losses in zip(*(result[0] for result in several), strict=True)]
     torch.testing.assert_close(torch.tensor(summed), torch.tensor(alone[0]), rtol=1e-9, atol=0)
