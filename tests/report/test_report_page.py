@@ -74,6 +74,8 @@ def test_every_number_comes_from_the_records(finished):
         "best_epoch": best.epoch,
         "final_top5": run.evaluations[-1].top5,
         "final_loss": run.evaluations[-1].loss,
+        "best_metrics": {},
+        "final_metrics": {},
         "images_per_s": statistics.median(step.images_per_s for step in run.steps[10:]),
         "steps": 1000,
         "epochs": 10,

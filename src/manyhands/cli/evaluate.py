@@ -39,10 +39,11 @@ def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
         show_json(found)
         return
     show(plain(found["checkpoint"]) or "no checkpoint: the network as it starts")
-    from manyhands.report.words import FEW_CLASSES
+    from manyhands.report.words import FEW_CLASSES, own_figures
 
     fifth = f"top-5 {found['top5']:.2%}   " if found["classes"] > FEW_CLASSES else ""
+    own = own_figures(found["metrics"], "{} {}   ")
     show(f"{found['count']} samples, each once   top-1 {found['top1']:.2%}   {fifth}"
-          f"loss {found['loss']:.4f}   ({plain(found['data'])})")  # fmt: skip
+          f"loss {found['loss']:.4f}   {own}({plain(found['data'])})")  # fmt: skip
     worst = sorted(found["per_class"], key=lambda row: row["top1"])[:5]
     show("weakest classes: " + ", ".join(f"{plain(row['name'])} {row['top1']:.1%} of {row['count']}" for row in worst))

@@ -17,8 +17,10 @@ BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
 OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
-# Stands in a job for what was an object in Python.
+# Stands in a job for what was an object in Python; object:NAME for one of several.
 OBJECT = "object"
+# What an evaluation and its lines say anyway.
+_FIGURES: tuple[str, ...] = ("top1", "top5", "loss", "val_loss", "train_loss", "epoch", "evaluated", "best")
 
 
 class TrainOptions(Options):
@@ -60,6 +62,11 @@ class TrainOptions(Options):
         "local: whatever a process has, so that the result depends on the number of processes",
     )
     drop_last: bool = Field(default=False, description="leave out an epoch's last, smaller batch")
+    metrics: tuple[str, ...] = Field(
+        default=(),
+        description="more figures of each evaluation: file.py:function of outputs and labels that gives one value per "
+        "sample, or an object that adds up; shown under that name",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="decides every random choice")
     deterministic: bool = Field(default=False, description="only torch's deterministic algorithms")
     evaluate_every: float = Field(default=1.0, ge=0.0, description="epochs between evaluations; 0: only at the end")
@@ -76,7 +83,7 @@ class TrainOptions(Options):
     @property
     def own_code(self) -> tuple[str, ...]:
         """What may name code of the user's own, as file.py:object."""
-        return (self.loss, self.optimizer, self.schedule)
+        return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
     @field_validator("optimizer")
     @classmethod
@@ -98,6 +105,24 @@ class TrainOptions(Options):
             hint = did_you_mean(word, BUILT_IN_SCHEDULES)
             raise ValueError(f"should be {', '.join(BUILT_IN_SCHEDULES)} or file.py:function{hint and f'; {hint}'}")
         return word
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _one_or_several(cls, words: object) -> object:
+        return (words,) if isinstance(words, str) else words
+
+    @field_validator("metrics")
+    @classmethod
+    def _names_metrics(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        names = list(_FIGURES)
+        for word in words:
+            kind, _, name = word.rpartition(":")
+            if not is_object_reference(word) and not (kind == OBJECT and name.isidentifier()):
+                raise ValueError("should be a list of file.py:function")
+            if name in names:
+                raise ValueError(f"two figures can't be called {name}")
+            names.append(name)
+        return words
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainOptions":

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,6 +19,10 @@ VERSION = 1
 MACHINE_LOST = "MachineLost"
 # The variable that names the file for a worker's `Failure`, beside the run folder, whose disk may be full.
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
+
+
+# Figures of the user's own by their names, which are words of Python.
+Figures = dict[Annotated[str, Field(pattern=r"^\w+$")], float]
 
 
 class Record(BaseModel):
@@ -65,6 +69,7 @@ class EvaluationMetrics(Record):
     best: bool = Field(description="the best top-1 so far")
     classes: int = Field(default=0, description="that a guess is among; 0 in older records")
     seconds: float = 0.0
+    metrics: Figures = Field(default_factory=dict, description="figures of the user's own")
 
 
 class Event(Record):
@@ -91,6 +96,7 @@ class EvaluationDetail(Record):
     loss: float
     classes: list[str]
     confusion: list[tuple[int, int, int]]
+    metrics: Figures = Field(default_factory=dict)
 
 
 class Failure(Record):

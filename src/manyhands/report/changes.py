@@ -19,7 +19,7 @@ _OF_THE_START = {"run.out", "checkpoint.resume"}
 _DECIDING = {"data", "model", "train", "parallel", "sync"}
 _NOT_DECIDING = {
     "data.dir", "data.download", "data.workers", "data.machine_workers", "data.memory_limit_mib",
-    "train.evaluate_batch", "train.audit_every", "parallel.measure",
+    "train.evaluate_batch", "train.metrics", "train.audit_every", "parallel.measure",
 }  # fmt: skip
 _MOST_SHOWN = 4
 

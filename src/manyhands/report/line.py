@@ -7,7 +7,18 @@ from rich.text import Text
 
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.report.read import STARTS
-from manyhands.report.words import FEW_CLASSES, ago, duration, epoch_name, number, percent, place, rate, top5
+from manyhands.report.words import (
+    FEW_CLASSES,
+    ago,
+    duration,
+    epoch_name,
+    number,
+    own_figures,
+    percent,
+    place,
+    rate,
+    top5,
+)
 
 # Speed is taken over this long, so that the time left neither jumps nor lags.
 _WINDOW_S = 120.0
@@ -122,7 +133,8 @@ def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     best = ", best" if record.best else ""
     trained = f", train loss {number(last.epoch_loss or 0.0)}" if last and _ends_epoch(last, record.step) else ""
     fifth = top5(record.top5, record.classes, ", top-5 {}")
-    return f"epoch {name}: top-1 {percent(record.top1)}{fifth}, loss {number(record.loss)}{trained}{best}"
+    own = own_figures(record.metrics, ", {} {}")
+    return f"epoch {name}: top-1 {percent(record.top1)}{fifth}, loss {number(record.loss)}{own}{trained}{best}"
 
 
 def _ends_epoch(last: StepMetrics, step: int) -> bool:
@@ -146,5 +158,5 @@ def evaluation_log(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     fifth = "" if 0 < record.classes <= FEW_CLASSES else f"top5={100 * record.top5:.2f} "
     return (
         f"epoch={name} evaluated={record.count} top1={100 * record.top1:.2f} {fifth}"
-        f"val_loss={record.loss:.3f}{trained}" + (" best" if record.best else "")
+        f"val_loss={record.loss:.3f}{own_figures(record.metrics, ' {}={}')}{trained}" + (" best" if record.best else "")
     )

@@ -106,7 +106,8 @@ def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
         return None
     name = summary.evaluation_name(run, evaluation)
     few = 0 < summary.classes_of(evaluation) <= words.FEW_CLASSES
-    return {"top1": evaluation.top1, "top5": None if few else evaluation.top5, "loss": evaluation.loss, "epoch": name}
+    top5 = None if few else evaluation.top5
+    return {"top1": evaluation.top1, "top5": top5, "loss": evaluation.loss, "epoch": name, "own": evaluation.metrics}
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:

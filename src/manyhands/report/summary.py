@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.report.read import STARTS, RunData
-from manyhands.report.words import duration, epoch_name, number, percent, rate, top5
+from manyhands.report.words import duration, epoch_name, number, own_figures, percent, rate, top5
 
 # The kinds of events that end a session, and what they make of the run.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
@@ -75,6 +75,8 @@ def result_object(run: RunData) -> dict[str, Any]:
         "best_epoch": best.epoch if best else None,
         "final_top5": _finite(final.top5) if final else None,
         "final_loss": _finite(final.loss) if final else None,
+        "best_metrics": best.metrics if best else {},
+        "final_metrics": final.metrics if final else {},
         "test_top1": _finite(run.tests["best"].top1) if "best" in run.tests else None,
         "test_final_top1": _finite(run.tests["last"].top1) if "last" in run.tests else None,
         "images_per_s": images_per_s(run),
@@ -121,7 +123,8 @@ def result_lines(run: RunData) -> list[str]:
 
 
 def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
+    own = own_figures(evaluation.metrics, "  {} {}")
     return (
         f"top-1 {percent(evaluation.top1)}  {top5(evaluation.top5, classes_of(evaluation), 'top-5 {}  ')}"
-        f"loss {number(evaluation.loss)}  (epoch {evaluation_name(run, evaluation)})"
+        f"loss {number(evaluation.loss)}{own}  (epoch {evaluation_name(run, evaluation)})"
     )

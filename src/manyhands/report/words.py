@@ -1,6 +1,7 @@
 """Numbers and texts as people read them."""
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from manyhands.core.records import StepMetrics
@@ -47,6 +48,11 @@ def percent(share: float) -> str:
 def top5(share: float, classes: int, form: str) -> str:
     """A top-5 share in a form such as "top-5 {}  "; nothing where five guesses are all, as `classes` says if known."""
     return form.format(percent(share)) if not 0 < classes <= FEW_CLASSES else ""
+
+
+def own_figures(metrics: Mapping[str, float], form: str) -> str:
+    """Figures of the user's own, each in a form such as ", {} {}" of its name and value."""
+    return "".join(form.format(name, number(value)) for name, value in metrics.items())
 
 
 def number(value: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from manyhands.checkpoint.find import choose
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.config.job import Job
+from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
@@ -59,6 +59,11 @@ def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
         announce([record.name if record else job.model.name], path, record, "manyhands eval RUN DATA {}")
     if "data.name" not in given:
         announce([job.data.name], path, record, "manyhands eval RUN {}")
+    if "train.metrics" not in given:
+        announce(job.train.metrics, path, record, "manyhands eval RUN --set train.metrics={}")
+    for word in job.train.metrics:
+        if word.startswith(f"{OBJECT}:"):
+            say(f"without {word.removeprefix(f'{OBJECT}:')}, a metric that was an object in Python")
 
 
 def _is_own_data(reference: Path, name: str) -> bool:

@@ -35,15 +35,16 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
     except UserError:
         record = None  # it is written anew, and what isn't known is said
     job = loaded.job
-    named = {
-        "model.name": job.model.name,
-        "data.name": job.data.name,
-        "data.held_out": job.data.held_out,
-        "train.loss": job.train.loss,
-        "train.optimizer": job.train.optimizer,
-        "train.schedule": job.train.schedule,
-    }
-    for key, word in named.items():
+    named = [
+        ("model.name", job.model.name),
+        ("data.name", job.data.name),
+        ("data.held_out", job.data.held_out),
+        ("train.loss", job.train.loss),
+        ("train.optimizer", job.train.optimizer),
+        ("train.schedule", job.train.schedule),
+        *(("train.metrics", word) for word in job.train.metrics),
+    ]
+    for key, word in named:
         if loaded.origins.get(key) == str(folder.job):
             announce([word], folder.path, record, f"--set {key}={{}}")
     standard = ClusterOptions()

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from manyhands.run.load import load_worker
 from manyhands.run.own_code import record_of
 from manyhands.run.predict import list_pictures
 from manyhands.run.train import Outcome, train, train_in_process
-from manyhands.train.objects import Objects
+from manyhands.train.objects import Objects, metric_words
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -100,6 +100,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     loss: "Callable[[Tensor, Tensor], Tensor] | str | None" = None,
     optimizer: "MakeOptimizer | str | None" = None,
     schedule: "Callable[..., Any] | str | None" = None,
+    metrics: Mapping[str, Any] | Sequence[str] | None = None,
     at_epoch_end: "AtEpochEnd | None" = None,
     out: str | Path | None = None,
     quiet: bool = False,
@@ -123,6 +124,9 @@ def fit(  # noqa: PLR0913 - all but three are named
         schedule: function of the update's number, from 0, that gives the part of the peak learning rate at it, or
             function of the optimizer (its first parameter has that name) that gives one of torch's schedulers. Either
             may ask for total_steps and steps_per_epoch by these names. Or what train.schedule may be.
+        metrics: more figures of each evaluation, by name: functions (outputs [n, C], labels [n]) of one value per
+            sample, or objects with update(outputs, labels), which gives sums, and compute(sums). Or what train.metrics
+            may be.
         at_epoch_end: function (EpochEnd) that is called on rank 0 after each epoch and its evaluation, while the other
             processes wait; what it raises ends the run.
         out: the run folder.
@@ -142,6 +146,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     own = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
     for name, one in own.items():
         given[f"train.{name}"] = one if one is None or isinstance(one, str) else OBJECT
+    given["train.metrics"] = metric_words(metrics)
     loaded = load_on(job, {**_flags(settings, "fit"), **named, **given})
     refuse_changes(loaded)
     if at_epoch_end is not None and not callable(at_epoch_end):
@@ -151,6 +156,7 @@ def fit(  # noqa: PLR0913 - all but three are named
         raise UserError(f"the optimizer is a {type(optimizer).__name__}, not a function", "fit", mend)
     live: dict[str, Any] = {name: one for name, one in own.items() if not isinstance(one, str)}
     objects = Objects(None if isinstance(model, str) else model, at_epoch_end=at_epoch_end, **live)
+    objects.metrics = metrics if isinstance(metrics, Mapping) else None
     if named.get("data.name") == OBJECTS:
         objects.train_set, objects.test_set = train_set, test_set
     _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)
@@ -232,20 +238,28 @@ def _on_its_own(job: Job) -> Membership:
     return Membership(device=job.cluster.device, backend=job.cluster.backend)
 
 
-def evaluate(model: "nn.Module", test_set: Any, *, batch: int | None = None, job: JobLike = None) -> "Evaluation":
+def evaluate(
+    model: "nn.Module",
+    test_set: Any,
+    *,
+    batch: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    job: JobLike = None,
+) -> "Evaluation":
     """Evaluates a network on a data set in this process (or with the other processes of a launcher).
 
     Args:
         model: the network.
         test_set: a torch Dataset of (x, y).
         batch: samples in one pass; None for what the job says, or 256.
+        metrics: more figures by name, as `fit` takes them.
         job: a Job or the path of a job.toml.
 
     Raises:
         UserError: a sample doesn't suit the network, or an argument is wrong.
     """
     with session(job=job, evaluate_batch=batch) as here:
-        return here.evaluate(model.to(here.device), test_set)
+        return here.evaluate(model.to(here.device), test_set, metrics=metrics)
 
 
 def load(

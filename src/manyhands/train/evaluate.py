@@ -7,8 +7,8 @@ same to the last bit for any number of processes.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from manyhands.data.loader import Loader
 from manyhands.data.order import evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.own_metrics import FigureSums, OwnMetric
 
 # Processes ask each other about so often whether to stop.
 ASK_S, MOST_BLOCKS = 1.0, 1000
@@ -40,6 +41,7 @@ class Evaluation:
         cells: int64 [cells, 3]: true class, guessed class, samples; of the confusion matrix where it isn't zero.
         classes: rows and columns of that matrix: the classes, and outputs beyond them up to the last that was guessed.
         seconds: how long it took.
+        metrics: figures of the user's own, by name.
     """
 
     count: int
@@ -49,6 +51,7 @@ class Evaluation:
     cells: Tensor
     classes: int
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def confusion(self) -> Tensor:
@@ -107,9 +110,10 @@ class Evaluator:
         world: who takes part.
         log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
         network: that is evaluated, under its mode; None where each process has all of it.
+        metrics: of the user's own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first five are named
         self,
         loader: Loader,
         length: int,
@@ -119,6 +123,7 @@ class Evaluator:
         *,
         log_probabilities: bool = False,
         network: ParallelNetwork | None = None,
+        metrics: Sequence[OwnMetric] = (),
     ) -> None:
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
         self.blocks = evaluation_blocks(length, block)
@@ -127,6 +132,7 @@ class Evaluator:
         self._together = network if network and network.together else None
         # Apple's devices know no float64.
         self._precise = torch.float32 if world.device == "mps" else torch.float64
+        self._own = FigureSums(metrics, classes, world.device, self._precise) if metrics else None
 
     def __call__(
         self,
@@ -156,11 +162,15 @@ class Evaluator:
         return self._sum_up(*counts, started)
 
     def _count(self, model: nn.Module, request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this process's samples: true and guessed class [2, length]; top-5 hits and samples; block losses."""
+        """Of this process's samples: true and guessed class [2, length]; top-5 hits and samples; sums [k, blocks].
+
+        The first sums are the losses, the others what metrics of the user's own add up.
+        """
         device = self.world.device
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
-        losses = torch.zeros(len(self.blocks), dtype=self._precise, device=device)
+        width = self._own.width if self._own else 0
+        sums = torch.zeros(1 + width, len(self.blocks), dtype=self._precise, device=device)
         # So many blocks all processes have; those that are left over end the evaluation anyway.
         common = len(self.blocks) // (1 if self._together else self.world.size)
         for done, (number, counted, batch) in enumerate(self._batches()):
@@ -180,8 +190,10 @@ class Evaluator:
             block = self.blocks[number]
             pairs[:, block.start : block.stop] = torch.stack([labels, guesses[:, 0]])
             tallies += torch.stack([(guesses == labels[:, None]).any(1).sum(), labels.new_tensor(len(labels))])
-            losses[number] = self._loss(logits, labels)
-        return pairs, tallies, losses
+            sums[0, number] = self._loss(logits, labels)
+            if self._own:
+                sums[1:, number] = self._own.of(logits, labels)
+        return pairs, tallies, sums
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         function = F.nll_loss if self._log_probabilities else F.cross_entropy
@@ -211,9 +223,9 @@ class Evaluator:
         for number, batch in enumerate(self.loader.batches(0, iter(requests))):
             yield number, self.world.is_main, batch
 
-    def _sum_up(self, pairs: Tensor, tallies: Tensor, losses: Tensor, started: float) -> Evaluation:
+    def _sum_up(self, pairs: Tensor, tallies: Tensor, sums: Tensor, started: float) -> Evaluation:
         if not self.world.alone:
-            for tensor in (pairs, tallies, losses):
+            for tensor in (pairs, tallies, sums):
                 dist.all_reduce(tensor)
         hits, count = tallies.tolist()
         if count != self.length:
@@ -228,10 +240,11 @@ class Evaluator:
         cells = torch.stack([codes // columns, codes % columns, counts], 1)
         return Evaluation(
             count=count,
-            loss=float(losses.cpu().sum()) / count,
+            loss=float(sums[0].cpu().sum()) / count,
             top1=int(cells[cells[:, 0] == cells[:, 1], 2].sum()) / count,
             top5=hits / count,
             cells=cells,
             classes=columns,
             seconds=time.perf_counter() - started,
+            metrics=self._own.figures(sums[1:].cpu().sum(1), count) if self._own else {},
         )

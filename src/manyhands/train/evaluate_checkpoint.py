@@ -38,6 +38,7 @@ from manyhands.train.data_setup import (
 )
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.network import make_model, without_first_weights
+from manyhands.train.own_metrics import make_metrics
 from manyhands.train.recover import Resumable, find_state, outputs_of
 from manyhands.train.state import check_fits, restore
 from manyhands.train.trained import job_of_record, need_network, pixels_of, silent
@@ -85,7 +86,7 @@ def evaluate_checkpoint(
         whole: the data is a plain folder of class folders, all of which is evaluated.
 
     Returns:
-        count, loss, top1, top5, classes (how many), per_class and confusion (sparse), as plain data.
+        count, loss, top1, top5, metrics, classes (how many), per_class and confusion (sparse), as plain data.
     """
     objects = objects or Objects()
     plan = _fitting_plan(job, world)
@@ -116,6 +117,7 @@ def evaluate_checkpoint(
         world,
         log_probabilities=job.train.loss == "nll",
         network=network,
+        metrics=make_metrics(job.train.metrics, objects.metrics, live_only=True),
     )
     try:
         return as_plain(evaluator(model, autocast(job.train.precision, world.device)), classes)
@@ -225,6 +227,7 @@ def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
         "loss": found.loss,
         "top1": found.top1,
         "top5": found.top5,
+        "metrics": found.metrics,
         "classes": len(classes),
         "per_class": [
             {"name": name, "count": total, "top1": hits / total}

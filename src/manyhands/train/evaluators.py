@@ -1,6 +1,6 @@
 """What evaluates during a run and at its end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from manyhands.config.job import Job
 from manyhands.core.world import World
@@ -8,11 +8,18 @@ from manyhands.data.loader import Loader
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.data_setup import DataSetup
 from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.own_metrics import OwnMetric
 from manyhands.train.step import Updater
 
 
 def make_evaluator(
-    loader: Loader, length: int, classes: int, job: Job, network: ParallelNetwork, world: World
+    loader: Loader,
+    length: int,
+    classes: int,
+    job: Job,
+    network: ParallelNetwork,
+    world: World,
+    metrics: Sequence[OwnMetric],
 ) -> Evaluator:
     """Evaluates a network on `length` samples that the loader serves, as the job says."""
     return Evaluator(
@@ -23,15 +30,21 @@ def make_evaluator(
         world,
         log_probabilities=job.train.loss == "nll",
         network=network,
+        metrics=metrics,
     )
 
 
 def make_tester(
-    samples: DataSetup, classes: int, job: Job, network: ParallelNetwork, update: Updater
+    samples: DataSetup,
+    classes: int,
+    job: Job,
+    network: ParallelNetwork,
+    update: Updater,
+    metrics: Sequence[OwnMetric],
 ) -> Callable[..., Evaluation] | None:
     """Evaluates what was held out, under the network's mode; None where nothing was."""
     if samples.held_out is None or samples.splits.held_out is None:
         return None
     count = len(samples.splits.held_out)
-    evaluator = make_evaluator(samples.held_out, count, classes, job, network, update.world)
+    evaluator = make_evaluator(samples.held_out, count, classes, job, network, update.world, metrics)
     return lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked)

@@ -33,6 +33,7 @@ from manyhands.train.feed import Feed
 from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import make_model, refuse_other_head, without_first_weights
 from manyhands.train.optimize import make_optimizer, steps_to_make, total_steps
+from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_schedule import make_schedule
 from manyhands.train.pacing import Watcher
 from manyhands.train.prove import BETTER_LOSS, settle_loss
@@ -74,7 +75,7 @@ def build(
     journal = Journal(folder, world.rank)
     _set_determinism(job)
     _refuse_uncuttable(job, plan, mode, journal, goes_on=folder.has_checkpoints())
-    loss_fn = make_loss_fn(job.train, objects.loss)
+    loss_fn, metrics = make_loss_fn(job.train, objects.loss), make_metrics(job.train.metrics, objects.metrics)
     found = find_state(job, folder, world, in_pieces=plan is not None)
     samples = open_samples(job, world, objects, journal, outputs_of(found.snapshot) if found else 0)
     classes = samples.classes
@@ -117,7 +118,7 @@ def build(
         unused=rehearsed.unused,
     )
     warm_up(update, samples.train, min(2, order.length))
-    evaluator = make_evaluator(samples.test, len(samples.splits.test), len(classes), job, network, world)
+    evaluator = make_evaluator(samples.test, len(samples.splits.test), len(classes), job, network, world, metrics)
     total = total_steps(job.train, order.steps_per_epoch)
     trainer = Trainer(
         job=job,
@@ -141,7 +142,7 @@ def build(
         augment=samples.pixels.augment,
         draws=rehearsed.draws,
         watcher=_watcher(synced, world),
-        test=make_tester(samples, len(classes), job, network, update),
+        test=make_tester(samples, len(classes), job, network, update, metrics),
         standing=synced.standing,
         at_epoch_end=objects.at_epoch_end,
         release=lambda: _release(samples, restore_norms, network, synced.synchronizer),

@@ -1,6 +1,6 @@
 """What a user of the Python interface brings instead of names; without torch, as the head puts it together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ class Objects:
         at_epoch_end: called on rank 0 after each epoch.
         optimizer: makes one of the list of parameters.
         schedule: function of the step, or what makes a torch scheduler of the optimizer.
+        metrics: functions of outputs and labels, or objects that add up, by name.
     """
 
     model: Any = None
@@ -34,6 +35,23 @@ class Objects:
     at_epoch_end: "AtEpochEnd | None" = None
     optimizer: "MakeOptimizer | None" = None
     schedule: Callable[..., Any] | None = None
+    metrics: Mapping[str, Any] | None = None
+
+
+def metric_words(given: Any) -> tuple[str, ...] | None:
+    """What a job says of metrics that a user of Python gives: objects by name, or words as in a job.
+
+    Raises:
+        UserError: they are something else.
+    """
+    if isinstance(given, Mapping):
+        named: Mapping[Any, Any] = given
+        return tuple(f"{OBJECT}:{name}" for name in named)
+    words: Sequence[Any] = (given,) if isinstance(given, str) else given if isinstance(given, list | tuple) else ()
+    if given is not None and not (words and all(isinstance(word, str) for word in words)):
+        mend = ('metrics={"top3": function}', 'or metrics=["file.py:function"]')
+        raise UserError(f"metrics is a {type(given).__name__} that names none", "fit", mend)
+    return tuple(words) if words else None
 
 
 def brought(key: str, word: str, given: Any) -> Any:

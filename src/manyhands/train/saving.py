@@ -52,6 +52,7 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
         best=best,
         classes=len(trainer.classes),
         seconds=found.seconds,
+        metrics=found.metrics,
     )
     trainer.journal.metrics(trainer.evaluated)
     detail = describe(found, trainer)
@@ -74,6 +75,7 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
         loss=found.loss,
         classes=list(trainer.classes),
         confusion=[(row, column, count) for row, column, count in found.cells.tolist()],
+        metrics=found.metrics,
     )
 
 

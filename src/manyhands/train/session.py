@@ -4,7 +4,7 @@ Under plain `python` the session is one process; under torchrun or with `--init`
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import something
+from manyhands.train.objects import metric_words
+from manyhands.train.own_metrics import make_metrics
 
 
 @dataclass
@@ -157,14 +159,18 @@ class Session(Subgroup):
             share = mine / something(Synchronizer().added_up(mine.clone(), self.world))
         gradients.backward_of(loss, share)
 
-    def evaluate(self, model: nn.Module, test_set: Any, classes: int | None = None) -> Evaluation:
+    def evaluate(
+        self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> Evaluation:
         """Evaluates on all processes; each sample counts once."""
         network = getattr(model, "module", model)
         outputs = classes or self._outputs(network, test_set)
         loader = self._loader(test_set, network, train=False, classes=outputs)
         try:
             block = self.job.train.evaluate_batch
-            return Evaluator(loader, len(test_set), outputs, block, self.world)(network, contextlib.nullcontext())
+            own = make_metrics((*self.job.train.metrics, *(metric_words(metrics) or ())), metrics)
+            evaluator = Evaluator(loader, len(test_set), outputs, block, self.world, metrics=own)
+            return evaluator(network, contextlib.nullcontext())
         finally:
             loader.close()
 

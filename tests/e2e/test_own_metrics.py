@@ -1,0 +1,155 @@
+"""A metric of the user's own: exact, in records, on the screen and the page, recorded with its file's digest."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands
+from manyhands.core.errors import UserError
+from tests.e2e.command import run
+
+pytestmark = pytest.mark.timeout(300)
+IMAGES = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(IMAGES, torch.arange(50) % 10)
+OPTIONS = {"batch": 25, "epochs": 1, "quiet": True, "run__report": False, "evaluate_batch": 7}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def top3(outputs, labels):
+    return (outputs.topk(3, 1).indices == labels[:, None]).any(1)
+
+
+class MacroRecall:
+    def update(self, outputs, labels):
+        right = labels[outputs.argmax(1) == labels]
+        return torch.stack([right.bincount(minlength=10), labels.bincount(minlength=10)])
+
+    def compute(self, sums):
+        right, all_of_them = sums.view(2, 10)
+        return (right / all_of_them).nan_to_num().mean()
+
+
+def of_the_whole_set(net):
+    outputs, labels = net(IMAGES), DATA.tensors[1]
+    recalls = [(outputs.argmax(1) == labels)[labels == number].double().mean() for number in range(10)]
+    return {"third": top3(outputs, labels).double().mean(), "recall": sum(recalls) / 10}
+
+
+def test_it_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_page(tmp_path):
+    net, own = network(), {"third": top3, "recall": MacroRecall()}
+    told = manyhands.fit(net, DATA, DATA, metrics=own, held_out_set=DATA, out=tmp_path / "run", **OPTIONS)
+    wanted = {name: pytest.approx(float(value)) for name, value in of_the_whole_set(net).items()}
+    assert told.final.metrics == wanted
+    assert told.test.metrics == wanted
+    assert manyhands.evaluate(net, DATA, metrics=own).metrics == wanted
+    page = told.report().read_text()
+    for figure in ("its third", "its recall", "test recall, best weights"):
+        assert figure in page
+
+
+OWN = """
+import torch
+
+
+def top3(outputs, labels):
+    return (outputs.topk(3, 1).indices == labels[:, None]).any(1)
+
+
+def plain_loss(outputs, labels):
+    return torch.nn.functional.cross_entropy(outputs, labels, reduction="none")
+
+
+COUNT = 3
+"""
+JOB = """
+data = "synthetic:205x1x8x8x7"
+model = "mlp"
+[train]
+metrics = ["own.py:top3", "own.py:plain_loss"]
+epochs = 1
+batch = 20
+evaluate_batch = 3
+lr = 1e-6
+"""
+
+
+def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
+    Path("own.py").write_text(OWN)
+    Path("job.toml").write_text(JOB)
+    ended = run("train", "job.toml", "--out", "two", "-n", 2, "--set", "run.report=false", "--json")
+    assert ended.code == 0, ended.err
+    final = manyhands.Run(Path("two"), "finished").final
+    assert final.metrics["plain_loss"] == pytest.approx(final.loss, rel=1e-6)
+    assert final.top1 < final.metrics["top3"] < final.top5
+    assert json.loads(ended.out)["final_metrics"] == final.metrics
+    assert f"top3={final.metrics['top3']:.3f}" in ended.err
+    assert {"own.py:top3", "own.py:plain_loss"} <= json.loads(Path("two/network.json").read_text())["code"].keys()
+    Path("own.py").write_text(OWN.replace("topk(3", "topk(2"))
+    again = run("eval", "two", "--json")
+    assert "own.py, since" in again.err
+    assert "it is NOT what it was trained with" in again.err
+    found = json.loads(again.out)
+    assert found["metrics"]["top3"] < final.metrics["top3"]
+    assert f"plain_loss {found['loss']:.3f}" in run("eval", "two").out
+
+
+def test_a_run_whose_metric_was_an_object_says_so():
+    told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", metrics={"third": top3}, out="run", **OPTIONS)
+    refused = run("resume", told.path, "--epochs", 2)
+    assert refused.code == 2
+    assert "this run's metric third was an object in Python" in refused.err
+    shown = run("eval", told.path)
+    assert shown.code == 0, shown.err
+    assert "without third, a metric that was an object in Python" in shown.err
+    Path("own.py").write_text(OWN)
+    more = run("resume", told.path, "--epochs", 2, "--set", 'train.metrics=["own.py:top3"]')
+    assert more.code == 0, more.err
+    assert manyhands.Run(told.path, "finished").final.metrics.keys() == {"top3"}
+
+
+class KeepsItsState:
+    def update(self, outputs, labels):
+        self.count = len(labels)
+
+    def compute(self):
+        return self.count
+
+
+class OtherWidths(MacroRecall):
+    def update(self, outputs, labels):
+        return labels
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"mean": lambda outputs, labels: outputs.mean()}, r"the metric mean gives a tensor \[\] for 8 samples"),
+        ({"number": lambda outputs, labels: 0.5}, "the metric number gives a float"),
+        ({"more": lambda outputs, labels: outputs}, r"the metric more gives a tensor \[8, 10\]"),
+        ({"third": lambda outputs: outputs}, "the metric third fails on outputs .*: TypeError"),
+        ({"nan": lambda outputs, labels: labels / 0}, "the metric nan is inf|the metric nan is nan"),
+        ({"state": KeepsItsState()}, "the update of the metric state gives a NoneType"),
+        ({"widths": OtherWidths()}, "the update of the metric widths gives 7 sums, and gave 8 before"),
+        ({"kind": MacroRecall}, "the metric kind is a class"),
+        ({"three": 3}, "the metric three is a int, not a function"),
+        ({"top5": top3}, "two figures can't be called top5"),
+        ({"a b": top3}, "should be a list of file.py:function"),
+        (["own.py:top3", "own.py:top3"], "two figures can't be called top3"),
+        ("own.py:top4", "own.py has no object top4"),
+        ("own.py:COUNT", "the metric COUNT is a int, not a function"),
+        (["top3"], "should be a list of file.py:function"),
+        (top3, "metrics is a function that names none"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics, text, tmp_path):
+    Path("own.py").write_text(OWN)
+    with pytest.raises(UserError, match=text):
+        manyhands.fit(network(), DATA, DATA, metrics=metrics, out=tmp_path / "run", **OPTIONS)
