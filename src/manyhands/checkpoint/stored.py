@@ -19,16 +19,12 @@ from manyhands.core.outside import parse_json
 
 
 class StoredTensors(ABC):
-    """Tensors by name. Nothing is kept: each reading is of the values that are asked for.
-
-    Attributes:
-        described: each tensor's type and how it is cut where it is stored, in the order in which they were written.
-        stored_bytes: of all values.
-    """
+    """Tensors by name. Nothing is kept: each reading is of the values that are asked for."""
 
     def __init__(self, described: Tensors) -> None:
+        # each tensor's type and how it is cut where it is stored, in the order in which they were written
         self.described = described
-        self.stored_bytes = sum(entry.size_bytes for entry in described.values())
+        self.stored_bytes = sum(entry.size_bytes for entry in described.values())  # of all values
 
     def names(self) -> list[str]:
         return list(self.described)

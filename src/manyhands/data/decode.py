@@ -145,7 +145,6 @@ def _scaled(values: numpy.ndarray, image: Image.Image, low: float, high: float) 
 
 
 def _reason(path: str, error: Exception, content: bytes | None) -> str:
-    """A few words for people."""
     if isinstance(error, FileNotFoundError):
         return "the file is gone"
     if isinstance(error, PermissionError):

@@ -64,7 +64,6 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
 
 
 def _left_out(ignored: int, skipped: int) -> str:
-    """Words on what isn't used, or nothing."""
     text = f"; {ignored:,} other files ignored" if ignored else ""
     return text + (f"; {skipped:,} unreadable pictures left out" if skipped else "")
 

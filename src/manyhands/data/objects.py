@@ -123,7 +123,6 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _read_labels(dataset: Any) -> Tensor:
-    """The labels int64 [N], by reading every sample once."""
     with restored_generators():
         return torch.tensor([read_pair(dataset, sample)[1] for sample in range(len(dataset))])
 

@@ -18,14 +18,10 @@ _MORE_ERRORS = (UnicodeError, OverflowError, AssertionError)
 
 
 class ByteArray:
-    """A numpy array as the pickle describes it.
-
-    Attributes:
-        values: uint8, of the array's shape, once its state was read.
-    """
+    """A numpy array as the pickle describes it."""
 
     def __init__(self, *_: object) -> None:
-        self.values = torch.empty(0, dtype=torch.uint8)
+        self.values = torch.empty(0, dtype=torch.uint8)  # uint8, of the array's shape, once its state was read
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Takes numpy's own state: version, shape, type, column order, bytes."""

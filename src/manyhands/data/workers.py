@@ -79,7 +79,6 @@ class WorkerFeed:
             raise RunError(f"a process that decodes pictures died: {error}", "data.workers", mend) from error
 
     def _start(self) -> DataLoader[Any]:
-        """Makes torch's loader; its processes start with the first request and stay over the epochs."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         return DataLoader(
             self._samples,  # pyright: ignore[reportArgumentType]  # torch calls __getitems__ alone

@@ -263,26 +263,23 @@ class SplitNetwork(nn.Module):
 
     Attributes:
         grid: the processes.
-        layouts: of each parameter and buffer.
         letters: of each op.
-        norms: BatchNorm's groups for each set of axes that cuts the samples.
-        classes: of the network's output.
-        draws: True where some op draws random numbers in training.
     """
 
     def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
         super().__init__()
         self.grid, self.letters = grid, letters
         self._whole = (model,)
-        self.classes = train.ops[train.ops[LOSS].sources[0]].extent.dims[-1]
-        self.draws = any(_draws(op) for op in train.ops.values())
+        self.classes = train.ops[train.ops[LOSS].sources[0]].extent.dims[-1]  # of the network's output
+        self.draws = any(_draws(op) for op in train.ops.values())  # True where some op draws random numbers in training
         self.state = State()
-        self.layouts = parameter_layouts(train, letters)
+        self.layouts = parameter_layouts(train, letters)  # of each parameter and buffer
         tensors = model.state_dict(keep_vars=True)
         # A tensor of several names is read under one of them.
         of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
         for name, tensor in tensors.items():
             self.layouts.setdefault(name, of.get(id(tensor), whole(tuple(tensor.shape))))
+        # BatchNorm's groups for each set of axes that cuts the samples
         self.norms = _assign_norms(train, letters, grid)
         split_network(model, self.layouts, grid)
         _fit_norms(train, letters, grid)
@@ -292,7 +289,6 @@ class SplitNetwork(nn.Module):
 
     @property
     def inner(self) -> nn.Module:
-        """The user's network, whose parameters are this process's pieces."""
         return self._whole[0]
 
     def train(self, mode: bool = True) -> "SplitNetwork":
@@ -341,7 +337,6 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
 
 
 def _fit_norms(graph: Graph, letters: Letters, grid: Grid) -> None:
-    """Tells BatchNorm layers how many channels they have now."""
     for op in graph.ops.values():
         if isinstance(op.module, GroupedNorm):
             axes = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]

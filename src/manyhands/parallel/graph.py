@@ -188,7 +188,6 @@ def trace(
 
 
 def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, str]]:
-    """A network that can't be looked into."""
     graph = fx.Graph()
     graph.output(graph.call_module("whole", (graph.placeholder("x"),)))
     root = nn.Module()

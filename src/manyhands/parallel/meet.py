@@ -135,7 +135,6 @@ def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, d
 
 
 def _meeting_place(membership: Membership) -> str:
-    """Where the processes meet, as the user may know it."""
     if not membership.init.startswith("env://"):
         return membership.init
     return f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"

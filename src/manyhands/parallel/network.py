@@ -106,7 +106,6 @@ class ParallelNetwork:
 
     @property
     def rank(self) -> int:
-        """This process's place in the mesh."""
         return 0
 
     def replicas(self, size: int) -> int:

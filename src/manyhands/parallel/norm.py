@@ -116,7 +116,6 @@ class GroupedNorm(_BatchNorm):
         return torch.cat([*outputs, *together])
 
     def _split(self, input: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:  # noqa: A002
-        """Each group's rows of [n, C, ...]."""
         lengths = [(span.stop - span.start) * self.rows_per_sample for span in spans]
         if (len(spans) > 1 or self.groups.shared_sizes) and sum(lengths) != input.shape[0]:
             what = f"a BatchNorm's input has {input.shape[0]} rows, and groups of its samples would have {sum(lengths)}"

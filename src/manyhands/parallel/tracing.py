@@ -328,6 +328,5 @@ def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
 
 
 def _word(op: Op) -> str:
-    """What an op is: the class of its module, or the name of its function."""
     target: Any = op.node.target if op.node is not None else op.name
     return type(op.module).__name__ if op.module is not None else getattr(target, "__name__", str(target))

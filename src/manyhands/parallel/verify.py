@@ -146,7 +146,6 @@ def _gradient(network: HybridNetwork, name: str, raw: Tensor, shares: list[Tenso
 def _judge(
     gradient: _Gradient, network: HybridNetwork, nothing: float, tolerance: float, place: WrongPlace | None
 ) -> tuple[float, Finding | None]:
-    """The relative error of a gradient, and what is wrong with it."""
     mesh, cut = network.grid.mesh, network.layouts[gradient.name].cut_axes
     scale = max(scale_of(gradient.due), nothing) or 1.0
     pairs = list(zip(gradient.summed, gradient.due, strict=True))

@@ -117,7 +117,6 @@ def norms_of(op: Op) -> list[GroupedNorm]:
 
 
 def _channels(op: Op, layer: GroupedNorm, update: PlannedUpdate) -> int:
-    """How many of a layer's channels this process has."""
     if layer is not op.module:
         return layer.num_features
     cut = [axis for axis, letter in enumerate(update.letters[op.name]) if letter == "c"]

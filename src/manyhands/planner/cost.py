@@ -256,7 +256,6 @@ def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Kn
 
 
 def _loss_seconds(letters: tuple[str, ...], setting: Setting) -> float:
-    """Of the two small sums where classes are cut."""
     mesh = setting.mesh
     axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
     rows = setting.work.batch / mesh.parts(batch_axes(letters))

@@ -79,7 +79,6 @@ class Elimination:
             self._best.append(best)
 
     def choices(self) -> list[int]:
-        """An assignment whose sum is `value`."""
         chosen: dict[int, int] = {}
         for node, scope, best in zip(*map(reversed, (self._order.nodes, self._order.scopes, self._best)), strict=True):
             chosen[node] = int(best[tuple(chosen[other] for other in scope)])

@@ -295,7 +295,6 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
 
 
 def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> list[Option]:
-    """The best plan on each mesh."""
     settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(request, graph)]
     known: Known = {}
     sketches = [sketch(graph, setting, fixed, known) for setting, fixed in settings]

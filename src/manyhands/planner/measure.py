@@ -59,7 +59,6 @@ def _largest(value: float, device: str) -> float:
 
 
 def _collective(kind: str, count: int, group: Any, device: str) -> Callable[[], object]:
-    """A function that runs the collective once, on `count` values in all."""
     processes = dist.get_world_size(group)
     whole = torch.zeros(count, device=device)
     part = torch.zeros(count // processes, device=device)

@@ -63,12 +63,6 @@ class OpTimes:
         budget_s: what may be spent on measuring; afterwards seconds are estimated from operations and bytes.
         folder: where files are kept; the user's cache folder if None.
         rates: (operations, bytes) per second of a device that isn't here; nothing is measured or kept then.
-
-    Attributes:
-        notes: sentences on the files.
-        measured: how many ops were timed.
-        estimated: how many were not.
-        failed: by key, why an op could not be run by itself; it is estimated then.
     """
 
     def __init__(
@@ -83,10 +77,10 @@ class OpTimes:
         self._environment = environment(device)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
         self._file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
-        self.notes: list[str] = []
-        self.measured = 0
-        self.estimated = 0
-        self.failed: dict[str, str] = {}
+        self.notes: list[str] = []  # sentences on the files
+        self.measured = 0  # how many ops were timed
+        self.estimated = 0  # how many were not
+        self.failed: dict[str, str] = {}  # by key, why an op could not be run by itself; it is estimated then
         self._fresh: dict[str, OpTime] = {}
         self._used: dict[str, OpTime] = {}
         self._others: Others | None = None

@@ -92,7 +92,6 @@ class Runner:
 
 
 def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> list[MicroBatch]:
-    """This process's, in the order of an update."""
     batch, group = case.batch, case.norm_group
     batch_sharing = BatchSharing(network.replicas(world.size), case.micro_batch, group, aligned=not network.together)
     samples, labels = case.samples()

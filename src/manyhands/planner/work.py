@@ -71,12 +71,7 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
 
 
 class Work:
-    """Seconds of a network's ops under any letters, in an update of `batch` samples that `processes` share.
-
-    Attributes:
-        untimed: ops that failed when they ran by themselves, and so are priced by their size, with the reason.
-        scale: how many times as long as the sum of its ops an update takes, where one was timed whole.
-    """
+    """Seconds of a network's ops under any letters, in an update of `batch` samples that `processes` share."""
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
         self._graph, self._batch, self._times = graph, batch, times
@@ -86,8 +81,9 @@ class Work:
         self._parameters: dict[str, dict[str, Tensor]] = {}
         self._operations: dict[str, float] = {}
         self._of_kind: dict[str, list[float]] = {}
+        # ops that failed when they ran by themselves, and so are priced by their size, with the reason
         self.untimed: dict[str, str] = {}
-        self.scale = 1.0
+        self.scale = 1.0  # how many times as long as the sum of its ops an update takes, where one was timed whole
 
     def parameters(self, op: Op) -> dict[str, Tensor]:
         if op.name not in self._parameters:

@@ -142,7 +142,6 @@ def _pairs(detail: EvaluationDetail) -> "Figure | None":
 
 
 def per_class(run: RunData) -> "Figure | None":
-    """Accuracy of the worst classes."""
     detail = shown_detail(run)
     scores = [score for score in class_scores(detail) if score.count] if detail else []
     if not detail or not scores:

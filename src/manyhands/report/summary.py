@@ -54,12 +54,10 @@ def seconds(run: RunData) -> float:
 
 
 def steps_per_epoch(run: RunData) -> int:
-    """Updates in an epoch, or 0 where no step was recorded."""
     return run.steps[-1].steps_per_epoch if run.steps else 0
 
 
 def evaluation_name(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
-    """The epoch of an evaluation: 3, or 2.5 in the middle of one."""
     return epoch_name(evaluation.step, evaluation.epoch, steps_per_epoch(run))
 
 

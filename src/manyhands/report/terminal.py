@@ -165,7 +165,6 @@ class Screen:
         self._disk_full = full
 
     def _tell(self, level: str, message: str) -> None:
-        """Says a message once, however many processes or restarts send it."""
         if (level, message) not in self._told:
             self._told.add((level, message))
             self.say(message, level)

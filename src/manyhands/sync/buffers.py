@@ -51,7 +51,6 @@ class Buffers:
         return as_vector(self._buffers, self._dtype)
 
     def write(self, values: Tensor) -> None:
-        """Has them be these [n]."""
         write_vector(values, self._buffers)
 
     def average(self, step: int) -> None:

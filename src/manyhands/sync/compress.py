@@ -65,10 +65,6 @@ class LowRank:
 
     `rank` is the columns of the thin matrices, of small ones more; the seed of the first factors is equal everywhere.
     Of several vectors that are sent together not all had better send their longer factors at a time: `turn` is 0 or 1.
-
-    Attributes:
-        ranks: how the tensors are sent.
-        arithmetic: how factors are multiplied and made orthonormal, alike on all peers; see `compute_alike`.
     """
 
     def __init__(
@@ -81,8 +77,9 @@ class LowRank:
         *,
         turn: int = 0,
     ) -> None:
+        # how factors are multiplied and made orthonormal, alike on all peers; see `compute_alike`
         self.arithmetic: Arithmetic = PORTABLE
-        self.ranks = rank_shapes(shapes, rank)
+        self.ranks = rank_shapes(shapes, rank)  # how the tensors are sent
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
         self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
         generator = torch.Generator().manual_seed(mix(seed))

@@ -85,7 +85,6 @@ class LocalSteps(Synchronizer):
 
     @property
     def idle(self) -> bool:
-        """True when no exchange is under way."""
         return self._flight is None
 
     def before_update(self, step: int) -> None:

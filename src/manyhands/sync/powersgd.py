@@ -221,13 +221,12 @@ class _Batch:
     Attributes:
         parameters: in the order in which they are sent.
         compressor: what sends them.
-        residual: what was left out of earlier gradients, and the gradients themselves while they are sent [n].
-        missing: those that have no gradient of this update yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], compressor: LowRank, dtype: torch.dtype) -> None:
         self.parameters, self.compressor = list(parameters), compressor
         sizes = [parameter.numel() for parameter in parameters]
+        # what was left out of earlier gradients, and the gradients themselves while they are sent [n]
         self.residual = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
         self._slots = [
             piece.view(parameter.shape) for piece, parameter in zip(self.residual.split(sizes), parameters, strict=True)
@@ -237,7 +236,7 @@ class _Batch:
             torch.empty_like(slot) if parameter.is_contiguous() and parameter.dtype == dtype else None
             for parameter, slot in zip(parameters, self._slots, strict=True)
         ]
-        self.missing: set[int] = set()
+        self.missing: set[int] = set()  # those that have no gradient of this update yet
 
     def expect(self) -> None:
         """Another update begins: the backward pass adds its gradients to the residual, where it can."""

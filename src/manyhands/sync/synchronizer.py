@@ -75,7 +75,6 @@ class Party:
 
 
 def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
-    """The trainable parameters, by name."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
@@ -87,25 +86,16 @@ class Timed(Protocol):
 
 
 class Synchronizer:
-    """What a training step and the loop ask of a sync method; here for methods that the mode carries out by itself.
+    """What a training step and the loop ask of a sync method; here for methods that the mode carries out by itself."""
 
-    Attributes:
-        reduces: True when the mode averages gradients.
-        group: the processes that it averages them over; None: all.
-        hook: what the mode does with gradients instead of a plain mean; None for that.
-        alone: True when processes train apart from each other between agreements.
-        own_statistics: True when each process's BatchNorm normalises its own samples and keeps its own statistics.
-        timed: tells how long this process has waited for others; None where the mode waits.
-        own: where each process has something that only it has, which `state` gives: what that goes with (method,
-            codec, who leads …), as JSON data; else empty.
-    """
-
-    reduces = True
-    group: Any = None
-    hook: Any = None
-    alone = False
-    own_statistics = False
-    timed: Timed | None = None
+    reduces = True  # True when the mode averages gradients
+    group: Any = None  # the processes that it averages them over; None: all
+    hook: Any = None  # what the mode does with gradients instead of a plain mean; None for that
+    alone = False  # True when processes train apart from each other between agreements
+    own_statistics = False  # True when each process's BatchNorm normalises its own samples and keeps its own statistics
+    timed: Timed | None = None  # tells how long this process has waited for others; None where the mode waits
+    # where each process has something that only it has, which `state` gives: what that goes with (method, codec, who
+    # leads …), as JSON data; else empty
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:

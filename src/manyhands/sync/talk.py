@@ -136,7 +136,6 @@ class Relay(Generic[T]):
         return len(self.results) < len(self._conversations)
 
     def add(self, conversation: Conversation[T]) -> None:
-        """Appends one; it begins when its turn comes."""
         self._conversations.append(conversation)
 
     def advance(self) -> None:

@@ -19,14 +19,12 @@ def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None 
 
 
 def write_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Writes a vector's values [n] into the tensors."""
     with torch.no_grad():
         for tensor, piece in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
 
 
 def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Adds a vector's values [n] to the tensors."""
     with torch.no_grad():
         for tensor, piece in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.add_(piece.view(tensor.shape).to(tensor.dtype))

@@ -65,7 +65,6 @@ def lines(cluster: Cluster, command: Callable[[int, Machine, str], str]) -> str:
 
 
 def fit(cluster: Cluster, name: str) -> tuple[Cluster, list[str]]:
-    """The nearest cluster that commands can hold, and what of it had to be left out."""
     if cluster.machine is None or not all(machine.host for machine in cluster.machines):
         return cluster, []
     kept = Cluster(cluster.machines, cluster.master_address, cluster.master_port, source=cluster.source)

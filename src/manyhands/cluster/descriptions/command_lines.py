@@ -93,7 +93,6 @@ def _first_command(words: list[str]) -> list[str]:
 
 
 def _rest(words: list[str]) -> list[str]:
-    """What follows the variables before a program."""
     position = 0
     while position < len(words) and _VARIABLE.fullmatch(words[position]):
         position += 1

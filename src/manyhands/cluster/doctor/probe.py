@@ -94,7 +94,6 @@ class Listeners:
             self._busy.release()
 
     def close(self) -> None:
-        """Closes all; may be called twice."""
         self._timer.cancel()
         for listener in self._sockets:
             # shutdown wakes the thread that waits in accept; not every system allows it on a listener.
@@ -240,14 +239,11 @@ def _kind(error: OSError) -> Reached:
 
 
 class Probe:
-    """What a remote end keeps between questions: its listeners.
-
-    Attributes:
-        answers: what answers each kind of question.
-    """
+    """What a remote end keeps between questions: its listeners."""
 
     def __init__(self) -> None:
         self._open: list[Listeners] = []
+        # what answers each kind of question
         self.answers: dict[type[Message], Callable[[Any], Message]] = {
             Listen: self._listen,
             Connect: _connect_all,

@@ -36,7 +36,6 @@ class _Noise:
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001, ARG001
-    """Makes the labels; the pictures, of data.image_size, come when they are asked for."""
     size = options.image_size or _SIZE
     train, test = (_samples(purpose, count, size) for purpose, count in (("train", _TRAIN), ("test", _TEST)))
     classes = tuple(f"class {number}" for number in range(_CLASSES))

@@ -22,7 +22,6 @@ _MOST_BYTES = 8 << 30
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001, ARG001
-    """Makes the pictures; the same ones each time, on every machine."""
     count, channels, height, width, classes = _shape(name)
     patterns = _noise((classes, channels, height, width), "patterns")
     train = _split(patterns, count, "train")

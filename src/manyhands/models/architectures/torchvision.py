@@ -43,7 +43,6 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:  # noqa: ARG001 one shape for all
-    """Makes the network: [N, 3, size, size] to [N, num_classes]; in training some have auxiliary outputs too."""
     if name in _WITH_OPEN_DEFAULT:
         arguments = {"init_weights": True, **arguments}
     return construct(models.get_model_builder(name), name, arguments, {"weights": None, "num_classes": num_classes})

@@ -63,6 +63,5 @@ class SomeHeads(PartialLayer[nn.MultiheadAttention]):
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    """The attention of one process's heads."""
     cut = [axis for axis, letter in enumerate(letters) if letter == "h"]
     return SomeHeads(cast(nn.MultiheadAttention, op.module), grid.first(cut)) if cut else None

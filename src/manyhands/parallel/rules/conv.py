@@ -40,7 +40,6 @@ class PartialConvolution(PartialLayer[_ConvNd]):
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    """The convolution of one process's piece."""
     layer = cast(_ConvNd, op.module)
     layer.groups //= grid.parts([axis for axis, letter in enumerate(letters) if letter == "c"])
     inner = [axis for axis, letter in enumerate(letters) if letter == "i"]

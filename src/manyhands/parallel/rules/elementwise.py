@@ -30,7 +30,6 @@ METHODS = {
 
 
 def matches(op: Op) -> bool:
-    """True for those listed, where no more than the tensors decides the result's shape."""
     if op.module is not None:
         return isinstance(op.module, MODULES) and op.forward in {kind.forward for kind in MODULES}
     node = op.node

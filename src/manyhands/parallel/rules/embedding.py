@@ -49,7 +49,6 @@ class SomeRows(nn.Module):
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    """The rows of one process."""
     cut = [axis for axis, letter in enumerate(letters) if letter == "v"]
     layer = cast(nn.Embedding, op.module)
     if "v" not in letters:

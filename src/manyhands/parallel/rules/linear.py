@@ -38,7 +38,6 @@ class PartialLinear(PartialLayer[nn.Linear]):
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    """The layer of one process's piece."""
     layer = cast(nn.Linear, op.module)
     inner = [axis for axis, letter in enumerate(letters) if letter == "i"]
     return PartialLinear(layer, grid.first(inner)) if inner and layer.bias is not None else None

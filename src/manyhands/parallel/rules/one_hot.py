@@ -16,7 +16,6 @@ TARGETS: set[Any] = {F.one_hot}
 
 
 def matches(op: Op) -> bool:
-    """True for one_hot with a constant number of classes."""
     return op.node is not None and op.node.op == "call_function" and op.node.target in TARGETS and _count(op) > 0
 
 
@@ -48,7 +47,6 @@ class SomeClasses(nn.Module):
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    """The classes of one process."""
     cut = [axis for axis, letter in enumerate(letters) if letter == "c"]
     if not cut:
         return None

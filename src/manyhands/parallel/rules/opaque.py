@@ -6,7 +6,6 @@ KIND = "opaque"
 
 
 def matches(op: Op) -> bool:  # noqa: ARG001 - any op
-    """True: what no other rule is for."""
     return True
 
 

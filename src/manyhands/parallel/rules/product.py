@@ -34,7 +34,6 @@ class Operands:
 
 
 def matches(op: Op) -> bool:
-    """True for products of two tensors, maybe with one that is added."""
     node = op.node
     if node is None or node.op not in {"call_function", "call_method"}:
         return False

@@ -26,7 +26,6 @@ LARGEST: set[Any] = {torch.amax, torch.amin, "amax", "amin"}
 
 
 def matches(op: Op) -> bool:
-    """True for reductions over constant dimensions."""
     node = op.node
     known = SUMS | MEANS | MAXIMA | LARGEST
     return node is not None and node.op in {"call_function", "call_method"} and node.target in known
@@ -112,7 +111,6 @@ class _LargestOfParts(torch.autograd.Function):
 
 
 def local(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
-    """The reduction of one process's piece."""
     cut = [axis for axis, letter in enumerate(letters) if letter == "i"]
     loop = op.letters.get("i")
     if grid.parts(cut) == 1 or op.node is None or not isinstance(loop, Loop) or op.node.target in SUMS:

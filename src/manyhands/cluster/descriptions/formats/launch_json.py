@@ -192,7 +192,6 @@ def _agreed(document: Document, ranks: dict[int, tuple[Path, dict[str, str]]], n
 
 
 def _texts(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    """Every text in a value, with its path."""
     if isinstance(value, str):
         yield path, value
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -159,7 +159,6 @@ srun manyhands train job.toml
 
 
 def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    """The machines and their processes alone, and what Slurm decides by itself instead."""
     left_out = {
         "users: Slurm starts as whoever hands the job over": any("@" in machine.host for machine in cluster.machines),
         "devices: Slurm gives each task its own": any(machine.devices for machine in cluster.machines),

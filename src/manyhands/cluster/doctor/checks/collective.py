@@ -5,7 +5,6 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Survey
 
 
 def run(survey: Survey) -> list[DoctorFinding]:
-    """Nothing where it was not tried."""
     tried = survey.collective
     if tried is None or tried.result == "skipped":
         return []

@@ -10,7 +10,6 @@ FEW, NONE = 2048 * MIB, 200 * MIB
 
 
 def run(survey: Survey) -> list[DoctorFinding]:
-    """Looks at where run folders will lie."""
     places = fact(survey, "places", "run folder")
     locked = {host: place for host, place in places.items() if not place["writable"]}
     full = {host: place for host, place in places.items() if place["free"] < FEW and host not in locked}

@@ -11,7 +11,6 @@ FREE_FOR_ONE = 1024 * MIB
 
 
 def run(survey: Survey) -> list[DoctorFinding]:
-    """Shared memory, then memory as a whole."""
     return [*_shared(survey), *_whole(survey)]
 
 
