@@ -36,16 +36,12 @@ def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
 
 
 def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[str]]:
-    """Finds the checkpoint that a user means, and a sentence for each damaged one that was passed over for it.
+    """The checkpoint that a user means, and a sentence for each damaged one that was passed over for it.
 
-    Args:
-        reference: a run folder, a checkpoints folder, a checkpoint folder, or a .pth, .pth.tar, .pt or .safetensors
-            file (for `foreign.read_foreign`).
-        which: "best" is the best that the newest sound one knows of, or if that one is damaged the best of the others;
-            the newest itself where none was evaluated.
-
-    Raises:
-        UserError: there is none, or the one that is named doesn't verify.
+    The reference is a run folder, a checkpoints folder, a checkpoint folder, or a .pth, .pth.tar, .pt or .safetensors
+    file (for `foreign.read_foreign`). "best" is the best that the newest sound one knows of, or if that one is damaged
+    the best of the others; the newest itself where none was evaluated. Raises UserError: there is none, or the one that
+    is named doesn't verify.
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):

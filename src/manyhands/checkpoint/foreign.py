@@ -25,18 +25,12 @@ _MOST = 1e9
 
 
 def read_foreign(path: Path) -> Snapshot:
-    """Reads another tool's file without running any code in it.
+    """Reads another tool's file without running any code in it: main.py's .pth.tar, a state dict, or .safetensors.
 
-    Args:
-        path: main.py's checkpoint.pth.tar or model_best.pth.tar, a .pth or .pt of a state dict, or .safetensors.
-
-    Returns:
-        `model` has no "module." before its names. `optimizer` is main.py's own, its parameters numbered: give it to
-        `name_optimizer`. `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and of main.py "arch",
-        "epoch", "best" (top1, 0 to 1) and "scheduler".
-
-    Raises:
-        UserError: there is no such file, it is damaged, holds code, or holds no weights.
+    `model` has no "module." before its names. `optimizer` is main.py's own, its parameters numbered: give it to
+    `name_optimizer`. `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and of main.py "arch",
+    "epoch", "best" (top1, 0 to 1) and "scheduler". Raises UserError: there is no such file, it is damaged, holds code,
+    or holds no weights.
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")

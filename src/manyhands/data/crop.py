@@ -10,10 +10,7 @@ _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 
 
 def crop_box(width: int, height: int, draws: SampleDraws) -> tuple[int, int, int, int]:
-    """Draws a box of 8 to 100 % of the area and of ratio 3:4 to 4:3; the middle where ten attempts don't fit.
-
-    Returns:
-        left, top, right, bottom, in whole pixels inside the picture.
+    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area, 3:4 to 4:3; after ten attempts the middle.
 
     Source: the distribution of torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """

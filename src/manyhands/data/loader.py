@@ -40,16 +40,9 @@ class Loader:
     ) -> None:
         """Prepares; reads and starts nothing yet.
 
-        Args:
-            source: the samples.
-            pixels: size, channels, mean, deviation, augmentation.
-            train: True to augment.
-            seed: of augmentation.
-            device: where batches are wanted.
-            workers: processes that decode, for sources that aren't in memory; 0: in this process; -1: by the cores.
-            dtype: of images; pictures are normalised in float32 (float64 for float64).
-            channels_last: lays [n, C, S, S] out with channels innermost.
-            classes: labels that a user's own sample may have are 0 … classes - 1; 0: any.
+        Sources that aren't in memory are decoded by so many worker processes (0: in this one; -1: by the cores).
+        Pictures are normalised in float32 (float64 for float64), then of `dtype`; `channels_last` lays [n, C, S, S] out
+        with channels innermost. Labels of a user's own sample may be 0 … classes - 1; 0: any.
         """
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         normalise = Normalise(pixels, torch.device(device), dtype)

@@ -111,11 +111,7 @@ def augment(images: Tensor, pixels: Pixels, key: int, samples: Tensor) -> Tensor
 
 
 class Normalise:
-    """Turns bytes into numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel.
-
-    Attributes:
-        device: where the pictures must lie.
-    """
+    """Makes of bytes on its device numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel."""
 
     def __init__(self, pixels: Pixels, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self._dtype = device, dtype

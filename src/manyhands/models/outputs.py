@@ -12,18 +12,12 @@ _MORE_HEADS = 0.3
 
 
 def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]:
-    """Splits a network's output into its logits and the auxiliary ones with their weights in the loss.
+    """A network's logits, and those [N, classes] of auxiliary heads, each with its weight in the loss.
 
-    Args:
-        output: a Tensor [N, classes], or a tuple or namedtuple of which the first is that and the others have its
-            shape; None among the others is left out.
-
-    Returns:
-        The logits, and (logits [N, classes], weight) of each auxiliary head: 0.3 where there are several (GoogLeNet,
-        Szegedy et al. 2014, arXiv:1409.4842, section 5), 0.4 for a single one (as Inception v3 is usually trained).
-
-    Raises:
-        UserError: it is something else.
+    They come as a Tensor [N, classes], or as a tuple or namedtuple of which the first is that and the others have its
+    shape; None among the others is left out. The weight is 0.3 where there are several heads (GoogLeNet, Szegedy et al.
+    2014, arXiv:1409.4842, section 5), 0.4 for a single one (as Inception v3 is usually trained). Raises UserError: it
+    is something else.
     """
     main, *others = output if isinstance(output, Sequence) and output else [output]
     others = [head for head in others if head is not None]

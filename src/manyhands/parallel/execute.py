@@ -259,12 +259,7 @@ class Builder:
 
 
 class SplitNetwork(nn.Module):
-    """A network that runs under a plan, in training and in evaluation.
-
-    Attributes:
-        grid: the processes.
-        letters: of each op.
-    """
+    """A network that runs under a plan, in training and in evaluation."""
 
     def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
         super().__init__()

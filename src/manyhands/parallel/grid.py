@@ -97,14 +97,10 @@ class Grid:
 
 
 def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None) -> Grid:
-    """The processes of this run as a mesh; called by all of them alike.
+    """The processes of this run as a mesh, "dp=2,tp=2" or {"dp": 2, "tp": 2}, major to minor; all call it alike.
 
-    Args:
-        sizes: "dp=2,tp=2", or {"dp": 2, "tp": 2}; major to minor.
-        world: who takes part; None: the processes of torch.distributed's group, or this one alone.
-
-    Raises:
-        UserError: it is no mesh, or not of as many processes as there are.
+    They are those of `world`, or else of torch.distributed's group, or this one alone. Raises UserError: it is no mesh,
+    or not of as many processes as there are.
     """
     mesh = (
         sizes if isinstance(sizes, Mesh) else parse_mesh(sizes, "mesh") if isinstance(sizes, str) else make_mesh(sizes)
@@ -129,10 +125,6 @@ class Axis:
     """One axis of a mesh, or several as if they were one. On one process every method gives back what it got.
 
     Every process along the axis must call the same methods in the same order.
-
-    Args:
-        grid: the mesh at work.
-        names: of the axes.
     """
 
     def __init__(self, grid: Grid, names: Sequence[str]) -> None:
@@ -233,10 +225,8 @@ class Axis:
         piece's gradient is its slice of that. Where what follows is split again, write `tp.enter(tp.gather(x, dim))`.
         Conjugate of `scatter`.
 
-        Args:
-            x: this process's piece, of the length that `scatter` gives: lengths differ by one at most.
-            dim: the dimension that is put together.
-            length: of the whole in it. Without it the processes tell each other, in a small message.
+        Pieces are as `scatter` gives them: lengths differ by one at most. Without the whole's length in `dim` the
+        processes tell each other, in a small message.
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
@@ -265,13 +255,8 @@ class Axis:
         """Pieces in one dimension become pieces in another: forward an all-to-all, backward one the other way.
 
         The same as `gather` in one dimension and then `scatter` in the other, with a fraction of the traffic. Its own
-        conjugate, with the dimensions exchanged.
-
-        Args:
-            x: this process's piece, of the length in `joined` that `scatter` gives.
-            cut: the dimension that is whole and is cut.
-            joined: the dimension that is cut and is put together.
-            length: of the whole in `joined`. Without it the processes tell each other, in a small message.
+        conjugate, with the dimensions exchanged. `cut` is whole and is cut, `joined` is put together; without the
+        whole's length in it the processes tell each other, in a small message.
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:

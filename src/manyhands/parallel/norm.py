@@ -217,11 +217,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Has every BatchNorm layer of a network take its statistics over groups.
-
-    Returns:
-        The groups' description, to be set before each pass, and a function that makes the layers torch's own again.
-    """
+    """Has every BatchNorm layer take its statistics over groups, which are told of each pass; and what undoes that."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []

@@ -17,12 +17,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Bucket:
-    """Gradients that go in one message.
-
-    Attributes:
-        axes: numbers of the mesh's axes over which they are summed.
-        parameters: whose gradients they are.
-    """
+    """Gradients of some parameters that go in one message, summed over the mesh's axes of these numbers."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
         self.axes, self.parameters = axes, parameters

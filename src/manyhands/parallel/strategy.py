@@ -81,20 +81,11 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
 
 
 def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
-    """The letters that MindSpore's tuples mean.
+    """The letter of each axis, "r" where nothing is cut, that MindSpore's tuples mean; axes are found by their sizes.
 
-    Args:
-        kind: of op: "linear" (also MatMul), "conv" or any other, whose first input decides.
-        tuples: for each input, into how many pieces each of its dimensions is cut; a linear layer's weight is given
-            as MatMul takes it, [inputs, outputs], a convolution's as [outputs, inputs, height, width].
-        mesh: its axes are found by their sizes.
-        where: for the error.
-
-    Returns:
-        A letter for each axis, "r" for those that cut nothing.
-
-    Raises:
-        UserError: the pieces don't fit each other or the mesh, or pixels are cut.
+    A tuple says for each input into how many pieces its dimensions are cut; a linear layer's weight is given as MatMul
+    takes it, [inputs, outputs], a convolution's as [outputs, inputs, height, width]. Of other ops than these ("linear",
+    "conv") the first input decides. Raises UserError: the pieces don't fit each other or the mesh, or pixels are cut.
     """
     pieces = _pieces(kind.lower(), tuples, where)
     letters: dict[int, str] = {}

@@ -56,13 +56,9 @@ class OpTimes:
     """Times of ops by key.
 
     A key says all that the seconds depend on: the op, its local shapes, dtype and memory format. Files are one for each
-    environment; what processes write at the same time adds up, and a broken file is begun anew.
-
-    Args:
-        device: torch's name of the device.
-        budget_s: what may be spent on measuring; afterwards seconds are estimated from operations and bytes.
-        folder: where files are kept; the user's cache folder if None.
-        rates: (operations, bytes) per second of a device that isn't here; nothing is measured or kept then.
+    environment; what processes write at the same time adds up, and a broken file is begun anew. Once the budget for
+    measuring is used up seconds are estimated from operations and bytes; of a device that isn't here, of which
+    (operations, bytes) per second are given as `rates`, nothing is measured or kept.
     """
 
     def __init__(

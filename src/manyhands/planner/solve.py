@@ -19,16 +19,13 @@ _WORTHWHILE = 0.9
 def solve(
     problem: Problem, limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0, cutoff_seconds: float = float("inf")
 ) -> Solution:
-    """The best assignment of all that are allowed and fit into memory.
+    """The best assignment of all that are allowed and fit into memory, or one slower by at most the share `gap`.
 
     Where the graph is narrow, elimination gives the optimum or, if the limit of memory or the hiding of gradients
     couple all nodes, a bound; the few choices near it are left to the integer program. A wide graph goes there at once.
 
-    Args:
-        problem: nodes, edges and the limit.
-        limit_s: when the search ends with the best that it has; the solution's bound then says how far it may be off.
-        gap: share of its seconds by which the result may be slower than the best; 0 proves it to be the best.
-        cutoff_seconds: of a plan for another mesh; once it is clear that nothing here is faster, whatever fits will do.
+    After `limit_s` the best so far has to do; its bound says how far it may be off. `cutoff_seconds` are of a plan for
+    another mesh: once it is clear that nothing here is faster, whatever fits will do.
 
     Raises:
         NoPlanError: no assignment is allowed, or none fits; it names the least memory possible.

@@ -48,10 +48,6 @@ class PowerSgd:
     Making one is a collective. The parameters are all that are trained, in an order that is equal everywhere, best that
     of the forward pass; those that are `rare` may get a gradient on no process. Where several processes of a machine
     send as one they add up their factors first; `processes` are those of all machines, 0 for as many as peers.
-
-    Attributes:
-        waited_s: time that training stood still for agreed gradients.
-        exchange_s: 0, since no exchange outlasts an update.
     """
 
     def __init__(
@@ -65,6 +61,7 @@ class PowerSgd:
         machine: MachineGroup | None = None,
         processes: int = 0,
     ) -> None:
+        # time that training stood still for agreed gradients; 0, since no exchange outlasts an update
         self.waited_s, self.exchange_s = 0.0, 0.0
         self._peers, self._rare, self._machine = peers, list(rare), machine
         self._weight = peers.size / (processes or peers.size)
@@ -216,12 +213,7 @@ class _ClosedError(Exception):
 
 
 class _Batch:
-    """Parameters whose gradients leave together.
-
-    Attributes:
-        parameters: in the order in which they are sent.
-        compressor: what sends them.
-    """
+    """Parameters whose gradients leave together, in this order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], compressor: LowRank, dtype: torch.dtype) -> None:
         self.parameters, self.compressor = list(parameters), compressor

@@ -50,9 +50,8 @@ def code(folder: Path) -> dict[str, Any]:
 def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
     """Where a data set lies on this machine, and a hash of its files' names and sizes.
 
-    Returns:
-        "kind": none (nothing to lie anywhere), folder or named; for the others "path", "exists", and where it does
-        "files", "bytes", "hash", and "whole" false where there was no time to see all.
+    "kind": none (nothing to lie anywhere), folder or named; for the others "path", "exists", and where it does "files",
+    "bytes", "hash", and "whole" false where there was no time to see all.
     """
     if not name or name in BUILT_IN or name.startswith("synthetic:") or ".py:" in name:
         return {"kind": "none"}
