@@ -56,6 +56,7 @@ def test_002_torchrun_on_one_machine(here):
     assert processes_of("run") == 2
 
 
+@pytest.mark.slow
 def test_002_the_readers_own_script_under_torch_distributed_launch(here):
     """The older of both launchers passes --local-rank to the script."""
     (here / "train.py").write_text(

@@ -73,9 +73,8 @@ if int(os.environ.get("RANK", "0")) == 0:
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["processes", *(pytest.param(how, marks=pytest.mark.slow) for how in ("alone", "torchrun"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["alone", "processes", "torchrun"])
 def test_fit_from_a_script(how):
     Path("own.py").write_text(SCRIPT)
     arguments = ["own.py", *(["2"] if how == "processes" else [])]

@@ -40,6 +40,7 @@ def test_srun(slurm, here):
     assert_one_run_of_two(ended, here)
 
 
+@pytest.mark.slow
 def test_mpirun(here):
     if not shutil.which("mpirun"):
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
@@ -48,6 +49,7 @@ def test_mpirun(here):
     assert_one_run_of_two(ended, here)
 
 
+@pytest.mark.slow
 def test_accelerate_launch(here):
     """With --cpu alone accelerate starts one process, whatever it is told; --multi_gpu starts them on CPUs too."""
     accelerate = Path(sys.executable).with_name("accelerate")
