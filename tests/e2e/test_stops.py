@@ -1,9 +1,11 @@
 """Stops of every kind: what is saved, what is left behind, and that a run goes on exactly where it was."""
 
+import json
 import re
 import signal
 import stat
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from tests.e2e.command import (
     events,
     final_weights,
     finish,
+    free_port,
     marked,
     run,
     running,
@@ -154,6 +157,55 @@ def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrup
     step = events("run", "saved")[-1]["step"]
     assert f"what was saved last, at step {step}, is whole" in ended.err
     assert f"goes on from step {step}" in ended.err
+
+
+def torchrun(processes):
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "manyhands"]
+
+
+def process_of(rank):
+    ranks = json.loads(Path("run/env.json").read_text())["ranks"]
+    return psutil.Process(next(each["pid"] for each in ranks if each["rank"] == rank))
+
+
+def told(pattern, path, process):
+    """A line that a process writes down while the run stands still."""
+    return wait_until(lambda: re.search(pattern, Path(path).read_text() if Path(path).is_file() else ""), process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "written"), [(0, "run/ranks/1.log"), (2, "run/events.jsonl")])
+def test_under_torchrun_one_of_the_others_names_a_stopped_process(rank, written, here):
+    """The first of those that wait, for their screen is one."""
+    with running("train", *ENDLESS, "--out", "run", program=torchrun(3)) as process:
+        wait_until(begun("run"), process)
+        hung = process_of(rank)
+        hung.suspend()
+        words = rf"rank {rank} on \S+ didn't come: process {hung.pid} is stopped; kill -CONT {hung.pid} on \S+ has it"
+        told(rf"step \d+ has not come on for \d+ s .*{words}", written, process)
+        hung.resume()
+        process.send_signal(signal.SIGTERM)
+        ended = finish(process)
+    assert ended.err.count("didn't come") == 1, ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rank"), [("file", 1), ("tcp", 0), ("tcp", 1)])
+def test_by_hand_all_that_wait_name_a_stopped_process(kind, rank, here):
+    """Also where the store is the stopped one's own."""
+    meeting = f"file://{here}/meet" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    job = ["train", *ENDLESS, "--out", "run", "--init", meeting, "--world-size", "3", "--rank"]
+    with running(*job, "0") as zero, running(*job, "1") as one, running(*job, "2") as two:
+        processes = [zero, one, two]
+        wait_until(begun("run"), zero)
+        hung = processes.pop(rank)
+        hung.send_signal(signal.SIGSTOP)
+        words = rf"rank {rank} on \S+ didn't come: process {hung.pid} is stopped"
+        for each in processes:
+            told(words, f"run/ranks/{[zero, one, two].index(each)}.log", each)
+        hung.send_signal(signal.SIGCONT)
+        zero.send_signal(signal.SIGTERM)
+        assert [finish(each).code for each in (zero, one, two)] == [75] * 3
 
 
 def test_a_second_interrupt_kills(here):

@@ -1,6 +1,10 @@
 """What a process of a run says of itself all the time, so that a hang can be told, and who it is that hangs."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from manyhands.core.shown import plain
 
 # The variable that names the file for a worker's `Pulse`.
 PULSE_FILE = "MANYHANDS_PULSE_FILE"
@@ -8,6 +12,9 @@ PULSE_FILE = "MANYHANDS_PULSE_FILE"
 PULSE_S = 1.0
 # A step that takes this much longer than three times the usual is a stall.
 STALL_S, STALL = 30.0, 3.0
+
+# Other processes' words, as far as they can be true.
+_Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 
 
 class Pulse(BaseModel):
@@ -21,16 +28,28 @@ class Pulse(BaseModel):
         usual_s: the median of its last updates; of the first, what the link is expected to need; 0 if unknown.
         calls: collectives that it has come to, of those that all processes take part in; -1 where that isn't known.
         moved_bytes: by all its connections, both ways; 0 where the system doesn't say.
+        cpu_s: processor time that it has used.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     count: int
     step: int
-    phase: str
-    still_s: float
-    usual_s: float
+    phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]
+    still_s: _Seconds
+    usual_s: _Seconds
     calls: int = -1
     moved_bytes: int = 0
+    cpu_s: _Seconds = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may stand still before it is a stall."""
+        return STALL_S + STALL * self.usual_s
+
+    @property
+    def late(self) -> bool:
+        """True where it has stood still for longer than that, as far as it knows itself."""
+        return self.still_s > self.limit_s
 
 
 class Seen(Pulse):
@@ -40,22 +59,15 @@ class Seen(Pulse):
         rank: whose it is.
         pid: of the process.
         quiet_s: since its last pulse.
-        cpu_s: processor time that it has used.
         stopped: True where the system doesn't let it run: SIGSTOP, or a debugger.
     """
 
     rank: int
     pid: int
     quiet_s: float
-    cpu_s: float
     stopped: bool
 
     @property
     def stood_s(self) -> float:
         """Seconds since it last got on, as far as anybody knows."""
         return self.still_s + self.quiet_s
-
-    @property
-    def limit_s(self) -> float:
-        """How long that may be before it is a stall."""
-        return STALL_S + STALL * self.usual_s

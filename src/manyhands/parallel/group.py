@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Group:
     cause: Cause | None = None  # hears why another process failed; None until `listen`
     # of a process group that was there before, the groups of processes that there were; None of our own
     stands: tuple[Any, ...] | None = None
+    # what each process said of itself, by rank
+    present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     def listen(self, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:
         """Has this process hear of the others' failures, where no agent of manyhands watches them; see `Cause`."""
@@ -140,7 +142,7 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     url = urlparse(membership.init)
     init_file = Path(url.netloc + url.path) if url.scheme == "file" else None
     keeps_store = membership.rank == 0 and not membership.agent_store
-    return Group(world, store, init_file, keeps_store)
+    return Group(world, store, init_file, keeps_store, present=present)
 
 
 def _take_standing(membership: Membership, digest: str, say: Say) -> Group:
@@ -153,7 +155,7 @@ def _take_standing(membership: Membership, digest: str, say: Say) -> Group:
     world = World(
         membership.rank, membership.size, membership.local_rank, membership.local_size, device, membership.backend
     )
-    return Group(world, store, keeps_store=membership.rank == 0, stands=before)
+    return Group(world, store, keeps_store=membership.rank == 0, stands=before, present=present)
 
 
 def _use(device: str) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.outside import parse_json
+from manyhands.core.pulse import Pulse
 from manyhands.core.shown import plain
 
 # Far above what any process says of itself.
@@ -68,6 +69,13 @@ class Told(_Said):
     def of(cls, rank: int, host: str, what: str) -> "Told":
         """With words that are too long cut off."""
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
+
+
+class Answer(_Said):
+    """How far a process is, and was some seconds before, as it answers a call: under roll/<attempt>/<call>/<rank>."""
+
+    before: Pulse
+    now: Pulse
 
 
 S = TypeVar("S", bound=_Said)

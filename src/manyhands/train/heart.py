@@ -88,6 +88,21 @@ class Heart:
             over.set()
             thread.join(PULSE_S)
 
+    def pulse(self, phase: str, count: int = 0) -> Pulse:
+        """How far this process is; what costs something is left out where it got on a moment ago."""
+        still_s = time.monotonic() - self._at
+        known = still_s > _STILL_S
+        return Pulse(
+            count=count,
+            step=self._step,
+            phase="data" if self._waiting else phase,
+            still_s=still_s,
+            usual_s=self._usual_s() or self.expected_s,
+            calls=collectives_begun() if known else -1,
+            moved_bytes=moved_bytes() if known else 0,
+            cpu_s=time.process_time(),
+        )
+
     def _usual_s(self) -> float:
         return statistics.median(self._updates_s) if self._updates_s else 0.0
 
@@ -95,17 +110,7 @@ class Heart:
         count, temporary = 0, path.with_suffix(".new")
         while not over.wait(PULSE_S):
             count += 1
-            still_s = time.monotonic() - self._at
-            known = still_s > _STILL_S
-            pulse = Pulse(
-                count=count,
-                step=self._step,
-                phase="data" if self._waiting else phase(),
-                still_s=still_s,
-                usual_s=self._usual_s() or self.expected_s,
-                calls=collectives_begun() if known else -1,
-                moved_bytes=moved_bytes() if known else 0,
-            )
+            pulse = self.pulse(phase(), count)
             with contextlib.suppress(OSError):  # a full disk; the agent sees for itself whether this process runs
                 temporary.write_text(pulse.model_dump_json(), encoding="utf-8")
                 temporary.replace(path)

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,7 +86,8 @@ def train_here(
             trainer = mine.join_and_build(job, argument, say)
             from manyhands.train.loop import fit
 
-            status = fit(trainer)
+            with mine.roll_called():
+                status = fit(trainer)
             trainer.journal.event(status, _closing_words(status, trainer.progress.step), trainer.progress.step)
             return {"status": status, "step": trainer.progress.step, "folder": str(mine.folder.path)}
         except BaseException as error:
@@ -131,6 +132,24 @@ class _Mine:
         shown.say(str(as_error(record)))
         if self.group:
             self.group.abort()
+
+    def roll_called(self) -> AbstractContextManager[None]:
+        """Has the processes name who is missing, where no agent of ours does."""
+        group, trainer = self.group, self.trainer
+        if group.store is None or self.membership.started_by in {OUR_HEAD, MET}:
+            return nullcontext()
+        from manyhands.worker.roll_call import RollCall
+
+        def pulse() -> Any:
+            return trainer.heart.pulse(trainer.phase)
+
+        def say(words: str) -> None:
+            if self.membership.rank:
+                shown.say(words)
+            trainer.journal.line(words)
+            trainer.journal.event("warning", words, trainer.progress.step)
+
+        return RollCall(group.store, self.membership, group.present, pulse, say).taken_part()
 
     def hung(self) -> str:
         """Why this process can't save any more, as far as it knows."""

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 from pydantic import ValidationError
@@ -18,6 +19,16 @@ _WELL_S = 2.0
 def pulse_path(scratch: Path, rank: int) -> Path:
     """Where a process leaves its pulse."""
     return scratch / f"{rank}.pulse"
+
+
+def look_at(pid: int) -> dict[str, Any]:
+    """What the system tells of a process of this machine, in the words of `Seen`; nothing where there is none."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        spent = process.cpu_times()
+        stopped = process.status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+        return {"cpu_s": spent.user + spent.system, "stopped": stopped}
+    return {}
 
 
 class Pulses:
@@ -52,16 +63,6 @@ class Pulses:
         if rank not in self._last:
             return None  # it hasn't begun to train
         pulse, at = self._last[rank]
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self._pids[rank])
-            spent = process.cpu_times()
-            stopped = process.status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
-            return Seen(
-                **pulse.model_dump(),
-                rank=rank,
-                pid=process.pid,
-                quiet_s=now - at,
-                cpu_s=spent.user + spent.system,
-                stopped=stopped,
-            )
-        return None
+        found = look_at(self._pids[rank])
+        known = pulse.model_dump() | {"rank": rank, "pid": self._pids[rank], "quiet_s": now - at}
+        return Seen(**known | found) if found else None

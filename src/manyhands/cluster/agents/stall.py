@@ -51,9 +51,9 @@ class Stalls:
         self._ranks: dict[int, _Rank] = {}
         self._told = False
 
-    def take(self, told: WorkersSeen) -> None:
-        """Takes in what an agent sees."""
-        now = time.monotonic()
+    def take(self, told: WorkersSeen, at: float | None = None) -> None:
+        """Takes in what an agent sees; `at` is when, of the monotonic clock, where that isn't now."""
+        now = time.monotonic() if at is None else at
         for seen in told.ranks:
             before = self._ranks.get(seen.rank)
             past = before.past if before else deque[tuple[float, int, float]]()
