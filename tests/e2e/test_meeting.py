@@ -1,5 +1,6 @@
 """Processes that meet by hand: who is missing, there twice, of another job, or not ours at all is named."""
 
+import contextlib
 import json
 import os
 import socket
@@ -140,6 +141,37 @@ def test_one_rank_twice():
     (refused,) = [pid for pid, each in ended.items() if "rank 1 is taken by process" in each.err]
     told = [each.err for pid, each in ended.items() if pid != refused]
     assert all(f"rank 1 was given twice: to process {refused} on" in err for err in told)
+
+
+def names_at(address, first):
+    """What processes that meet there write of themselves."""
+    kind, _, place = address.partition("://")
+    if kind == "file":
+        return dist.PrefixStore("present/0", dist.FileStore(place))
+    host, _, port = place.partition(":")
+
+    def listens():
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+            return True
+
+    wait_until(listens, first)
+    return dist.PrefixStore("present/0", dist.TCPStore(host, int(port), is_master=False))
+
+
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("file", marks=pytest.mark.slow)])
+def test_a_rank_outside_ends_all_that_wait(kind):
+    """Rank 1 never comes then, which those that wait needn't find out by waiting."""
+    address = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{Path.cwd()}/meet"
+    with running(*by_hand(address, 3, 0, *LATE)) as zero, running(*by_hand(address, 3, 2, *LATE)) as two:
+        names = names_at(address, zero)
+        wait_until(lambda: names.check(["0"]) and names.check(["2"]), two)
+        outside = finish(start(*by_hand(address, 3, 5, *LATE)))
+        ended = [finish(process) for process in (zero, two)]
+    for each in (outside, *ended):
+        assert each.code == 2, each.err
+        assert_one_screen(each.err)
+        assert "--rank 5 is outside 0 … 2, the ranks of --world-size 3" in each.err
+    assert all("can't take part; it says: " in each.err for each in ended)
 
 
 def test_world_sizes_that_differ():

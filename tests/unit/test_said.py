@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.world import Membership
-from manyhands.parallel import cause, group, meet
+from manyhands.parallel import cause, meet, tell
 from manyhands.parallel.cause import Cause
 from manyhands.parallel.meet import check_in
 from manyhands.parallel.said import Present, Told, Twice, understood
@@ -104,8 +104,20 @@ def test_a_second_rank_0_of_the_same_job_is_told_to_the_first(digest, told):
     store = dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), False)
     names = dist.PrefixStore("present/0", store)
     names.set("0", json.dumps({"host": "n1", "machine": "m", "pid": 5, "size": 2, "digest": digest}))
-    group._tell_the_first("127.0.0.1", port, Membership(rank=0, size=2, init="tcp://x:1"), "train.lr=1")
+    second = Membership(rank=0, size=2, init=f"tcp://127.0.0.1:{port}")
+    tell.tell_those_who_wait(second, lambda names: meet.tell_of_two(names, second, "train.lr=1"))
     assert names.check(["twice"]) == told
     if told:
         with pytest.raises(UserError, match="rank 0 was given twice: to process"):
             meet._refuse_two(names, Membership(rank=1, size=2, init="tcp://x:1"), {})
+
+
+def test_a_rank_outside_ends_those_that_wait_for_the_same_job_alone():
+    names, waits = dist.HashStore(), Membership(rank=1, size=2, init="tcp://x:1")
+    for said in ("junk", '{"host": "n1", "pid": -1}'):
+        names.set("outsider", said)
+        meet._refuse_outsider(names, waits, "train.lr=1")
+    meet.tell_of_outsider(names, "train.lr=1", "--rank 5 is outside")
+    meet._refuse_outsider(names, waits, "train.lr=2")
+    with pytest.raises(UserError, match="can't take part; it says: --rank 5 is outside"):
+        meet._refuse_outsider(names, waits, "train.lr=1")

@@ -23,6 +23,16 @@ from manyhands.core.world import Membership
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class RankOutsideError(UserError):
+    """A rank beyond the number of processes: the others may already wait for one that never comes.
+
+    Attributes:
+        membership: the place that was asked for; where the others are to be found.
+    """
+
+    membership: Membership
+
+
 @dataclass(frozen=True)
 class Participation:
     """How this process takes part.
@@ -111,13 +121,23 @@ def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
             "--init",
             ("--world-size: processes over all machines", "--rank: 0 on one of them, 1 on the next …"),
         )
-    check_rank(options.rank, options.world_size, "--rank", "--world-size")
     place = LauncherPlace(options.rank, options.world_size, started_by="--init")
+    membership = _membership(options, place, _seen_url(options))
+    _check_rank(membership, "--rank", "--world-size")
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "found when the processes meet", "local_size": "found when the processes meet",
     }  # fmt: skip
-    return _membership(options, place, _seen_url(options)), origins
+    return membership, origins
+
+
+def _check_rank(membership: Membership, rank_word: str, size_word: str) -> None:
+    try:
+        check_rank(membership.rank, membership.size, rank_word, size_word)
+    except UserError as error:
+        outside = RankOutsideError(error.what, error.where, error.mend)
+        outside.membership = membership
+        raise outside from None
 
 
 def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
@@ -132,7 +152,6 @@ def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> 
         port(variables, DEFAULT_PORT),
         started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
     )
-    check_rank(place.rank, place.size, "RANK", "WORLD_SIZE")
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     init = "env://"
     if place.size > place.local_size and not served:
@@ -144,6 +163,7 @@ def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> 
         agent_store=served,
         attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )
+    _check_rank(membership, "RANK", "WORLD_SIZE")
     names = {
         "rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
         "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",

@@ -4,7 +4,6 @@ Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) e
 they are who they should be is in `meet`.
 """
 
-import contextlib
 import os
 import socket
 import threading
@@ -28,6 +27,7 @@ from manyhands.parallel.cause import Cause
 from manyhands.parallel.meet import check_in, tell_of_two
 from manyhands.parallel.said import Told
 from manyhands.parallel.standing import STARTED_BY, groups, standing_store
+from manyhands.parallel.tell import tell_those_who_wait
 
 Say = Callable[[str], None]
 
@@ -35,8 +35,6 @@ Say = Callable[[str], None]
 ANSWER_S = 20.0
 # Aborting a backend may wait too.
 ABORT_S = 5.0
-# A rank 0 that holds our port answers within this time.
-TELL_S = 3.0
 # The interfaces that gloo and NCCL listen on.
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -282,7 +280,8 @@ def _open_store(membership: Membership, digest: str, say: Say) -> Any:
         try:
             listener = ports.listen(host, port, _address_is_from(membership))
         except ports.PortTakenError:
-            _tell_the_first(host, port, membership, digest)
+            # It may be held by a rank 0 of this very job that waits for the others.
+            tell_those_who_wait(membership, lambda names: tell_of_two(names, membership, digest))
             raise
         if membership.started_by != "manyhands":
             say(ports.describe_exposure(host, port))
@@ -293,19 +292,6 @@ def _open_store(membership: Membership, digest: str, say: Say) -> Any:
         raise UserError(what, "--init", ("give rank 0's address",))
     _wait_for_listener(host, port, membership, say)
     return _connect(host, port, membership)
-
-
-def _tell_the_first(host: str, port: int, membership: Membership, digest: str) -> None:
-    """Where the port is held by a rank 0 of this very job that waits for the others, tells it of the second one."""
-
-    def tell() -> None:
-        with contextlib.suppress(dist.DistError, ValueError):
-            store = dist.TCPStore(host, port, None, False, timedelta(seconds=TELL_S), False)
-            tell_of_two(dist.PrefixStore(f"present/{membership.attempt}", store), membership, digest)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    thread.join(TELL_S)
 
 
 def _address_is_from(membership: Membership) -> str:

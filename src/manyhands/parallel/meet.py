@@ -22,7 +22,7 @@ from manyhands.core.errors import ManyhandsError, PeerError, UserError
 from manyhands.core.machine import this_machine
 from manyhands.core.world import Membership
 from manyhands.parallel.ports import outer_addresses
-from manyhands.parallel.said import Present, Twice, understood
+from manyhands.parallel.said import Outsider, Present, Twice, understood
 
 Say = Callable[[str], None]
 
@@ -52,7 +52,7 @@ def check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[
             tell_of_two(names, membership, digest)
             raise _place_taken(names, membership)
         names.set(str(membership.rank), json.dumps(me))
-        present = _wait_for_names(names, membership, say)
+        present = _wait_for_names(names, membership, digest, say)
         names.add("read", 1)
         for rank, other in present.items():
             _compare(membership, me, rank, other)
@@ -77,6 +77,26 @@ def tell_of_two(names: Any, membership: Membership, digest: str) -> None:
         names.set("twice", two.model_dump_json())
 
 
+def tell_of_outsider(names: Any, digest: str, what: str) -> None:
+    """Tells all that wait that a process of their job ends, since its rank is none: a rank of theirs never comes."""
+    outsider = Outsider(host=socket.gethostname(), pid=os.getpid(), digest=digest, what=what)
+    names.set("outsider", outsider.model_dump_json())
+
+
+def _refuse_outsider(names: Any, membership: Membership, digest: str) -> None:
+    outsider = understood(names.get("outsider"), Outsider) if names.check(["outsider"]) else None
+    if not outsider or outsider.digest != digest:
+        return
+    names.add("read", 1)
+    who = f"process {outsider.pid} on {outsider.host}"
+    raise _start_anew(f"{who} can't take part; it says: {outsider.what}", membership)
+
+
+def _start_anew(what: str, membership: Membership) -> UserError:
+    mend = (f"start all anew, each process with a rank of its own, 0 to {membership.size - 1}",)
+    return UserError(what, "--rank" if membership.started_by == "--init" else "RANK", mend)
+
+
 def _refuse_two(names: Any, membership: Membership, present: dict[int, dict[str, Any]]) -> None:
     """Ends this process too where two were started with one rank: another rank must be missing, and never comes."""
     two = understood(names.get("twice"), Twice) if names.check(["twice"]) else None
@@ -86,8 +106,7 @@ def _refuse_two(names: Any, membership: Membership, present: dict[int, dict[str,
     first = present.get(two.rank)
     also = f" and to process {first['pid']} on {first['host']}" if first else ""
     what = f"rank {two.rank} was given twice: to process {two.pid} on {two.host}{also}"
-    mend = (f"start all anew, each process with a rank of its own, 0 to {membership.size - 1}",)
-    raise UserError(what, "--rank" if membership.started_by == "--init" else "RANK", mend)
+    raise _start_anew(what, membership)
 
 
 def linger(store: Any, key: str, count: int) -> None:
@@ -98,7 +117,7 @@ def linger(store: Any, key: str, count: int) -> None:
             time.sleep(0.02)
 
 
-def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, dict[str, Any]]:
+def _wait_for_names(names: Any, membership: Membership, digest: str, say: Say) -> dict[int, dict[str, Any]]:
     started, warned = time.monotonic(), False
     present: dict[int, dict[str, Any]] = {}
     while True:
@@ -115,6 +134,7 @@ def _wait_for_names(names: Any, membership: Membership, say: Say) -> dict[int, d
         if not missing:
             return present
         _refuse_two(names, membership, present)
+        _refuse_outsider(names, membership, digest)
         waited = time.monotonic() - started
         text = f"{len(present)} of {membership.size} processes are here; missing: rank {_ranges(missing)}"
         if waited > membership.join_timeout_s:

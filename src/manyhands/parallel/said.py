@@ -58,6 +58,15 @@ class Twice(_Said):
     pid: _Pid
 
 
+class Outsider(_Said):
+    """A process whose rank is none of the job's, as it says before it ends: under present/<attempt>/outsider."""
+
+    host: _Name
+    pid: _Pid
+    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2)]
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+
+
 class Told(_Said):
     """Why the first process failed: under failure/<attempt>/text."""
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import known_keys, load_on
 from manyhands.core.errors import UserError
@@ -27,7 +26,7 @@ from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 from manyhands.run.own_code import record_of
 from manyhands.run.predict import list_pictures
-from manyhands.run.train import Outcome, train, train_in_process
+from manyhands.run.train import Outcome, place_of, train, train_in_process
 from manyhands.train.objects import Objects, metric_words
 
 if TYPE_CHECKING:
@@ -218,13 +217,13 @@ def _start(job: Job, objects: Objects, asked: int | None, started: int | None, *
         mend = ("leave processes out: the group's own train together", "or call it before the group is made")
         raise UserError("processes=N starts processes, and this process is in a group of some already", "fit", mend)
     # A launcher's place wins over the job's number of processes.
-    elsewhere = participate(job.cluster).membership is None
+    elsewhere = place_of(job).membership is None
     return train(job, quiet=quiet, objects=objects), elsewhere
 
 
 def _place_of(job: Job) -> Membership:
     """This process's place: in the group that it is in already, as a launcher gave it, or on its own."""
-    return _standing(job.cluster.device, job.cluster.backend) or participate(job.cluster).membership or _on_its_own(job)
+    return _standing(job.cluster.device, job.cluster.backend) or place_of(job).membership or _on_its_own(job)
 
 
 def _standing(device: str, backend: str) -> Membership | None:

@@ -8,14 +8,13 @@ from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.descriptions.inventory import Meeting
-from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import Job
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.shown import say
 from manyhands.run.load import load_worker
-from manyhands.run.train import failure_of
+from manyhands.run.train import failure_of, place_of
 
 
 def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument:
     Raises:
         ManyhandsError: the task failed.
     """
-    membership = participate(job.cluster).membership
+    membership = place_of(job).membership
     if membership is None:
         return run_by_agent(job, {"task": task, **argument})
     work = load_worker("entry").TASKS[task]

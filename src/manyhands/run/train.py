@@ -19,7 +19,7 @@ from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Ending, Watch, first_cause, supervise
 from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.descriptions.machines import machines_of
-from manyhands.cluster.rendezvous import Participation, participate
+from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate
 from manyhands.config.job import Job
 from manyhands.core.claim import claim, new_holder, run_id, set_run_id
 from manyhands.core.errors import (
@@ -97,7 +97,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     Raises:
         ManyhandsError: the run failed; the first cause is in it.
     """
-    participation = Participation(None, meeting=meeting) if meeting else participate(job.cluster)
+    participation = Participation(None, meeting=meeting) if meeting else place_of(job)
     if participation.membership:
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
     if participation.meeting and len(participation.meeting.sizes) == 1:
@@ -106,6 +106,19 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     if participation.meeting:
         return _train_among_machines(job, participation.meeting, quiet=quiet, objects=objects)
     return _train_here(job, Meeting((participation.processes,)), quiet=quiet, objects=objects)
+
+
+def place_of(job: Job) -> Participation:
+    """How this process takes part; where its rank can't be, those that wait for it hear so before this raises.
+
+    Raises:
+        UserError: the flags or variables contradict each other or leave something out.
+    """
+    try:
+        return participate(job.cluster)
+    except RankOutsideError as outside:
+        load_worker("peers").tell_of_outside(job, outside.membership, outside.what)
+        raise
 
 
 def _train_among_machines(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:

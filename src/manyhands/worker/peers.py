@@ -5,7 +5,20 @@ import platform
 import time
 from typing import Any
 
+from manyhands.config.job import Job
 from manyhands.core.records import Failure
+from manyhands.core.world import Membership
+from manyhands.worker.shared_options import shared_options
+
+
+def tell_of_outside(job: Job, membership: Membership, what: str) -> None:
+    """Has all that wait hear that this process, whose rank is none of theirs, ends."""
+    # Its C++ parts would log what is no news here.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from manyhands.parallel.meet import tell_of_outsider
+    from manyhands.parallel.tell import tell_those_who_wait
+
+    tell_those_who_wait(membership, lambda names: tell_of_outsider(names, shared_options(job), what))
 
 
 def first_of_all(group: Any, record: Failure) -> Failure:
