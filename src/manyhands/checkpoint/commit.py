@@ -14,10 +14,7 @@ _FOLDER_SYNC_UNKNOWN = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 @contextmanager
 def staging(folder: Path, step: int) -> Iterator[Path]:
-    """A new temporary folder; what isn't committed at the end is removed.
-
-    It is locked, and the system drops the lock when this process ends, however it ends.
-    """
+    """A new temporary folder, locked while this process lives; what isn't committed at the end is removed."""
     path = folder / layout.temporary_name(step)
     path.mkdir()
     descriptor = os.open(path, os.O_RDONLY)

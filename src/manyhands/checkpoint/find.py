@@ -12,10 +12,7 @@ FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".safetensors")
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and a sentence for each newer one that doesn't.
-
-    The folder need not exist. Steps above the limit are left out without a word.
-    """
+    """The newest checkpoint up to the limit that verifies, and a sentence for each newer one that doesn't."""
     passed_over: list[str] = []
     for path in layout.step_folders(folder):
         if step_limit is not None and (layout.step_of(path) or 0) > step_limit:

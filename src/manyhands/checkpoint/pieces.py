@@ -103,10 +103,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 
 
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
-    """Reads what `describe_pieces` wrote.
-
-    Raises UserError: it says something else than the layouts do, so that values would be missing or read twice.
-    """
+    """Reads what `describe_pieces` wrote. Raises UserError: it isn't what the layouts say."""
     mend = ("this pieces.json was not written by manyhands, or was changed; take another checkpoint",)
     try:
         mesh = make_mesh(content["mesh"], f"{where}: mesh")

@@ -34,10 +34,7 @@ class SavingGroup:
 
 
 def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:
-    """Has every process do its work, which returns JSON data; all results by rank; a collective.
-
-    Raises ManyhandsError: a process's work failed. All processes raise the error of the lowest rank that failed.
-    """
+    """All processes' results (JSON data); a collective. Raises ManyhandsError: that of the first that failed."""
     own: Exception | None = None
     result: Any = None
     try:

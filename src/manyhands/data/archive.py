@@ -51,10 +51,7 @@ def unpack_once(archive: Path) -> Path:
 
 
 def _extract(file: tarfile.TarFile, folder: Path, packed: IO[bytes]) -> None:
-    """Extracts plain files and folders; tarfile's own filter came only with Python 3.11.4.
-
-    Raises TarError: a member is neither, or would be written elsewhere; or the whole is no pictures that were packed.
-    """
+    """Extracts plain files and folders (tarfile's own filter came with 3.11.4). Raises TarError: there is more."""
     most_bytes = max(_LIKELY_BYTES, os.fstat(packed.fileno()).st_size * _MOST_TIMES_PACKED)
     members: list[tarfile.TarInfo] = []
     total = 0

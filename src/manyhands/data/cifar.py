@@ -28,10 +28,7 @@ _MEND = ("fetch it again, or copy it anew",)
 
 
 def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
-    """Reads a layout's files by name, from a folder or from an archive at any depth, read once from front to back.
-
-    Raises UserError: one is missing (but for that of the class names), or the archive is torn.
-    """
+    """A layout's files by name, of a folder or an archive, read front to back. Raises UserError: one is missing."""
     needed = (*layout.train, layout.test)
     names = (*needed, layout.names)
     found: dict[str, bytes] = {}

@@ -102,10 +102,7 @@ def is_divided(root: Path) -> bool:
 
 
 def list_classes(root: Path, *, least: int = 2) -> Listing:
-    """Lists the pictures in root's class folders, at any depth; one folder is enough where classes are known already.
-
-    Raises UserError: there are no class folders, fewer than `least`, or one without pictures.
-    """
+    """The pictures in root's class folders, at any depth. Raises UserError: fewer than `least`, or an empty one."""
     return _list_classes(root, set(), least)[0]
 
 

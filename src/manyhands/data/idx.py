@@ -30,10 +30,7 @@ _MEND = ("delete the file and fetch it again, or copy it anew",)
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions (pictures), [N] for 1 (labels).
-
-    Raises UserError: it isn't such a file, is cut short, or holds more than it says.
-    """
+    """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions, [N] for 1. Raises UserError: none."""
     try:
         with open_file(path) as there, gzip.open(there) if path.suffix == ".gz" else there as file:
             shape = _read_shape(file, path, dimensions)

@@ -14,10 +14,7 @@ _ENOUGH = 10_000
 
 
 def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """What suits pictures uint8 [N, C, S, S]: their size, and mean and deviation of up to 10,000 of them.
-
-    Sums are of whole numbers, so that every machine finds the same values.
-    """
+    """What suits pictures uint8 [N, C, S, S], by up to 10,000 of them; exact sums, so the same on every machine."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(_ENOUGH, count).split(1000):

@@ -27,10 +27,7 @@ class _Places(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _Places) -> Tensor:
-    """Turns this process's piece under one layout into its piece under another, of the same dtype; not differentiable.
-
-    Where nothing was sent the result may be a view of what was given.
-    """
+    """This process's piece under another layout, of the same dtype; it may be a view; not differentiable."""
     for step in steps_between(source, target):
         tensor = _take(step, tensor, extent, grid)
     return tensor

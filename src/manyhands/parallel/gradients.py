@@ -130,8 +130,5 @@ class Gradients:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Says by one sum over each tensor whether all values are finite: no NaN or infinity leaves a sum finite.
-
-    The cheapest pass there is over memory, several times as fast as a norm or isfinite on a CPU.
-    """
+    """Whether all values are finite, by one sum over each tensor: the cheapest pass there is over memory."""
     return all(math.isfinite(tensor.sum().item()) for tensor in tensors)

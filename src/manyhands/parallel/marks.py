@@ -100,10 +100,7 @@ def mark_of(module: nn.Module, name: str) -> Mark | None:
 
 
 def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
-    """How each tensor of the state dict lies, by the marks in the network; gradients are not summed yet.
-
-    Raises UserError: a mark names an axis that the mesh hasn't, or the piece is not what the mark says.
-    """
+    """How each tensor of the state dict lies, by the network's marks. Raises UserError: one doesn't fit the mesh."""
     found: dict[str, TensorLayout] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

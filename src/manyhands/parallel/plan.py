@@ -87,10 +87,7 @@ def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[st
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """What a plan says of ops by name: the pattern that says it, and the letter of each axis that it names.
-
-    Raises UserError: a pattern matches nothing, or its strategy can't be read.
-    """
+    """By op, the pattern that a plan has for it, and letters by axis. Raises UserError: one doesn't fit."""
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -260,10 +257,7 @@ def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) ->
 
 
 def plan_of(options: ParallelOptions, world_size: int) -> Plan:
-    """The plan that a job's options name: a file's, with the pins over it, or the pins alone.
-
-    Raises UserError: the file or a pin is wrong, or the mesh doesn't have as many places as there are processes.
-    """
+    """The plan that a job's options name: a file's, with pins over it, or pins alone. Raises UserError: it is wrong."""
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:

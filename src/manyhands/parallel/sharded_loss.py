@@ -35,10 +35,7 @@ class _Traced(nn.Module):
 
 
 def describe_loss(function: OwnLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
-    """A loss as a graph of ops of which each can do its part of the classes, or why there is none.
-
-    The network's output has `classes`, this type, and lies on this device.
-    """
+    """A loss over so many classes as a graph of ops that can each do a part of them, or why there is none."""
     traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}, and this one can't be looked into ({next(iter(unseen.values()))})"

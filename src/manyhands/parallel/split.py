@@ -19,10 +19,7 @@ from manyhands.parallel.weights import cut_alike
 
 
 def split(model: nn.Module, world: World, request: ModeRequest) -> NetworkOnMesh:
-    """Cuts a network, in training, whole and equal on all processes, by a plan: its parameters become pieces.
-
-    Raises UserError: the plan doesn't fit the network, the mesh or the number of processes.
-    """
+    """Cuts a network, in training and equal on all processes, by a plan. Raises UserError: the plan doesn't fit."""
     plan = request.plan
     if plan is None:
         raise UserError("this mode needs a plan", "parallel", ('--pin "fc=n@dp o@tp"', "or --parallel.plan plan.json"))

@@ -36,10 +36,7 @@ def standing_membership(device: str, backend: str) -> Membership | None:
 
 
 def _device_and_backend(distributed: Any, wanted: str) -> tuple[str, str]:
-    """What this process computes on ("auto": by its place on the machine), and what of the group's backends serves it.
-
-    A group of gloo alone means the CPU, also on a machine with accelerators.
-    """
+    """What this process computes on, and the group's backend for that; a group of gloo alone means the CPU."""
     import torch
 
     from manyhands.core.devices import accelerator

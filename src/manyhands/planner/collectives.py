@@ -91,10 +91,7 @@ def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
-    """Between ops; what several readers want alike is converted once.
-
-    A reader that only asks for a size gives no gradient back.
-    """
+    """Between ops; what several readers want alike is converted once; who only asks for a size gives no gradient."""
     readers: dict[tuple[str, Layout, Layout], list[Op]] = {}
     for giver, reader, place in update.graph.edges():
         if giver.extents:

@@ -50,10 +50,7 @@ def elimination_order(
 
 
 class Elimination:
-    """One pass over the nodes: the minimum, an assignment that has it, and least sums by choice.
-
-    `nodes` has a table for each node, `pairs` one for each pair (a, b), a < b.
-    """
+    """One pass over nodes and pairs (a < b): the minimum, an assignment that has it, and least sums by choice."""
 
     def __init__(self, order: EliminationOrder, nodes: Sequence[Matrix], pairs: dict[tuple[int, int], Matrix]) -> None:
         self._order = order

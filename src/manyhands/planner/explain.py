@@ -110,10 +110,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path, title: str = "") -> None:
-    """Draws layers × devices into a PNG or SVG file; a colour for each letter, a stripe for each axis.
-
-    Raises UserError: the file's ending is another, or a layer's letters don't fit the mesh.
-    """
+    """Draws layers × devices: a colour a letter, a stripe an axis. Raises UserError: no PNG or SVG, or odd letters."""
     ending = file.suffix.lower()
     if ending not in (".png", ".svg"):
         raise UserError(f'a picture ends in .png or .svg, not "{ending}"', str(file), ("plan.png", "plan.svg"))

@@ -41,10 +41,7 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Options that differ from the folder's job.toml, which says what was trained last.
-
-    Two spellings of one path are no change. Raises UserError: job.toml is not TOML.
-    """
+    """Options that differ from the folder's job.toml, paths by what they mean. Raises UserError: it is no TOML."""
     if not folder.exists():
         return []
     former = written_values(folder.job)

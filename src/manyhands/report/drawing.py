@@ -27,10 +27,7 @@ _MOST_POINTS = 600
 
 @contextmanager
 def house_style(fonts: Sequence[str] = ("DejaVu Sans",)) -> Iterator[None]:
-    """Everything that is drawn or saved inside looks alike, and says nothing on the terminal.
-
-    For letters that a font lacks the next one is taken.
-    """
+    """Whatever is drawn inside looks alike, without a word on the terminal; for what a font lacks the next is taken."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -77,10 +77,7 @@ def _nearly_square(rows: int, columns: int) -> tuple[int, int]:
 
 
 def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
-    """Places of tensors whose gradients leave together, in the order of a backward pass: from the last on.
-
-    The shapes are of all parameters, in the order of the forward pass, `rank` is that of thin factors.
-    """
+    """Places of tensors whose gradients leave together, from the last on; shapes in the order of the forward pass."""
     ranks = rank_shapes(shapes, rank)
     sent = {matrix.place: matrix.rank * (matrix.rows + matrix.columns) / 2 for matrix in ranks.matrices}
     sent |= {place: float(math.prod(shapes[place])) for place in ranks.rest}

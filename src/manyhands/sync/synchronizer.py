@@ -110,10 +110,7 @@ class Synchronizer:
         """`step` updates have been made."""
 
     def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        """Suits the pace to what all processes have measured, alike on all; the new pace, None where it stays.
-
-        Seconds of a step of each process, and of its last exchange (0 where it had none).
-        """
+        """Suits the pace to all processes' seconds of a step, and of an exchange (0: none); the new one, if any."""
 
     def finish(self, step: int) -> None:
         """Leaves all processes with one network, at the end of training; a collective."""

@@ -147,10 +147,7 @@ class RankTable(_Part):
 
 
 def typed(document: Document) -> RankTable:
-    """The table, each value of the right kind; how values fit together is not looked at.
-
-    Raises UserError: a value is missing, misspelt, a placeholder or of a wrong kind; the first in the file is named.
-    """
+    """The table, each value of the right kind. Raises UserError: one is wrong or missing; the file's first is named."""
     _check_layout(document)
     _check_spelling(document, document.value, (), RankTable)
     try:

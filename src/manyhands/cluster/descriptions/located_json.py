@@ -48,11 +48,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def parse(text: str, where: str) -> Document:
-    """Reads JSON.
-
-    Raises UserError: it is not JSON, or far larger than a description of a cluster, or one object has a key twice with
-    different values.
-    """
+    """Reads JSON. Raises UserError: it is none, far too large, or has a key twice with different values."""
     if len(text) > MOST_TEXT_BYTES or text.count(",") > _MOST_VALUES:
         raise UserError("this is far larger than a description of machines", where, ("give another file",))
     reader = _Reader(without_halves(text.removeprefix("\ufeff")), where)

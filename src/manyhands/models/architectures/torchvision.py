@@ -66,10 +66,7 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """Makes the network with torchvision's published weights; other than 1000 classes get new, random heads.
-
-    Raises UserError: the weights are neither on disk nor to be had, or hold anything but tensors.
-    """
+    """The network with published weights; other than 1000 classes get new heads. Raises UserError: none to be had."""
     weights = _published(name)
     path = fetch_weights(weights.url)
     try:

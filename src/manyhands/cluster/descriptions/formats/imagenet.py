@@ -61,10 +61,7 @@ class Nodes:
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
-    """Which node this is, from the flags, and with `--dist-url env://` from the environment where they don't say.
-
-    Raises UserError: the flags contradict each other or the environment, or leave something out.
-    """
+    """This node, by the flags, or the environment with `--dist-url env://`. Raises UserError: they contradict."""
     variables = os.environ if environment is None else environment
     _check_launcher(flags, variables)
     by_environment = (flags.dist_url or "").startswith("env://")

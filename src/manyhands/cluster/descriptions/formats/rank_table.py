@@ -39,10 +39,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads and checks the whole table, with the fields that a Cluster has no place for.
-
-    Raises UserError: it is not a rank table, still being written, a placeholder, or breaks one of HCCL's rules.
-    """
+    """The table, checked, with what a Cluster has no place for. Raises UserError: it isn't whole, or breaks a rule."""
     document = parse(text, where)
     table = typed(document)
     if table.status == "initializing":

@@ -23,10 +23,7 @@ SAVE_S = 120
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """One task of a step with several; None in a batch script or shell, whose variables look alike but for the step's.
-
-    Raises UserError: the variables are incomplete or contradict each other.
-    """
+    """One task of a step with several; None in a batch script or shell. Raises UserError: variables contradict."""
     if not _in_step(environment):
         return None
     size = number(environment, "SLURM_STEP_NUM_TASKS")
@@ -135,10 +132,7 @@ def recognise(path: str, text: str) -> bool:
 
 
 def write(cluster: Cluster) -> str:
-    """A batch script for exactly these machines.
-
-    Raises UserError: Slurm can't be told so: unequal numbers of processes, chosen devices, an address to meet at.
-    """
+    """A batch script for exactly these machines. Raises UserError: Slurm can't be told so, as of chosen devices."""
     slots = {machine.slots for machine in cluster.machines}
     if len(slots) != 1 or 0 in slots:
         raise _cannot("needs one number of processes, the same on each machine", "write slots=4 behind each host")

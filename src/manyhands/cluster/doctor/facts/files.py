@@ -21,10 +21,7 @@ BUILT_IN = ("digits", "synthetic", "synthetic:")
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """The folder's code: a hash for each file, a common one, and git's revision.
-
-    Without hidden folders, virtual environments and runs; "whole" is false where there is more than is looked at.
-    """
+    """A hash of each file of code, a common one, and git's revision; "whole" is false where not all was looked at."""
     if not folder.is_dir():
         return {"exists": False, "path": str(folder.absolute())}
     files: dict[str, str] = {}
