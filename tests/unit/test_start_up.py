@@ -10,8 +10,6 @@ from manyhands.config.load import load_job
 
 COMMAND = "from manyhands.cli.main import main\ntry:\n    main({})\nexcept SystemExit:\n    pass"
 LIGHT = {
-    "help": COMMAND.format(["--help"]),
-    "train help": COMMAND.format(["train", "--help"]),
     "explain": COMMAND.format(["explain", "-n", "2"]),
     "config": COMMAND.format(["train", "--show-config"]),
     "ps": COMMAND.format(["ps", "--json"]),
@@ -21,8 +19,6 @@ LIGHT = {
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
     "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
     "doctor": COMMAND.format(["doctor"]),
-    "checkpoint help": COMMAND.format(["checkpoint", "--help"]),
-    "merge help": COMMAND.format(["checkpoint", "merge", "--help"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
     "launcher": "from manyhands.cluster import rendezvous; from manyhands.cluster.agents import start, supervise",
 }
