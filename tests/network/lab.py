@@ -28,7 +28,7 @@ CARRIED = ("MANYHANDS_DATA", "MANYHANDS_CACHE", "HF_HOME")
 # On a lab's bridge: this word, its owner's process id and start, the number of hosts, its folder.
 ALIAS = "manyhands-lab"
 # Nothing here waits so long unless it hangs.
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 def why_not():
@@ -127,7 +127,7 @@ class Lab:
     def run(self, host, arguments, **options):
         """Runs a command in a host to its end and gives what it printed."""
         command = self._inside(host, arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
         if done.returncode:
             raise RuntimeError(f"in n{host}, {shlex.join(map(str, arguments))}: {done.stderr.strip()}")
         return done.stdout

@@ -26,7 +26,7 @@ def doctor(lab, *arguments, hosts="n1,n2,n3", code=None):
     done = subprocess.run(
         [sys.executable, "-m", "manyhands", "doctor", *arguments, "--hosts", hosts, "--json",
          "--set", f"cluster.ssh={lab.ssh}"],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
