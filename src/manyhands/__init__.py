@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from manyhands.sync.options import SyncOptions
     from manyhands.train.epoch_end import EpochEnd
     from manyhands.train.evaluate import Evaluation
-    from manyhands.train.session import Session
-    from manyhands.train.split_model import SplitModel
+    from manyhands.train.session import Session, SessionSamples
     from manyhands.train.trained import Trained
-    from manyhands.worker.own_process import parallelize
     from manyhands.worker.plan_search import find_plan
 
 _HOMES = {
@@ -57,7 +55,7 @@ _HOMES = {
     "RunError": "manyhands.core.errors",
     "RunOptions": "manyhands.config.job",
     "Session": "manyhands.train.session",
-    "SplitModel": "manyhands.train.split_model",
+    "SessionSamples": "manyhands.train.session",
     "Subgroup": "manyhands.parallel.collectives",
     "SubmitOptions": "manyhands.config.job",
     "SyncOptions": "manyhands.sync.options",
@@ -69,7 +67,6 @@ _HOMES = {
     "fit": "manyhands.run.python",
     "load": "manyhands.run.python",
     "open_mesh": "manyhands.parallel.grid",
-    "parallelize": "manyhands.worker.own_process",
     "predict": "manyhands.run.python",
     "register_rule": "manyhands.parallel.tracing",
     "session": "manyhands.run.python",
@@ -79,9 +76,9 @@ _HOMES = {
 __all__ = [
     "Axis", "CheckpointOptions", "ClusterOptions", "DataOptions", "EpochEnd", "Evaluation", "EvaluationDetail",
     "EvaluationMetrics", "Finding", "GradientCheck", "Grid", "Job", "ManyhandsError", "Mesh", "ModelOptions",
-    "ParallelOptions", "Parameter", "Plan", "Run", "RunError", "RunOptions", "Session", "SplitModel", "Subgroup",
+    "ParallelOptions", "Parameter", "Plan", "Run", "RunError", "RunOptions", "Session", "SessionSamples", "Subgroup",
     "SubmitOptions", "SyncOptions", "TrainOptions", "Trained", "UserError", "evaluate", "find_plan", "fit", "load",
-    "open_mesh", "parallelize", "predict", "register_rule", "session", "verify_gradients",
+    "open_mesh", "predict", "register_rule", "session", "verify_gradients",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh
 from manyhands.parallel.plan import Plan
-from manyhands.train.split_model import SplitModel
+from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, CLASSES = 5, 7
@@ -64,7 +64,7 @@ def _batch():
 def _cut(world, loss, mesh, ops):
     net = _network()
     x, labels = _batch()
-    model = SplitModel(net, Plan(parse_mesh(mesh), ops), x[0], world, loss)
+    model = CutNetwork(net, Plan(parse_mesh(mesh), ops), x[0], world, loss)
     value = model.backward(x, labels)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -125,7 +125,7 @@ def _document(world):
     truth = net.weight.grad.clone()
     net.weight.grad = None
     plan = Plan(parse_mesh("dp=2"), {"matmul": "{(1, 1),(1, 2)}"})
-    model = SplitModel(net, plan, x[0], world, lambda output, labels: (output[:, 0] - labels).square().mean())
+    model = CutNetwork(net, plan, x[0], world, lambda output, labels: (output[:, 0] - labels).square().mean())
     model.backward(x, wanted)
     columns = slice(64 * world.rank, 64 * (world.rank + 1))
     error = float((net.weight.grad - truth[:, columns]).abs().max())

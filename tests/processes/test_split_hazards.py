@@ -8,7 +8,7 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh
 from manyhands.parallel.plan import Plan
-from manyhands.train.split_model import SplitModel
+from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES = 6
@@ -78,7 +78,7 @@ def _split(world, make, ops, loss=None, calls=1):
     x = torch.randn(SAMPLES, 12, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 4, (SAMPLES,), generator=generator)
     expected, wanted = _reference(make, x, y, loss or F.cross_entropy, calls)
-    model = SplitModel(net, Plan(parse_mesh(f"dp={world.size}"), ops), x[0], world, loss)
+    model = CutNetwork(net, Plan(parse_mesh(f"dp={world.size}"), ops), x[0], world, loss)
     for _ in range(calls):
         value = model.backward(x, y)
     gradients = {}

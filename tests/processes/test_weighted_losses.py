@@ -30,7 +30,7 @@ from manyhands.train.job import build
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.prove import settle_loss
 from manyhands.train.session import Session
-from manyhands.train.split_model import SplitModel
+from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
 
 WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5])
@@ -165,7 +165,7 @@ def _cut(world, name):
     torch.manual_seed(2)
     pictures, labels = torch.randn(13, 1, 4, 4), torch.arange(13) % 5
     mesh = Plan(parse_mesh(f"dp={world.size}"), {"1": "o@dp"})
-    model = SplitModel(_network(), mesh, pictures[0], world, LOSSES[name])
+    model = CutNetwork(_network(), mesh, pictures[0], world, LOSSES[name])
     loss = model.backward(pictures, labels)
     gradients = [_whole(key, one, model.network) for key, one in model.inner.named_parameters()]
     return loss, gradients, [(pictures, labels)]
@@ -178,23 +178,29 @@ def test_a_network_that_its_user_cuts_has_the_same_gradient(name):
         assert loss == pytest.approx(LOSSES[name](_network()(whole_batch[0][0]), whole_batch[0][1]).item())
 
 
-def _loop(world):
+def _loop(world, micro_batch):
     """A loop of one's own, which says what its samples count for."""
-    here = Session(world, load_job({"data.name": "objects"}, environment={}).job)
+    settings = {"data.name": "objects", "train.micro_batch": micro_batch}
+    here = Session(world, load_job(settings, environment={}).job)
     pictures, labels = torch.randn(13, 1, 4, 4, generator=torch.Generator().manual_seed(2)), torch.arange(13) % 5
-    network = _network()
-    model, _, samples = here.prepare(
+    network, gradients = _network(), []
+    model, optimizer, samples = here.prepare(
         network, torch.optim.SGD(network.parameters()), TensorDataset(pictures, labels), batch=13
     )
     for x, y in samples:
         here.backward(LOSSES["weight"](model(x), y), WEIGHTS[y].sum())
-    return [parameter.grad for parameter in network.parameters()], [(pictures, labels)]
+        gradients = [parameter.grad.clone() for parameter in network.parameters()]
+        optimizer.step()
+    return here.mean_loss(), gradients, [(pictures, labels)]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_loop_of_ones_own_says_what_its_samples_count_for(size):
-    for gradients, whole_batch in run_on_ranks(_loop, size):
+@pytest.mark.parametrize(("size", "micro_batch"), [(1, 0), (1, 4), (3, 0), (3, 2)])
+def test_a_loop_of_ones_own_says_what_its_samples_count_for(size, micro_batch):
+    for loss, gradients, whole_batch in run_on_ranks(_loop, size, micro_batch):
         torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], whole_batch))
+        assert loss == pytest.approx(
+            LOSSES["weight"](_network()(whole_batch[0][0]), whole_batch[0][1]).item(), rel=1e-6
+        )
 
 
 NOT_SUMS = {

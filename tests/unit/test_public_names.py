@@ -12,15 +12,14 @@ import manyhands
 NAMES = {
     "Axis", "CheckpointOptions", "ClusterOptions", "DataOptions", "EpochEnd", "Evaluation", "EvaluationDetail",
     "EvaluationMetrics", "Finding", "GradientCheck", "Grid", "Job", "ManyhandsError", "Mesh", "ModelOptions",
-    "ParallelOptions", "Parameter", "Plan", "Run", "RunError", "RunOptions", "Session", "SplitModel", "Subgroup",
+    "ParallelOptions", "Parameter", "Plan", "Run", "RunError", "RunOptions", "Session", "SessionSamples", "Subgroup",
     "SubmitOptions", "SyncOptions", "TrainOptions", "Trained", "UserError", "evaluate", "find_plan", "fit", "load",
-    "open_mesh", "parallelize", "predict", "register_rule", "session", "verify_gradients",
+    "open_mesh", "predict", "register_rule", "session", "verify_gradients",
 }  # fmt: skip
 # What may be Any, and why.
 ANY_ON_PURPOSE = {
     "Grid.group": "a group of torch's, None where there is one process",
     "Plan.as_plain": "JSON data",
-    "SplitModel.forward": "whatever the user's network gives",
 }
 # What exported classes give to our own code, and no user holds.
 BEHIND = {"PlanRecord", "World"}

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,18 @@ class Gradients:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         return autocast(self.precision, self.world.device)
+
+    @contextlib.contextmanager
+    def own_forward(self, *, last: bool) -> Iterator[None]:
+        """Around a forward and `backward_of` of somebody else's; `last` as `backward_of` takes it."""
+        with contextlib.nullcontext() if last else self.network.no_sync(), self.autocast():
+            yield
+
+    def not_forward(self) -> contextlib.AbstractContextManager[object]:
+        """Undoes `autocast` within it, for what isn't a forward pass."""
+        if self.precision not in AUTOCAST:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.partition(":")[0], enabled=False)
 
     def forward_backward(
         self,

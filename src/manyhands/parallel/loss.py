@@ -23,12 +23,13 @@ def summed_over_samples(loss: Tensor, count: int) -> Tensor:
 class SplitLoss:
     """A loss function over what a split network gives in training.
 
-    `loss_fn`, of outputs and labels int64 [n], gives the sum [] of losses and the logits [n, C]; for uncut classes. For
-    cut ones there are cross-entropy's smoothing, or the graph of the user's own loss.
+    `loss_fn`, of outputs and labels int64 [n], gives the sum [] of losses and the logits [n, C]; for uncut classes, and
+    None where the user computes it. For cut ones there are cross-entropy's smoothing, or the graph of the user's own
+    loss.
     """
 
     def __init__(
-        self, network: SplitNetwork, loss_fn: LossFn, smoothing: float = 0.0, own: Graph | None = None
+        self, network: SplitNetwork, loss_fn: LossFn | None = None, smoothing: float = 0.0, own: Graph | None = None
     ) -> None:
         self._network, self._loss_fn, self._smoothing = network, loss_fn, smoothing
         letters = network.letters[LOSS]
@@ -46,6 +47,7 @@ class SplitLoss:
         """The sum [] of this process's losses, and scores [n, …] whose largest is at the numbers [n] where right."""
         labels = self.labels(labels)
         if not self._classes:
+            assert self._loss_fn is not None
             loss, logits = self._loss_fn(output, labels)
             return loss, logits, labels
         grid = self._network.grid

@@ -134,6 +134,16 @@ class ParallelNetwork:
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, part.shape.batch)
         return part.inputs, part.labels
 
+    def own_labels(self, labels: Tensor) -> Tensor:
+        """The labels of what `call` gives in training here, from those that `begin` gives; for a loss of the user's."""
+        return labels
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """All tensors whole, on the CPU, under the network's own names; a collective where processes hold pieces."""
+        state = dict(self.inner.state_dict().items())
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
+
     def counted(self, part: MicroBatch, labels: Tensor) -> int:  # noqa: ARG002 - of those who compute the same loss
         """Samples of a loss that this process reports, of `labels` that it has computed it for."""
         return part.share.count

@@ -7,7 +7,6 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.core.layouts import bounds
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.convert import convert, gather_whole
 from manyhands.parallel.execute import shard_tensor
@@ -29,6 +28,8 @@ class NetworkOnMesh(ParallelNetwork):
     move_statistics: Callable[[], None]  # moves BatchNorm's running statistics
     # makes the loss function one for this network's outputs; None where they are as a whole network's
     make_loss_fn: Callable[[LossFn, float], LossFnWithLabels] | None = None
+    # of the labels of a process's inputs, those of its outputs; None where they are the same
+    labels_of_outputs: Callable[[Tensor], Tensor] | None = None
     whole_outputs: bool = True  # in evaluation each process gets the outputs of all samples; False: of its own
     together: ClassVar[bool] = True
 
@@ -70,6 +71,10 @@ class NetworkOnMesh(ParallelNetwork):
         return part.inputs[: part.share.count], part.labels[: part.share.count]
 
     @override
+    def own_labels(self, labels: Tensor) -> Tensor:
+        return self.labels_of_outputs(labels) if self.labels_of_outputs else labels
+
+    @override
     def counted(self, part: MicroBatch, labels: Tensor) -> int:
         return len(labels) if self.counts else 0
 
@@ -106,18 +111,12 @@ class NetworkOnMesh(ParallelNetwork):
     def gather_outputs(self, rows: Tensor, count: int) -> Tensor:
         return rows if self.whole_outputs else self.gather_rows(rows, count)
 
-    def own_rows(self, rows: Tensor) -> Tensor:
-        """This process's rows of a batch that all have; they are the next to be computed."""
-        self.grid.batch = len(rows)
-        edges, place = bounds(len(rows), self.grid.parts(self.input_axes)), self.grid.place(self.input_axes)
-        return rows[edges[place] : edges[place + 1]]
-
     @override
     def piece(self, name: str, tensor: Tensor) -> Tensor:
         return shard_tensor(tensor, self.layouts[name], self.grid)
 
+    @override
     def whole_state_dict(self) -> dict[str, Tensor]:
-        """All tensors whole, on the CPU, under the network's own names; a collective."""
         state = self.inner.state_dict().items()
         return {name: gather_whole(one.detach(), self.layouts[name], self.grid).cpu() for name, one in state}
 

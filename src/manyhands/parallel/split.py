@@ -51,6 +51,7 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> NetworkOnMesh
         begin_micro_batch=network.begin_micro_batch,
         move_statistics=network.finish_update,
         make_loss_fn=lambda loss_fn, smoothing: SplitLoss(network, loss_fn, smoothing, sharded_loss),
+        labels_of_outputs=SplitLoss(network).labels,
         plan=Plan(
             plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, {**plan.about, "notes": graph.notes}
         ),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import known_keys, load_on
 from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
 from manyhands.core.named_code import announce
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
@@ -26,7 +27,7 @@ from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 from manyhands.run.own_code import record_of
 from manyhands.run.predict import list_pictures
-from manyhands.run.train import Outcome, place_of, train, train_in_process
+from manyhands.run.train import UNKNOWN, Outcome, place_of, run_folder, train, train_in_process
 from manyhands.train.objects import Objects, metric_words
 
 if TYPE_CHECKING:
@@ -322,17 +323,33 @@ def _place(run: Run | str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def session(*, job: JobLike = None, **settings: Any) -> "Iterator[Session]":
+def session(*, job: JobLike = None, out: str | Path | None = None, **settings: Any) -> "Iterator[Session]":
     """This process among all of a run, for a training loop of the user's own.
 
     Args:
         job: a Job or the path of a job.toml; what is given beside it wins over what it says.
-        settings: options of the train section that a session uses: seed, norm_group, evaluate_batch.
+        out: the run folder, in which each epoch is saved, and from which a loop over `epochs` goes on; None for none.
+        settings: options of the train section (seed, norm_group, micro_batch, precision, clip …), or of any section as
+            section__name. The learning rate is the user's own, unless schedule is given, with epochs.
 
     Yields:
-        A Session: rank, size, device, collectives, new_group, prepare, backward, evaluate.
+        A Session: rank, size, device, collectives, new_group, prepare, epochs, backward, evaluate, save.
     """
-    settled = load_on(job, {**_flags(settings, "session"), "data.name": OBJECTS}).job
+    loaded = load_on(job, {**_flags(settings, "session"), "data.name": OBJECTS, "run.out": str(out) if out else None})
+    settled = loaded.job
+    scheduled = not loaded.origins.get("train.schedule", "recipe").startswith("recipe")
+    if scheduled and settled.train.schedule != "constant" and "train.epochs" not in loaded.origins:
+        mend = (f"session(schedule={settled.train.schedule!r}, epochs=30)",)
+        raise UserError("a schedule needs the number of epochs", "session", mend)
     program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
-    with load_worker("own_process").opened(settled, _place_of(settled), program) as opened:
+    place = _place_of(settled)
+    open_session = load_worker("own_process").opened
+    with _folder_of(settled, place) as folder, open_session(settled, place, program, folder, scheduled) as opened:
         yield opened
+
+
+def _folder_of(job: Job, place: Membership) -> contextlib.AbstractContextManager[RunFolder | None]:
+    """The run folder where one is asked for, which rank 0 keeps."""
+    if not job.run.out:
+        return contextlib.nullcontext()
+    return contextlib.nullcontext(UNKNOWN) if place.rank else run_folder(job)

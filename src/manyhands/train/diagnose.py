@@ -86,7 +86,7 @@ def explain_gradient(updater: "Updater", update: UpdateShare, step: int) -> RunE
 
 
 def explain_piece(model: nn.Module, world: World, step: int) -> RunError:
-    """The error for a gradient of a cut network that is not finite.
+    """The error for a gradient that is not finite, of a cut network, or where the user computes the loss.
 
     Other processes may hold nothing of that parameter, so this one says it without them.
     """

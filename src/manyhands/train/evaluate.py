@@ -180,7 +180,8 @@ class Evaluator:
             filled = max(length, self._together.most_parts) if self._together else length
             if self._together:
                 labels = self._together.gather_rows(labels, filled)[:length]
-            logits = main_and_auxiliary(model(batch.images))[0].float()
+            logits = main_and_auxiliary(model(batch.images))[0]
+            logits = logits if logits.dtype == torch.float64 else logits.float()
             if self._together:
                 logits = self._together.gather_outputs(logits, filled)
             logits = logits[:length]

@@ -17,7 +17,7 @@ _DROPS_BRANCHES = ("stochasticdepth", "droppath", "drop_path")
 def exceptions(trainer: Trainer) -> list[str]:
     """The exceptions from "the same at any number of processes" that are in force."""
     loss_fn = trainer.update.loss_fn
-    loss = [loss_fn.dependent] if loss_fn.dependent else []
+    loss = [loss_fn.dependent] if loss_fn and loss_fn.dependent else []
     return [*loss, *_of_norms(trainer), *_of_draws(trainer), *_of_sync(trainer)]
 
 

@@ -102,7 +102,7 @@ def build(
     order, cut = order_and_cut(
         job, samples.splits, world, mode, network, together=not synced.synchronizer.own_statistics
     )
-    _refuse_small_micro_batches(order, cut, network)
+    refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
         model.compile()
     optimizer = make_optimizer(model, job.train, sharded=network.sharded, own=objects.optimizer)
@@ -145,7 +145,7 @@ def build(
         test=make_tester(samples, len(classes), job, network, update, metrics),
         standing=synced.standing,
         at_epoch_end=objects.at_epoch_end,
-        release=lambda: _release(samples, restore_norms, network, synced.synchronizer),
+        release=lambda: release(samples, restore_norms, network, synced.synchronizer),
     )
     if found:
         resume(trainer, found)
@@ -185,7 +185,7 @@ def _refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal,
         raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
 
 
-def _refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
+def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
     """Raises UserError where a pass has fewer samples than some op shares out: not all ops know what nothing is."""
     parts, counts = network.most_parts, {min(order.batch, order.length)}
     if not order.drop_last:
@@ -272,12 +272,13 @@ def _watcher(synced: ChosenSync, world: World) -> Watcher | None:
     return Watcher(synced.synchronizer, synced.cost, world, gather_plain(platform.node(), world))
 
 
-def _release(
+def release(
     samples: DataSetup,
     restore_norms: Callable[[], None],
     network: ParallelNetwork,
     synchronizer: Synchronizer,
 ) -> None:
+    """Gives back what a trainer took: processes of loaders, groups, hooks, and the network's own BatchNorm."""
     synchronizer.close()
     samples.close()
     network.release()

@@ -42,7 +42,7 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
     if progress.owed and _conclude(trainer, stop):
         save(trainer)
     while not trainer.done():
-        for update in _waited_for(trainer):
+        for update in waited_for(trainer):
             trainer.heart.beat()
             started = time.perf_counter()
             trainer.update(update, progress.step)
@@ -50,7 +50,7 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
             trainer.note_stall(trainer.heart.updated(progress.step), time.perf_counter() - started)
             if trainer.done():
                 trainer.synchronizer.finish(progress.step)
-            if _attend(trainer, stop):
+            if attend(trainer, stop):
                 return "stopped"
             if trainer.done():
                 break
@@ -62,7 +62,7 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
     return "finished"
 
 
-def _waited_for(trainer: Trainer) -> Iterator[UpdateShare]:
+def waited_for(trainer: Trainer) -> Iterator[UpdateShare]:
     """The rest of the current epoch's updates; counts the time spent waiting for them."""
     updates = trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch)
     while True:
@@ -75,7 +75,7 @@ def _waited_for(trainer: Trainer) -> Iterator[UpdateShare]:
         yield update
 
 
-def _attend(trainer: Trainer, stop: StopSignal) -> bool:
+def attend(trainer: Trainer, stop: StopSignal) -> bool:
     """What may follow an update: agreeing, proving, evaluating, saving. True when the run is to stop."""
     progress, order = trainer.progress, trainer.feed.order
     epoch_ends = progress.step_in_epoch == 0
@@ -101,6 +101,8 @@ def _attend(trainer: Trainer, stop: StopSignal) -> bool:
         if not progress.owed:
             tell_of_epoch(trainer)
         save_last(trainer)
+    elif trainer.own_loop and epoch_ends:
+        pass  # what the user's own loop does at an epoch's end belongs to what is saved there
     elif _conclude(trainer, stop) or status.save or trainer.save_due_by_step():
         save(trainer)
     return status.stop

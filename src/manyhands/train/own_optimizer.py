@@ -65,8 +65,14 @@ def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def mark_own(optimizer: torch.optim.Optimizer) -> None:
+    """Notes that an optimizer is the user's, whose rates nobody else moves."""
+    for group in optimizer.param_groups:
+        group[_OF_PEAK] = 1.0
+
+
 def is_own(optimizer: torch.optim.Optimizer) -> bool:
-    """True for what `make_own` has made."""
+    """True for what `make_own` has made or `mark_own` noted."""
     return _OF_PEAK in optimizer.param_groups[0]
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from manyhands.config.job import Job
 from manyhands.core.devices import wait_for
@@ -151,10 +152,24 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     if update.world.size < 3 or not update.network.runs_alone:
         return
     batch = _samples(loader, count)
-    share = Share(0, count, (), ())
+    part = LoadedMicroBatch(Share(0, count, (), ()), batch)
     with _unchanged(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
-        update.add_gradients(UpdateShare([LoadedMicroBatch(share, batch)], count), 0)
+        if update.loss_fn is None:
+            _of_outputs(update, part, count)
+        else:
+            update.add_gradients(UpdateShare([part], count), 0)
     update.measured.take()
+
+
+def _of_outputs(update: Updater, part: LoadedMicroBatch, count: int) -> None:
+    """Gradients of the sum of all outputs, where the loss is the user's."""
+    inputs, _ = update.network.begin(part.micro_batch(count, 0))
+    with update.gradients.autocast():
+        outputs = tree_leaves(update.network.call(inputs))
+    sums = [one.float().sum() for one in outputs if isinstance(one, Tensor) and one.requires_grad]
+    if sums:
+        update.gradients.backward_of(torch.stack(sums).sum())
+        update.gradients.finish()
 
 
 def _samples(loader: Loader, count: int) -> Batch:

@@ -37,6 +37,15 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     trainer.synchronizer.average_buffers(progress.step)
     with trainer.synchronizer.averaged():
         found = trainer.evaluate(lambda: trainer.heart.beat() or stop)
+    best = record_evaluation(trainer, found)
+    trainer.status_round.leave_out(time.perf_counter() - started)
+    trainer.phase = "train"
+    return best
+
+
+def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
+    """Notes an evaluation of the network as it is now; True when it is the best so far."""
+    progress = trainer.progress
     progress.evaluated_step, progress.owed = progress.step, False
     best = found.top1 > progress.best_top1
     if best:
@@ -58,8 +67,6 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     detail = describe(found, trainer)
     for name in ("last", "best") if best else ("last",):
         trainer.journal.detail(name, detail)
-    trainer.status_round.leave_out(time.perf_counter() - started)
-    trainer.phase = "train"
     return best
 
 
@@ -85,6 +92,7 @@ def save(trainer: Trainer) -> None:
     trainer.phase = "save"
     extra = {"job": trainer.digest, "classes": list(trainer.classes), "model": trainer.job.model.name}
     extra[STATE_KEY] = trainer.trained.model_dump(mode="json")
+    extra.update(trainer.noted())
     extra["sync"] = {**asdict(trainer.sync), "processes": trainer.world.size}
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()

@@ -1,49 +1,41 @@
-"""A user's own training loop among other processes: who am I, collectives, and the pieces of the law.
+"""A user's own training loop among other processes: who am I, collectives, and the same updates as `fit`'s.
 
 Under plain `python` the session is one process; under torchrun or with `--init`'s variables it joins the group.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.config.job import Job
-from manyhands.core.errors import UserError
-from manyhands.core.seeds import derive
-from manyhands.core.shown import say
+from manyhands.core.errors import EXIT_SAVED, UserError
+from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.open import from_objects, resolve_pixels
 from manyhands.data.options import DataOptions
-from manyhands.data.order import BatchSharing, Order, told_of_batch
 from manyhands.data.splits import check_labels
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.apply import apply_mode, make_equal, resolve_mode
 from manyhands.parallel.collectives import Subgroup, new_group, whole
-from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.options import USUAL_MODE
-from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.evaluate import Evaluation, Evaluator
-from manyhands.train.feed import Feed
+from manyhands.parallel.gradients import autocast
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.data_setup import make_loader
+from manyhands.train.evaluate import Evaluation
+from manyhands.train.evaluators import make_evaluator
+from manyhands.train.loop import attend, waited_for
 from manyhands.train.loss import something
 from manyhands.train.objects import metric_words
 from manyhands.train.own_metrics import make_metrics
-
-
-@dataclass
-class PreparedNetwork:
-    """A network, its optimizer, and each epoch's samples, ready for this process's part of the work."""
-
-    network: ParallelNetwork
-    gradients: Gradients
-    optimizer: torch.optim.Optimizer
-    feed: Feed
+from manyhands.train.own_update import OwnUpdate
+from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepare_trainer
+from manyhands.train.prepared import PreparedOptimizer, hold_back, scheduler_state
+from manyhands.train.saving import record_evaluation, save
+from manyhands.train.stopping import StopSignal
+from manyhands.train.trainer import Trainer
 
 
 class Session(Subgroup):
@@ -51,16 +43,41 @@ class Session(Subgroup):
 
     Attributes:
         world: rank, size, device and so on.
-        job: the settings in force (seed, norm_group, micro_batch are used).
+        job: the settings in force.
     """
 
-    def __init__(self, world: World, job: Job) -> None:
+    def __init__(
+        self,
+        world: World,
+        job: Job,
+        folder: RunFolder | None = None,
+        *,
+        scheduled: bool = False,
+        stop: StopSignal | None = None,
+        give_account: Callable[[Trainer], None] = lambda _: None,
+    ) -> None:
+        """Prepares nothing yet.
+
+        Args:
+            world: who takes part.
+            job: the settings.
+            folder: where the run is kept; None for nowhere.
+            scheduled: the job moves the learning rate.
+            stop: says whether somebody asked for a stop.
+            give_account: writes into the run folder what is trained how.
+        """
         everybody = whole(world)
         super().__init__(everybody.ranks, everybody.rank, None)
         self.world, self.job = world, job
-        self._prepared: PreparedNetwork | None = None
-        self._share, self._count, self._last = 1, 1, True
-        self._epoch = 0
+        self._folder, self._scheduled = folder, scheduled
+        self._stop = StopSignal() if stop is None else stop  # false until somebody asks
+        self._give_account = give_account
+        self._trainer: Trainer | None = None
+        self._scheduler: LRScheduler | None = None
+        self._own: OwnUpdate | None = None
+        # Epochs whose end the user's loop has come to; and where this process is in the one that goes on.
+        self._concluded, self._begun, self._owed = 0, False, False
+        self._loss: list[Tensor] = []
 
     @property
     def device(self) -> torch.device:
@@ -77,39 +94,168 @@ class Session(Subgroup):
         return new_group(self.world, ranks)
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, *, batch: int
-    ) -> tuple[nn.Module, torch.optim.Optimizer, Iterable[tuple[Tensor, Tensor]]]:
-        """Makes a network, its optimizer and its data ready for all processes.
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_set: Any,
+        *,
+        batch: int,
+        plan: PlanLike | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, "SessionSamples"]:
+        """Makes a network, its optimizer and its data ready for all processes, and goes on where the run folder is.
 
         Args:
             model: on the CPU or this process's device; made equal on all processes.
             optimizer: of the model's own parameters.
             train_set: a torch Dataset of (x, y).
             batch: samples per update over all processes.
+            plan: how the network is split: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"};
+                its parameters become this process's pieces.
+            scheduler: of this optimizer; its `step`, too, does nothing within an unfinished update, and it is saved.
 
         Returns:
-            The network to call, the optimizer, and an iterable of this process's (x, y), a new order each epoch.
-        """
-        if batch < self.size:
-            raise UserError(f"batch is {batch}, and there are {self.size} processes to share it", "prepare")
-        model.to(self.device)
-        make_equal(dict(model.state_dict()), self.world)
-        group = self.job.train.norm_group
-        group_batch_norms(model)
-        network = apply_mode(resolve_mode(USUAL_MODE, self.world), model, self.world, ModeRequest())
-        loader = self._loader(train_set, model, train=True)
-        length = len(train_set)
-        smaller = told_of_batch(batch, length)
-        if smaller and self.is_main:
-            say(smaller)
-        size = group if isinstance(group, int) else length if group == "global" else 0
-        feed = Feed(
-            Order(length, min(batch, length), self.job.train.seed), BatchSharing(self.size, 0, size), loader, self.rank
-        )
-        self._prepared = PreparedNetwork(network, Gradients(network, self.world), optimizer, feed)
-        return network.call, optimizer, SessionSamples(self)
+            The network to call, the optimizer, and an iterable of this process's micro-batches (x, y), a new order each
+            epoch. Of that optimizer `step` does nothing before an update's last micro-batch, and `zero_grad` nothing
+            within an unfinished update.
 
-    def _loader(self, data: Any, model: nn.Module, *, train: bool, classes: int = 0) -> Loader:
+        Raises:
+            UserError: they don't fit together, or not the processes.
+        """
+        self.close()
+        job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
+        split = None if plan is None else as_plan(plan)
+        own = OwnParts(model, optimizer, train_set, split, scheduler, self._scheduled)
+        trainer, noted = prepare_trainer(job, self._folder, self.world, own)
+        self._trainer, self._scheduler, self._loss = trainer, scheduler, []
+        self._concluded = int(noted.get("epochs", 0))
+        self._owed, self._begun = trainer.progress.epoch > self._concluded, False
+        trainer.noted = self._noted
+        if self._folder:
+            trainer.network.call.register_forward_hook(self._saw)
+            self._give_account(trainer)
+        if scheduler:
+            hold_back(scheduler, self._unfinished)
+        return trainer.network.call, PreparedOptimizer(optimizer, self._finish, self._unfinished), SessionSamples(self)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs up to `count` that are left, 0 … count - 1 at a start; the run folder holds each one's end."""
+        trainer = self._ready()
+        trainer.total_steps = count * trainer.feed.order.steps_per_epoch
+        while self._concluded < count:
+            epoch = self._concluded
+            yield epoch
+            if trainer.progress.epoch == epoch:
+                self._break_off()
+            self._conclude()
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This process's micro-batches of the epoch, from where it is on."""
+        trainer = self._ready()
+        if self._owed:
+            # All its updates were made before it was saved; what the user's loop does at its end was not.
+            self._owed = False
+            return
+        if self._begun and trainer.progress.step_in_epoch:
+            self._break_off()
+        self._conclude()
+        self._begun = True
+        for update in waited_for(trainer):
+            trainer.heart.beat()
+            started = time.perf_counter()
+            self._own = OwnUpdate(trainer.update, update, trainer.progress.step)
+            try:
+                yield from self._own.micro_batches()
+            finally:
+                self._own = None
+            trainer.note_stall(trainer.heart.updated(trainer.progress.step), time.perf_counter() - started)
+            if self._folder and attend(trainer, self._stop):
+                raise SystemExit(EXIT_SAVED)
+
+    def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
+        """Backward of the mean loss over a micro-batch, weighted by its share of the global batch.
+
+        Args:
+            loss: the mean [].
+            weight: what these samples count for in it, where it is a weighted mean; their number if None. Given for
+                every micro-batch: it is added up.
+        """
+        self._ready()
+        if loss.numel() != 1:
+            what = f"the loss is a tensor of {list(loss.shape)}"
+            raise UserError(what, "session.backward", ("its mean over samples: loss.mean()",))
+        if self._own is None:
+            raise UserError("backward was called outside of the loop over samples", "session.backward")
+        added, counts = self._own.take_loss(loss, weight)
+        self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
+
+    def mean_loss(self) -> float:
+        """The mean of all losses that were given to `backward` since the last call, on all processes; a collective."""
+        sums = sum(self._loss, torch.zeros(2, device=self.device))
+        kind = torch.float32 if self.world.device == "mps" else torch.float64
+        loss, counts = self.all_reduce(sums.to(kind))
+        self._loss = []
+        return float(loss / something(counts))
+
+    def print(self, *words: object) -> None:
+        """Prints on rank 0 alone."""
+        if self.is_main:
+            print(*words, flush=True)  # noqa: T201 - the user's own words
+
+    def save(self) -> None:
+        """Saves network, optimizer, scheduler and place in the run folder; a collective.
+
+        In an epoch's last update, and between its end and the next one, that is done where `epochs` goes on.
+
+        Raises:
+            UserError: there is no run folder, or an update isn't finished.
+        """
+        trainer = self._ready()
+        if not self._folder:
+            raise UserError("this session has no run folder", "session.save", ('manyhands.session(out="runs/mine")',))
+        if self._unfinished():
+            raise UserError("an update is under way", "session.save", ("save after optimizer.step()",))
+        if trainer.progress.step_in_epoch:
+            save(trainer)
+
+    def evaluate(
+        self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> Evaluation:
+        """Evaluates on all processes; each sample counts once. The run folder notes what the prepared network does."""
+        trainer = self._of_prepared(model)
+        network = trainer.network if trainer else None
+        evaluated = network.evaluated if network else model
+        precision = trainer.job.train.precision if trainer else self.job.train.precision
+        outputs = classes or self._outputs(evaluated, network, test_set)
+        loader = self._test_loader(test_set, network.inner if network else model, classes=outputs)
+        started = time.perf_counter()
+        try:
+            plain = network or ParallelNetwork(model, model)
+            own = make_metrics((*self.job.train.metrics, *(metric_words(metrics) or ())), metrics)
+            make = make_evaluator(loader, len(test_set), outputs, self.job, plain, self.world, own)
+            found = make(evaluated, autocast(precision, self.world.device))
+        finally:
+            loader.close()
+        if trainer and self._folder:
+            record_evaluation(trainer, found)
+            trainer.status_round.leave_out(time.perf_counter() - started)
+        return found
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """The prepared network's tensors, whole, on the CPU; a collective where processes hold pieces."""
+        return self._ready().network.whole_state_dict()
+
+    def close(self) -> None:
+        """Gives back what `prepare` took; the network stays as it is."""
+        if self._trainer:
+            self._trainer.release()
+        self._trainer = None
+
+    def _of_prepared(self, model: nn.Module) -> Trainer | None:
+        trainer = self._trainer
+        return trainer if trainer and model in (trainer.network.call, trainer.network.inner) else None
+
+    def _test_loader(self, data: Any, model: nn.Module, *, classes: int = 0) -> Loader:
         """Samples of the numbers that the network computes with; their labels are below `classes` where that is given.
 
         Raises:
@@ -119,81 +265,69 @@ class Session(Subgroup):
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
         pixels = resolve_pixels(DataOptions(name="objects"), splits.pixels)
-        seed = derive(self.job.train.seed, "augment")
         double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-        dtype = torch.float64 if double else torch.float32
-        device = self.world.device
-        return Loader(splits.train, pixels, train=train, seed=seed, device=device, dtype=dtype, classes=classes)
+        train = self.job.train.model_copy(update={"precision": "fp64" if double else "fp32"})
+        job = self.job.model_copy(update={"train": train})
+        return make_loader(job, splits.train, pixels, self.world, train=False, classes=classes)
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """0 … count - 1; each has an order of its own."""
-        for self._epoch in range(count):
-            yield self._epoch
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's part of each update of the current epoch."""
-        ready = self._ready()
-        for update in ready.feed.updates(self._epoch, 0):
-            part = update.micro_batches[0]
-            self._share, self._count = part.share.count, update.count
-            ready.network.begin(part.micro_batch(update.count, 0))
-            yield part.batch.images, part.batch.labels
-            ready.network.finish_update(self.size)
-
-    def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
-        """Backward of the mean loss over this process's samples, weighted by its share of the global batch.
-
-        Args:
-            loss: the mean [].
-            weight: what this process's samples count for in it, where it is a weighted mean; their number if None.
-                Given on all processes: it is added up.
-        """
-        gradients = self._ready().gradients
-        if loss.numel() != 1:
-            what = f"the loss is a tensor of {list(loss.shape)}"
-            raise UserError(what, "session.backward", ("its mean over samples: loss.mean()",))
-        share: Tensor | float = self._share / self._count
-        if weight is not None:
-            kind = torch.promote_types(loss.dtype, torch.float32)
-            mine = torch.as_tensor(weight, dtype=kind, device=self.device).detach() * bool(self._share)
-            share = mine / something(Synchronizer().added_up(mine.clone(), self.world))
-        gradients.backward_of(loss, share)
-
-    def evaluate(
-        self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
-    ) -> Evaluation:
-        """Evaluates on all processes; each sample counts once."""
-        network = getattr(model, "module", model)
-        outputs = classes or self._outputs(network, test_set)
-        loader = self._loader(test_set, network, train=False, classes=outputs)
-        try:
-            block = self.job.train.evaluate_batch
-            own = make_metrics((*self.job.train.metrics, *(metric_words(metrics) or ())), metrics)
-            evaluator = Evaluator(loader, len(test_set), outputs, block, self.world, metrics=own)
-            return evaluator(network, contextlib.nullcontext())
-        finally:
-            loader.close()
-
-    def _outputs(self, network: nn.Module, test_set: Any) -> int:
-        loader = self._loader(test_set, network, train=False)
+    def _outputs(self, evaluated: nn.Module, network: ParallelNetwork | None, test_set: Any) -> int:
+        if network and network.outputs:
+            return network.outputs
+        loader = self._test_loader(test_set, evaluated)
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
-        training = network.training
+        training = evaluated.training
         with torch.inference_mode():
-            count = main_and_auxiliary(network.eval()(batch.images))[0].shape[1]
-        network.train(training)
+            count = main_and_auxiliary(evaluated.eval()(batch.images))[0].shape[1]
+        evaluated.train(training)
+        loader.close()
         return count
 
-    def _ready(self) -> PreparedNetwork:
-        if self._prepared is None:
+    def _ready(self) -> Trainer:
+        if self._trainer is None:
             raise UserError("call session.prepare(model, optimizer, train_set, batch=…) first", "session")
-        return self._prepared
+        return self._trainer
+
+    def _unfinished(self) -> bool:
+        return self._own is not None and not self._own.made
+
+    def _finish(self) -> None:
+        if self._own is None:
+            raise UserError("optimizer.step() was called outside of the loop over samples", "optimizer.step")
+        if self._own.finish():
+            self._ready().count_update()
+
+    def _saw(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._own is not None:
+            self._own.saw(output)
+
+    def _noted(self) -> dict[str, Any]:
+        state = scheduler_state(self._scheduler) if self._scheduler else ""
+        return {SESSION: {"epochs": self._concluded, "scheduler": state}}
+
+    def _break_off(self) -> None:
+        """The user's loop has left an epoch before its end: the next one has an order of its own."""
+        progress = self._ready().progress
+        progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+
+    def _conclude(self) -> None:
+        """Saves, once, after all that the user's loop did at an epoch's end."""
+        trainer = self._ready()
+        self._owed, self._begun = False, False
+        if trainer.progress.epoch > self._concluded:
+            self._concluded = trainer.progress.epoch
+            if self._folder:
+                save(trainer)
 
 
 class SessionSamples:
-    """Iterates over this process's part of each update of the session's current epoch."""
+    """Iterates over this process's micro-batches of the session's current epoch."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self._session.batches()
+
+    def __len__(self) -> int:
+        """Updates in an epoch."""
+        return self._session._ready().feed.order.steps_per_epoch

@@ -60,12 +60,12 @@ class StepSums:
 
 
 class Updater:
-    """Makes updates.
+    """Makes updates: whole ones by a call, or `begin`, micro-batches of somebody else's (`own_update.py`), `finish`.
 
     Args:
         network: under its parallel mode.
         optimizer: of the network's parameters.
-        loss_fn: the loss as a sum.
+        loss_fn: the loss as a sum; None where the user computes it.
         options: the train section.
         world: who takes part.
         set_rates: sets the learning rates for an update, by its number.
@@ -78,7 +78,7 @@ class Updater:
         self,
         network: ParallelNetwork,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         options: TrainOptions,
         world: World,
         set_rates: Callable[[int], None],
@@ -108,12 +108,20 @@ class Updater:
         Raises:
             RunError: a loss or gradient is not finite; the parameters are left as they were before this update.
         """
+        self.begin(step)
+        self.add_gradients(update, step, before_last=self.synchronizer.before_last_micro_batch)
+        self.finish(update, step)
+
+    def begin(self, step: int) -> None:
+        """Makes ready for the micro-batches of update number `step`: what is drawn, the learning rate, no gradients."""
         seed_generators(mix(self._seed ^ step), self.device)
         self.set_rates(step)
         for parameter in self.parameters:
             parameter.grad = None
         self.synchronizer.before_update(step)
-        self.add_gradients(update, step, before_last=self.synchronizer.before_last_micro_batch)
+
+    def finish(self, update: UpdateShare, step: int) -> None:
+        """Updates the parameters by the gradients of all micro-batches; raises as a call does."""
         self.synchronizer.on_gradients()
         for parameter in self._used:
             if parameter.grad is None:
@@ -128,23 +136,28 @@ class Updater:
         self, update: UpdateShare, step: int, *, averages: bool = True, before_last: Callable[[], None] = lambda: None
     ) -> None:
         """Adds up the gradients of all micro-batches; processes average them in the last one, by what the mode does."""
-        last, whole = len(update.micro_batches) - 1, self._divisor(update)
+        assert self.loss_fn is not None
+        last, whole = len(update.micro_batches) - 1, self._divisor(update, self.loss_fn)
         # What is shown is a mean over samples, but where they count unequally: then the whole batch's own.
         shown = None if self.loss_fn.weigh is None else update.count / whole
         for number, part in enumerate(update.micro_batches):
             if number == last:
                 before_last()
-            micro_batch = part.micro_batch(update.count, mix(self._pass_seed ^ (step << 8) ^ number))
+            micro_batch = part.micro_batch(update.count, self.pass_seed(step, number))
             heed = functools.partial(self._measure, part, step, shown)
             self.gradients.forward_backward(micro_batch, whole, last=averages and number == last, heed=heed)
         if averages:
             self.gradients.finish()
 
-    def _divisor(self, update: UpdateShare) -> float | Tensor:
+    def pass_seed(self, step: int, number: int) -> int:
+        """Decides what the ops of an update's micro-batch draw, where processes compute it together."""
+        return mix(self._pass_seed ^ (step << 8) ^ number)
+
+    def _divisor(self, update: UpdateShare, loss_fn: LossFn) -> float | Tensor:
         """What the whole batch's sum of losses is divided by; a collective where samples count unequally."""
-        weigh = self.loss_fn.weigh
-        if self.loss_fn.is_sum or weigh is None:
-            return 1.0 if self.loss_fn.is_sum else float(update.count)
+        weigh = loss_fn.weigh
+        if loss_fn.is_sum or weigh is None:
+            return 1.0 if loss_fn.is_sum else float(update.count)
         mine = torch.stack([weigh(part.batch.labels[: part.share.count]) for part in update.micro_batches]).sum()
         alike = self.world.size // self.network.replicas(self.world.size)
         return something(self.synchronizer.added_up(mine, self.world) / alike)
@@ -152,9 +165,17 @@ class Updater:
     def _measure(
         self, part: LoadedMicroBatch, step: int, shown: float | Tensor | None, found: MicroBatchResult
     ) -> None:
-        if not found.count:
-            return
-        measured, loss = self.measured, found.loss if shown is None else found.loss * shown
+        if found.count:
+            self.note(part, step, found.loss if shown is None else found.loss * shown, found.count)
+            self.measured.guess(found.logits, found.labels[: len(found.logits)])
+
+    def note(self, part: LoadedMicroBatch, step: int, loss: Tensor, count: int) -> None:
+        """Counts the sum [] of so many samples' losses among what is measured.
+
+        Raises:
+            RunError: it is not finite; on accelerators the status round says so.
+        """
+        measured = self.measured
         if self.device == "cpu":
             value = loss.item()
             if not math.isfinite(value):
@@ -164,8 +185,7 @@ class Updater:
             measured.loss = measured.loss + loss
             bad = torch.where(torch.isfinite(loss), math.inf, float(step))
             measured.first_bad = torch.minimum(torch.as_tensor(measured.first_bad, device=bad.device), bad)
-        measured.guess(found.logits, found.labels[: len(found.logits)])
-        measured.samples += found.count
+        measured.samples += count
 
     def _check_and_clip(self, update: UpdateShare, step: int) -> None:
         """Clips by the whole network's norm; on the CPU refuses gradients that are not finite.
@@ -186,7 +206,7 @@ class Updater:
             nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
 
     def _refuse(self, finite: bool, update: UpdateShare, step: int) -> None:
-        if not finite and self.network.together:
+        if not finite and (self.network.together or self.loss_fn is None):
             raise explain_piece(self.network.inner, self.world, step)
         if not finite:
             raise explain_gradient(self, update, step)

@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
@@ -64,6 +65,8 @@ class Trainer:
         on_first_update: called once, when this session has trained its first update.
         at_epoch_end: the user's own function, for rank 0.
         evaluated: the last evaluation of this session.
+        own_loop: the user's own loop ends epochs and evaluates.
+        noted: what a checkpoint is to hold besides.
     """
 
     job: Job
@@ -96,6 +99,8 @@ class Trainer:
     on_first_update: Callable[[], None] | None = None
     at_epoch_end: AtEpochEnd | None = None
     evaluated: EvaluationMetrics | None = None
+    own_loop: bool = False
+    noted: Callable[[], dict[str, Any]] = dict
 
     def __post_init__(self) -> None:
         """Begins to watch the loss, and lets those who watch processes know them."""
@@ -117,11 +122,13 @@ class Trainer:
             self.on_first_update = None
 
     def done(self) -> bool:
-        """True when no update is left."""
-        return self.progress.step >= self.total_steps
+        """True when no update is left, which the user's own loop says by its end."""
+        return not self.own_loop and self.progress.step >= self.total_steps
 
     def evaluation_due(self) -> bool:
         """True at the steps where an evaluation belongs; the last is one, so that what is saved there knows of it."""
+        if self.own_loop:
+            return False
         every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
         return self.done() or (bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0)
 

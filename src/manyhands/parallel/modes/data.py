@@ -32,6 +32,14 @@ class Replica(DistributedDataParallel):
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
+    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+        """The network's own, under its own names."""
+        return self.module.state_dict(*arguments, **named)
+
+    def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
+        """The network's own."""
+        return self.module.load_state_dict(*arguments, **named)
+
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Wraps the network in DDP, or leaves it as it is where there is nobody to share with.

@@ -1,7 +1,6 @@
-"""A network cut by a plan, for training loops of the user's own: `manyhands.parallelize`."""
+"""A network cut by a plan, with its loss, outside of a run: gradients of one batch that all processes have."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
+from manyhands.core.layouts import bounds
 from manyhands.core.world import World
 from manyhands.data.order import sharing
 from manyhands.parallel.apply import make_equal
@@ -22,7 +22,7 @@ from manyhands.train.prove import BETTER_LOSS, settle_loss
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class SplitModel(nn.Module):
+class CutNetwork(nn.Module):
     """A network of which each process holds and computes its part.
 
     Every process gives the same whole batches, and takes its own samples of them.
@@ -51,21 +51,6 @@ class SplitModel(nn.Module):
         self._gradients = Gradients(network, world, self._loss_fn)
         self._seed = 0
 
-    def train(self, mode: bool = True) -> "SplitModel":
-        """Training or evaluation, for all modules."""
-        self.network.call.train(mode)
-        return super().train(mode)
-
-    def forward(self, inputs: Tensor) -> Any:
-        """All outputs, whole, in evaluation; training goes through `backward`.
-
-        Raises:
-            UserError: the model is in training.
-        """
-        if self.training:
-            raise UserError("a cut network trains by model.backward(x, y)", "model(x)", ("model.eval() for outputs",))
-        return self.network.call(self._own(inputs))
-
     def backward(self, inputs: Tensor, labels: Tensor) -> float:
         """Computes the gradients of the mean loss over a batch, the same as one process would; returns that loss.
 
@@ -73,15 +58,6 @@ class SplitModel(nn.Module):
             inputs: the whole batch [N, …], equal on all processes.
             labels: int64 [N].
         """
-        count = len(labels)
-        if not self.training or len(inputs) != count:
-            what = "in evaluation" if not self.training else f"with {len(inputs)} inputs and {count} labels"
-            raise UserError(
-                f"backward was called {what}", "model.backward(x, y)", ("model.train()", "a label for each")
-            )
-        if count < self.network.most_parts:
-            what = f"{count} sample(s) can't be shared out among {self.network.most_parts} processes"
-            raise UserError(what, "model.backward(x, y)", ("larger batches", "leave the last, small one out"))
         self._seed += 1
         # What earlier calls have summed already must not be summed once more.
         earlier = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
@@ -107,7 +83,11 @@ class SplitModel(nn.Module):
         self.network.release()
 
     def _own(self, rows: Tensor) -> Tensor:
-        return self.network.own_rows(rows).to(self.world.device)
+        network, grid = self.network, self.network.grid
+        # The next to be computed.
+        grid.batch = len(rows)
+        edges, place = bounds(len(rows), grid.parts(network.input_axes)), grid.place(network.input_axes)
+        return rows[edges[place] : edges[place + 1]]
 
     def _micro_batch(self, inputs: Tensor, labels: Tensor) -> MicroBatch:
         count, network = len(labels), self.network

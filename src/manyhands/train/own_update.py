@@ -1,0 +1,122 @@
+"""One update whose forward passes and losses are the user's own; all else is `Updater`'s, as in `fit`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.parallel.network import MicroBatch
+from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.train.loss import something
+from manyhands.train.step import Updater
+
+_LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
+
+
+class OwnUpdate:
+    """Gives micro-batches one by one, takes the mean loss of each, then updates the parameters.
+
+    Args:
+        updater: makes updates.
+        update: what this process has of this one.
+        step: updates made before.
+
+    Attributes:
+        made: the parameters have been updated.
+    """
+
+    def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
+        self._updater, self._update, self._step = updater, update, step
+        self._open: tuple[LoadedMicroBatch, MicroBatch, Tensor] | None = None
+        self._weights: list[Tensor] = []
+        self._output: Tensor | None = None
+        self._gradients, self.made = False, False
+
+    def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and labels of each; what follows runs in the job's precision, up to `backward`.
+
+        Raises:
+            UserError: the loop's body left `backward` or the optimizer's step out.
+        """
+        updater, parts = self._updater, self._update.micro_batches
+        updater.begin(self._step)
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            if last:
+                updater.synchronizer.before_last_micro_batch()
+            micro_batch = part.micro_batch(self._update.count, updater.pass_seed(self._step, number))
+            inputs, labels = updater.network.begin(micro_batch)
+            labels = updater.network.own_labels(labels)
+            self._open = part, micro_batch, labels
+            with updater.gradients.own_forward(last=last):
+                yield inputs, labels
+            if self._open:
+                raise UserError("the loop's body ended without session.backward", "samples", _LOOP)
+            self._gradients = last
+        if not self.made:
+            raise UserError("an update's gradients are there, and optimizer.step() was not called", "samples", _LOOP)
+
+    def saw(self, output: Any) -> None:
+        """Notes what the network gave for this micro-batch, so that right guesses can be counted."""
+        self._output = output.detach() if isinstance(output, Tensor) and output.ndim == 2 else None
+
+    def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
+        """Adds the gradients of a micro-batch's mean loss, with what it is of the whole update's.
+
+        Args:
+            loss: [].
+            weight: what the samples count for in it, where it is a weighted mean.
+
+        Returns:
+            The sum [] of losses that this process reports, and what its samples count for [].
+        """
+        if not self._open:
+            raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)
+        updater = self._updater
+        part, micro_batch, labels = self._open
+        self._open = None
+        last = part is self._update.micro_batches[-1]
+        rows = len(labels) if updater.network.together else part.share.count
+        reported = updater.network.counted(micro_batch, labels)
+        detached = loss.detach()
+        # Apple's devices know no float64.
+        kind = torch.float32 if loss.device.type == "mps" else torch.float64
+        counts = torch.tensor(reported, dtype=kind, device=loss.device)
+        share: Tensor | float = rows / self._update.count
+        if weight is not None:
+            share = torch.as_tensor(weight, dtype=kind, device=loss.device).detach() * bool(rows)
+            counts = share * bool(reported)
+            self._weights.append(counts)
+        detached = torch.where(counts > 0, detached, torch.zeros_like(detached))
+        if reported:
+            updater.note(part, self._step, detached * reported, reported)
+            if self._output is not None and len(self._output) == len(labels):
+                updater.measured.guess(self._output[:reported], labels[:reported])
+        with updater.gradients.not_forward():
+            updater.gradients.backward_of(loss, share, last=last)
+            if last:
+                updater.gradients.finish()
+                self._divide()
+        self._gradients, self._output = last, None
+        return detached * counts, counts
+
+    def _divide(self) -> None:
+        """Divides by what all samples of the update count for, which is known now; a collective."""
+        if not self._weights:
+            return
+        mine = torch.stack(self._weights).sum()
+        whole = something(self._updater.synchronizer.added_up(mine, self._updater.world))
+        for parameter in self._updater.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(whole.to(parameter.grad.dtype))
+
+    def finish(self) -> bool:
+        """Updates the parameters if all gradients are there; True where it did."""
+        if not self._gradients or self.made:
+            return False
+        with self._updater.gradients.not_forward():
+            self._updater.finish(self._update, self._step)
+        self.made = True
+        return True

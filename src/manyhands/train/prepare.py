@@ -1,0 +1,235 @@
+"""Builds what a loop of the user's own trains with: the same trainer as `fit`'s, around their network and optimizer."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from manyhands.checkpoint.tensors import unflatten
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.mesh import parse_mesh
+from manyhands.core.shown import say
+from manyhands.core.world import World
+from manyhands.parallel.apply import apply_mode, follows_plan, normalises_in_groups, resolve_mode, takes_mesh
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
+from manyhands.parallel.options import MODE_OF_PLANS
+from manyhands.parallel.plan import Plan, read_plan
+from manyhands.parallel.rows import find_rows
+from manyhands.sync.choose import BY_MODE
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train.data_setup import DataSetup, first_picture, open_samples
+from manyhands.train.feed import Feed
+from manyhands.train.job import order_and_cut, refuse_small_micro_batches, release, resume, start_equal
+from manyhands.train.objects import Objects
+from manyhands.train.optimize import total_steps
+from manyhands.train.own_optimizer import make_own, mark_own
+from manyhands.train.own_schedule import make_schedule
+from manyhands.train.prepared import restore_scheduler, take_groups
+from manyhands.train.recover import Resumable, find_state, training_digest
+from manyhands.train.rehearse import warm_up
+from manyhands.train.state import Progress
+from manyhands.train.status import StatusRound
+from manyhands.train.step import Updater
+from manyhands.train.trained import describe_trained
+from manyhands.train.trainer import Trainer, seconds_between_saves
+
+# The key of a checkpoint's state for what a session alone knows.
+SESSION = "session"
+_SAID = {"note", "warning", "resumed", "stall", "changed"}
+PlanLike = Plan | str | Path | Mapping[str, str]
+
+
+class SpokenJournal(Journal):
+    """Says what the user must know, since nobody draws a screen; without a run folder nothing is recorded."""
+
+    def __init__(self, folder: RunFolder | None, rank: int) -> None:
+        super().__init__(folder or RunFolder(Path(os.devnull)), rank)
+        self._recorded = folder is not None
+
+    @override
+    def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
+        if self._rank == 0 and kind in _SAID:
+            say(message)
+        super().event(kind, message, step, **data)
+
+    @override
+    def _keep(self, write: Callable[[], None]) -> None:
+        if self._recorded:
+            super()._keep(write)
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """What a loop of the user's own brings.
+
+    Attributes:
+        model: the network.
+        optimizer: of its parameters.
+        train_set: a torch Dataset of (x, y).
+        plan: how the network is split; None where it isn't.
+        scheduler: the user's own, of that optimizer; None where there is none, or it needn't be saved.
+        scheduled: the job moves the learning rate.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train_set: Any
+    plan: Plan | None = None
+    scheduler: LRScheduler | None = None
+    scheduled: bool = False
+
+
+def as_plan(plan: PlanLike) -> Plan:
+    """A plan from what users write: a Plan, the path of a plan.json, or strategies by op with the mesh among them."""
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return read_plan(Path(plan))
+    given: Any = plan
+    if not isinstance(given, Mapping) or not all(
+        isinstance(word, str) for word in (given.get("mesh"), *given.values())
+    ):
+        raise UserError("a plan is a plan.json or a dict", "plan", ('such as {"mesh": "dp=2", "fc": "o@dp"}',))
+    return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
+
+
+def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnParts) -> tuple[Trainer, dict[str, Any]]:
+    """Builds the trainer, and puts it where the run folder's newest checkpoint was; a collective.
+
+    Args:
+        job: what the user asked for, with the batch.
+        folder: where the run is kept; None for nowhere.
+        world: who takes part.
+        own: what the user brings.
+
+    Returns:
+        The trainer, and what a session had noted in the checkpoint that it goes on from; empty at a start.
+
+    Raises:
+        UserError: network, data, plan and job don't fit together.
+    """
+    journal = SpokenJournal(folder, world.rank)
+    mode = _mode(job, world, own.plan)
+    model, job = _placed(own.model, job, world)
+    objects = Objects(model=model, train_set=own.train_set, test_set=own.train_set)
+    found = find_state(job, folder, world, in_pieces=own.plan is not None) if folder else None
+    samples = open_samples(job, world, objects, journal)
+    start_equal(model, world, journal)
+    network, restore_norms = _under_mode(mode, world, own, samples)
+    order, cut = order_and_cut(job, samples.splits, world, mode, network)
+    refuse_small_micro_batches(order, cut, network)
+    if job.train.compile:
+        model.compile()
+    if own.scheduled:
+        make_own(lambda _: own.optimizer, model)
+    else:
+        mark_own(own.optimizer)
+    steps = order.steps_per_epoch
+    set_rates = make_schedule(own.optimizer, job.train, steps) if own.scheduled else _the_users_own
+    update = Updater(network, own.optimizer, None, job.train, world, set_rates)
+    warm_up(update, samples.train, min(2, order.length))
+    trainer = Trainer(
+        job=job,
+        folder=folder or RunFolder(Path(os.devnull)),
+        world=world,
+        journal=journal,
+        mode=mode,
+        classes=samples.classes,
+        trained=describe_trained(job, samples, samples.classes, mode, objects, world.size),
+        feed=Feed(order, cut, samples.train, network.replica(world.rank)),
+        network=network,
+        update=update,
+        evaluate=_not_by_itself,
+        status_round=StatusRound(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every)),
+        progress=Progress(),
+        total_steps=total_steps(job.train, steps),
+        digest=training_digest(job, order.length),
+        sync=BY_MODE,
+        augment=samples.pixels.augment,
+        own_loop=True,
+        release=functools.partial(release, samples, restore_norms, network, Synchronizer()),
+    )
+    noted = _go_on(trainer, found, own) if found else {}
+    trainer.status_round.reset(trainer.progress.step)
+    trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
+    return trainer, noted
+
+
+def _the_users_own(_step: int) -> None:
+    """The learning rate is the user's to move."""
+
+
+def _not_by_itself(*_: object) -> Any:
+    raise AssertionError("in a loop of the user's own, nothing is evaluated unasked")
+
+
+def _mode(job: Job, world: World, plan: Plan | None) -> str:
+    if job.sync.method != BY_MODE.method and not job.sync.is_auto:
+        mend = ("leave sync.method out", f"fit goes with {job.sync.method}")
+        raise UserError("a loop of one's own averages gradients in every update", "sync.method", mend)
+    mode = MODE_OF_PLANS if plan else resolve_mode(job.parallel.mode, world)
+    if not plan and (follows_plan(mode) or takes_mesh(mode)):
+        mend = ('session.prepare(…, plan={"mesh": "dp=2", "fc": "o@dp"})',)
+        raise UserError(f"a loop of one's own says itself how the network is split, not {mode}", "parallel.mode", mend)
+    return mode
+
+
+def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
+    """The network on this process's device, in training; and the job with the precision that its numbers have."""
+    changes: dict[str, Any] = {}
+    if job.train.precision == "fp64":
+        model = model.double()
+    elif any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        changes["train"] = job.train.model_copy(update={"precision": "fp64"})
+    changes["model"] = job.model.model_copy(update={"name": type(model).__name__})
+    model = model.to(world.device)
+    if job.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
+    return model.train(), job.model_copy(update=changes)
+
+
+def _under_mode(
+    mode: str, world: World, own: OwnParts, samples: DataSetup
+) -> tuple[ParallelNetwork, Callable[[], None]]:
+    """The network under its mode, whose optimizer has its parameters as they are then; and what undoes its norms."""
+    model, optimizer = own.model, own.optimizer
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
+    if own.plan:
+        request = ModeRequest(plan=own.plan, picture=first_picture(samples.train), cross_entropy=False)
+    else:
+        request = ModeRequest()
+        requests = [torch.arange(min(2, len(samples.splits.train)))]
+        find_rows(model, groups.layers, next(iter(samples.train.batches(0, requests))).images)
+    network = apply_mode(mode, model, world, request)
+    live = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            mend = ("make it of model.parameters(), before session.prepare",)
+            raise UserError("the optimizer has parameters that are not the network's", "session.prepare", mend)
+        group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
+    return network, restore_norms
+
+
+def _go_on(trainer: Trainer, found: Resumable, own: OwnParts) -> dict[str, Any]:
+    """Puts network, optimizer, scheduler and progress where a checkpoint was; what the session had noted."""
+    saved: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
+    if found.source:
+        saved = unflatten(found.source.branches.get("param_groups", []), {})
+    take_groups(own.optimizer, saved)
+    resume(trainer, found)
+    noted = found.snapshot.state.get(SESSION, {})
+    if own.scheduler and noted.get("scheduler"):
+        restore_scheduler(own.scheduler, noted["scheduler"])
+    return {"epochs": trainer.progress.epoch, **noted}

@@ -1,0 +1,110 @@
+"""What a user's own loop is given in the place of its optimizer and scheduler: they act once an update is complete."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from manyhands.core.errors import UserError
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, with their groups and state, in a loop over micro-batches.
+
+    `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
+
+    Args:
+        inner: the user's own.
+        finish: makes the update if its gradients are all there.
+        unfinished: true within an update.
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]
+    ) -> None:
+        # Not torch's constructor: groups and state are the inner optimizer's own.
+        self.__dict__.update(_inner=inner, _finish=finish, _unfinished=unfinished)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A scheduler puts its own count around `step`, here; groups and state are set there.
+        setattr(self._inner if name in {"param_groups", "state", "defaults"} else super(), name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    @override
+    def step(self, closure: Any = None) -> Any:  # None; torch's own type names a closure's value
+        if closure is not None:
+            mend = ("leave the closure out: session.backward(loss), then optimizer.step()",)
+            raise UserError("an optimizer that computes the loss again can't be used here", "optimizer.step", mend)
+        self._finish()
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._unfinished():
+            self._inner.zero_grad(set_to_none)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        mend = ("add it before session.prepare",)
+        raise UserError("an optimizer can't be given more parameters once it is prepared", "add_param_group", mend)
+
+
+def hold_back(scheduler: LRScheduler, unfinished: Callable[[], bool]) -> None:
+    """Has a scheduler's `step` do nothing within an unfinished update; its state stays as it is, to be saved."""
+    kind = type(scheduler)
+
+    def step(self: LRScheduler, *arguments: Any, **named: Any) -> None:
+        if not unfinished():
+            kind.step(self, *arguments, **named)
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
+
+
+def scheduler_state(scheduler: LRScheduler) -> str:
+    """What a scheduler has counted, as JSON; what JSON doesn't give back as it was are constants of its making."""
+    return json.dumps(_plain(scheduler.state_dict()))
+
+
+def restore_scheduler(scheduler: LRScheduler, state: str) -> None:
+    """Puts a scheduler where it was."""
+    scheduler.load_state_dict(json.loads(state))
+    # The optimizer has made steps, in another process: else torch warns of a scheduler that comes first.
+    scheduler.optimizer.__dict__["_opt_called"] = True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items() if isinstance(key, str) and _kept(one)}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
+
+
+def _kept(value: Any) -> bool:
+    if type(value) is dict:
+        return all(isinstance(key, str) for key in value)
+    if type(value) is list:
+        return all(map(_kept, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def take_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Gives an optimizer's groups their saved settings, such as the rate that a scheduler has come to."""
+    if len(saved) != len(optimizer.param_groups):
+        return
+    for live, before in zip(optimizer.param_groups, saved, strict=True):
+        live.update({key: value for key, value in before.items() if key in live and key != "params"})
+        live.update({key: value for key, value in before.items() if key == "initial_lr"})
