@@ -1,0 +1,145 @@
+"""Plain PyTorch scripts beside what they are in a session: few lines differ, losses don't, and they go on."""
+
+import contextlib
+import difflib
+import io
+import os
+import runpy
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+
+from manyhands.core.errors import EXIT_SAVED
+from manyhands.data.order import Order
+from tests.processes.ranks import run_on_ranks
+
+SCRIPTS = Path(__file__).parents[1] / "scripts_of_users"
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if not path.stem.endswith("_moved"))
+MOST_LINES = 6
+# bfloat16 has three digits, and where a sum is cut decides the last one.
+TOLERANCE = dict.fromkeys(NAMES, 1e-09) | {"half_precision": 1e-2}
+
+
+class _OurOrder:
+    """The batches that a session takes of the same samples, an epoch each time."""
+
+    def __init__(self, length, batch):
+        self.order, self.epoch = Order(length, batch, seed=0), 0
+
+    def __iter__(self):
+        yield from (samples.tolist() for samples in self.order.batches(self.epoch))
+        self.epoch += 1
+
+    def __len__(self):
+        return self.order.steps_per_epoch
+
+
+class InOurOrder(DataLoader):
+    """A loader whose shuffled batches are the session's."""
+
+    def __init__(self, dataset, batch_size, shuffle=False):
+        if shuffle:
+            super().__init__(dataset, batch_sampler=_OurOrder(len(dataset), batch_size))
+        else:
+            super().__init__(dataset, batch_size=batch_size)
+
+
+def _printed(path):
+    """What a script prints, as lines of words, and how it ends."""
+    code, out = 0, io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return [line.split() for line in out.getvalue().splitlines()], code
+
+
+@contextlib.contextmanager
+def _stopped_at(step):
+    """A scheduler's wish to stop comes in the midst of an update."""
+    made = []
+
+    def hook(*_):
+        made.append(1)
+        if len(made) == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    handle = register_optimizer_step_post_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _run_all(world, names, where):
+    """Of each script: what it prints undisturbed, and what it prints when it is stopped and started again."""
+    found = {}
+    os.environ["MANYHANDS_RUN__LOG_EVERY_S"] = "0.0001"  # so that a wish is heard after the update
+    try:
+        for name in names:
+            path = SCRIPTS / f"{name}_moved.py"
+            for place in ("whole", "broken"):
+                Path(where, name, place).mkdir(parents=True, exist_ok=True)
+            with contextlib.chdir(Path(where, name, "whole")):
+                whole = _printed(path)
+            with contextlib.chdir(Path(where, name, "broken")):
+                with _stopped_at(6):
+                    stopped = _printed(path)
+                found[name] = whole, stopped, _printed(path)
+    finally:
+        del os.environ["MANYHANDS_RUN__LOG_EVERY_S"]
+    return found
+
+
+def _on_ranks(size):
+    with tempfile.TemporaryDirectory() as where:
+        return run_on_ranks(_run_all, size, NAMES, where)
+
+
+@pytest.fixture(scope="module")
+def at_sizes():
+    return {size: _on_ranks(size) for size in (1, 2, 3)}
+
+
+def _numbers(lines):
+    return [float(word) for line in lines for word in line]
+
+
+def _lines(name):
+    return [line.strip() for line in (SCRIPTS / f"{name}.py").read_text().splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_lines_differ(name):
+    changed = [line for line in difflib.ndiff(_lines(name), _lines(f"{name}_moved")) if line.startswith("+ ")]
+    assert len(NAMES) == 10
+    assert 0 < len(changed) <= MOST_LINES, changed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_the_plain_script_s_on_any_number_of_processes(name, at_sizes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.utils.data, "DataLoader", InOurOrder)
+    plain, _ = _printed(SCRIPTS / f"{name}.py")
+    assert len(plain) >= 3
+    for results in at_sizes.values():
+        (lines, code), _, _ = results[0][name]
+        assert code == 0
+        assert _numbers(lines) == pytest.approx(_numbers(plain), rel=TOLERANCE[name], abs=TOLERANCE[name] / 100)
+        assert all(result[name][0][0] == [] for result in results[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_is_stopped_goes_on_to_the_same_bits(name, at_sizes):
+    for results in at_sizes.values():
+        for whole, stopped, resumed in (result[name] for result in results):
+            assert stopped[1] == EXIT_SAVED
+            assert resumed[1] == 0
+            assert len(stopped[0]) < len(whole[0]) or not whole[0]
+            assert resumed[0][-1:] == whole[0][-1:]

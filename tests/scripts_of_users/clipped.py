@@ -1,0 +1,25 @@
+"""AdamW with clipped gradients, and a rate that moves with every update."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(7)
+tokens = torch.randn(72, 5, 6, dtype=torch.float64)
+train_set = TensorDataset(tokens, tokens.mean((1, 2)).gt(0).long())
+loader = torch.utils.data.DataLoader(train_set, batch_size=12, shuffle=True)
+model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Flatten(), nn.Linear(40, 2)).double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=24)
+for epoch in range(4):
+    total = 0.0
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        total += loss.item() * len(y)
+    print(epoch, total / len(train_set), scheduler.get_last_lr()[0])

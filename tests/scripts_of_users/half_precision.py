@@ -1,0 +1,23 @@
+"""Forward in bfloat16, weights and updates in single precision."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(9)
+x = torch.randn(96, 1, 6, 6)
+train_set = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+loader = torch.utils.data.DataLoader(train_set, batch_size=24, shuffle=True)
+model = nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for epoch in range(3):
+    total = 0.0
+    for images, labels in loader:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(labels)
+    print(epoch, total / len(train_set))
