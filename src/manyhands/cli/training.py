@@ -13,17 +13,18 @@ from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.descriptions.own import is_here
 from manyhands.cluster.rendezvous import participate
-from manyhands.config.job import ClusterOptions
+from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.shown import as_json as line_of_json
 from manyhands.core.shown import show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
-from manyhands.run.launch import start
+from manyhands.run.launch import launch, machines_to_reach
 from manyhands.run.load import load_worker
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
+from manyhands.run.train import Outcome, train
 
 
 def run(
@@ -45,42 +46,44 @@ def run(
         meeting: this machine among others that each start their own processes.
         to_go_on: a finished run may go on under other options than it was trained by.
     """
-    if loaded.job.run.script:
-        return _run_script(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, to_go_on=to_go_on)
-    refuse_changes(loaded, to_go_on=to_go_on)
+    job = loaded.job
+    if job.run.script:
+        _check_script(loaded, to_go_on=to_go_on)
+    else:
+        refuse_changes(loaded, to_go_on=to_go_on)
     if dry_run:
-        load_worker("check").check_names(loaded.job)
+        if not job.run.script:
+            load_worker("check").check_names(job)
         lines = describe(loaded)
         show(line_of_json({"dry_run": lines}) if as_json else lines)
         return 0
-    outcome = start(loaded.job, quiet=quiet, meeting=meeting)
-    if not outcome.is_main:
-        return outcome.exit_code
-    found = outcome.read()
-    if not quiet or not as_json:
-        show(result_lines(found), sys.stderr if as_json else sys.stdout)
-    if as_json:
-        show_json(result_object(found))
+    machines = machines_to_reach(job)
+    outcome = launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet, meeting=meeting)
+    if outcome.is_main:
+        _tell(outcome, job, as_json=as_json, quiet=quiet)
     return outcome.exit_code
 
 
-def _run_script(loaded: LoadedJob, *, dry_run: bool, as_json: bool, quiet: bool, to_go_on: bool) -> int:
-    """Runs a training script of the user's, whose own output is what there is to see."""
+def _check_script(loaded: LoadedJob, *, to_go_on: bool) -> None:
     script = loaded.job.run.script
     if to_go_on:
         mend = (f"start it again: manyhands train {shlex.join([script[0], '--', *script[1:]])}",)
         raise UserError(f"{script[0]} saves by itself, if at all", "manyhands resume", mend)
     check_script(loaded)
-    if dry_run:
-        lines = describe(loaded)
-        show(line_of_json({"dry_run": lines}) if as_json else lines)
-        return 0
-    outcome = start(loaded.job, quiet=quiet)
-    if outcome.is_main and not as_json:
-        show(script_lines(outcome.folder, loaded.job), sys.stderr)
-    elif outcome.is_main:
+
+
+def _tell(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
+    """The result; of a script of the user's its own output is what there is to see."""
+    if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
-    return outcome.exit_code
+    elif job.run.script:
+        show(script_lines(outcome.folder, job), sys.stderr)
+    else:
+        found = outcome.read()
+        if not quiet or not as_json:
+            show(result_lines(found), sys.stderr if as_json else sys.stdout)
+        if as_json:
+            show_json(result_object(found))
 
 
 def describe(loaded: LoadedJob) -> list[str]:

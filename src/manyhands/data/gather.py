@@ -12,14 +12,12 @@ from torch import Tensor
 
 from manyhands.data.random import augmentation_key
 from manyhands.data.splits import ImagesInMemory
-from manyhands.data.transforms import Normalise, Pixels, augment, middle, set_channels
+from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 
 _AHEAD_REQUESTS = 64
 _AHEAD_BYTES = 2 << 20  # of normalised float32 pixels: about what a core's cache holds
 _RESIZED_BYTES = 512 << 20  # a set that stays smaller than this is resized once, a larger one batch by batch
 _BLOCK = 1024
-
-Part = tuple[Tensor, Tensor, Tensor]  # images, labels, samples
 
 
 class MemoryFeed:
@@ -38,14 +36,14 @@ class MemoryFeed:
         floats = pixels.channels * pixels.size**2
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * floats))
 
-    def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Part]:
-        """One part for each request int64 [n], in order; looks ahead by at most 64 requests."""
+    def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch for each request int64 [n], in order; looks ahead by at most 64 requests."""
         key = augmentation_key(self._seed, epoch)
         for group in _grouped(iter(requests), self._ahead_samples):
             samples = group[0] if len(group) == 1 else torch.cat(group)
             sizes = [len(request) for request in group]
             images, labels = self._serve(samples, key)
-            yield from zip(images.split(sizes), labels.split(sizes), group, strict=True)
+            yield from map(Batch, images.split(sizes), labels.split(sizes), group)
 
     def close(self) -> None:
         """Nothing is held but memory."""

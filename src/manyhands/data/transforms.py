@@ -110,11 +110,26 @@ def augment(images: Tensor, pixels: Pixels, key: int, samples: Tensor) -> Tensor
     return mirror(images, states) if pixels.augment == "crop-flip" else images
 
 
+@dataclass
+class Batch:
+    """What one request became."""
+
+    images: Tensor  # normalised, [n, C, S, S] (or the user's own shape [n, …]), on the device
+    labels: Tensor  # int64 [n], on the device
+    samples: Tensor  # int64 [n], the indices that were asked for, on the CPU
+
+
 class Normalise:
     """Makes of bytes on its device numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel."""
 
-    def __init__(self, pixels: Pixels, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self._dtype = device, dtype
+    def __init__(
+        self,
+        pixels: Pixels,
+        device: torch.device,
+        dtype: torch.dtype,
+        layout: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        self.device, self._dtype, self._layout = device, dtype, layout
         self._work = torch.float64 if dtype == torch.float64 else torch.float32
         mean, std = (
             torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (pixels.mean, pixels.std)
@@ -129,5 +144,7 @@ class Normalise:
         place in the batch (a fused one is used only in the vectorised part of a loop).
         """
         if images.dtype != torch.uint8:
-            return images.to(self._dtype)
-        return images.to(self._work).mul_(self._scale).add_(self._offset).to(self._dtype)
+            images = images.to(self._dtype)
+            return images.contiguous(memory_format=self._layout) if images.ndim == 4 else images
+        images = images.to(self._work).mul_(self._scale).add_(self._offset).to(self._dtype)
+        return images.contiguous(memory_format=self._layout)

@@ -15,11 +15,9 @@ from torch.utils.data import DataLoader
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.data.child import begin_worker
 from manyhands.data.on_demand import Answer, FileSamples, OwnSamples, Request
-from manyhands.data.transforms import Normalise
+from manyhands.data.transforms import Batch, Normalise
 
 _MOST_WORKERS = 8
-
-Part = tuple[Tensor, Tensor, Tensor]  # images, labels, samples
 
 
 def worker_count(wanted: int, processes: int = 1) -> int:
@@ -41,8 +39,8 @@ class WorkerFeed:
         self._loader: DataLoader[Any] | None = None
         self._answers: Any = None  # torch's iterator; owns the processes
 
-    def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Part]:
-        """One part for each request int64 [n], in order; looks ahead by two requests for each worker."""
+    def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch for each request int64 [n], in order; looks ahead by two requests for each worker."""
         asked = self._requests.begin(epoch, requests)
         answers = self._from_workers() if self._count else map(self._samples.__getitems__, self._requests)
         for answer in answers:
@@ -50,7 +48,7 @@ class WorkerFeed:
                 self.close()
                 raise answer
             images, labels = (values.to(self._normalise.device, non_blocking=True) for values in answer)
-            yield self._normalise(images), labels, asked.popleft()
+            yield Batch(self._normalise(images), labels, asked.popleft())
 
     def close(self) -> None:
         """Ends the worker processes; a later request starts new ones.

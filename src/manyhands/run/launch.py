@@ -27,7 +27,7 @@ from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
 from manyhands.run.logs import reach_of, read_places
 from manyhands.run.script import shown
-from manyhands.run.train import LOOPBACK, Outcome, conclude, interrupted, run_folder, train, watch_on
+from manyhands.run.train import LOOPBACK, Outcome, conclude, interrupted, run_folder, watch_on
 
 NOT_BEGUN = "stopping: nothing trains yet"
 # What the doctor would say, and the next minute may change.
@@ -36,13 +36,10 @@ MOMENTARY = {"cpu", "jobs"}
 CODE_S = 120.0
 
 
-def start(job: Job, *, quiet: bool = False, meeting: Meeting | None = None) -> Outcome:
-    """Trains as the job says: on the machines that it names, or here."""
-    machines = machines_of(job.cluster)
-    # A process that srun or the like has started takes its place, whatever hosts the job names.
-    if not machines or participate(job.cluster).membership:
-        return train(job, quiet=quiet, meeting=meeting)
-    return launch(job, machines, quiet=quiet)
+def machines_to_reach(job: Job) -> tuple[Machine, ...]:
+    """The machines that a job names; none where srun or the like has given this process its place already."""
+    machines = tuple(machines_of(job.cluster))
+    return () if machines and participate(job.cluster).membership else machines
 
 
 def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Outcome:

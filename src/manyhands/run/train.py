@@ -100,12 +100,23 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     participation = Participation(None, meeting=meeting) if meeting else place_of(job)
     if participation.membership:
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
-    if participation.meeting and len(participation.meeting.sizes) == 1:
-        alone = replace(participation.meeting, address=LOOPBACK, port=0)
-        return _train_here(job, alone, quiet=quiet, objects=objects)
-    if participation.meeting:
-        return _train_among_machines(job, participation.meeting, quiet=quiet, objects=objects)
-    return _train_here(job, Meeting((participation.processes,)), quiet=quiet, objects=objects)
+    meeting = participation.meeting or Meeting((participation.processes,))
+    several = len(meeting.sizes) > 1
+    if several:
+        job = _among_machines(job, meeting, quiet=quiet)
+    else:
+        meeting = Meeting(meeting.sizes, devices=meeting.devices)
+    private_folder = scratch("objects") if objects is not None else nullcontext(Path())
+    with run_folder(job) as folder, private_folder as private:
+        more = {"met": several, **_hand_over(objects, private)}
+        orders = orders_for(job, "train", str(folder.path.resolve()), meeting, **more)
+        screen = Screen(folder.path, quiet=quiet)
+        try:
+            watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
+            ending = supervise([open_here(folder.ranks / "agent.log")], [orders], watch)
+        finally:
+            screen.close()
+        return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
 
 
 def place_of(job: Job) -> Participation:
@@ -121,32 +132,16 @@ def place_of(job: Job) -> Participation:
         raise
 
 
-def _train_among_machines(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
-    """Starts this machine's processes, which meet those that other machines start; rank 0's keeps the run."""
+def _among_machines(job: Job, meeting: Meeting, *, quiet: bool) -> Job:
+    """This machine's part of a job whose processes meet those that other machines start; rank 0's keeps the run."""
     if meeting.machine == 0:
         # Said only of what can be opened; the agent opens it.
         listen(meeting.address, meeting.port, "MASTER_ADDR and MASTER_PORT, or the description").close()
         if not quiet:
             say(describe_exposure(meeting.address, meeting.port))
-        return _train_here(job, meeting, quiet=quiet, objects=objects)
+        return job
     out = f"{job.run.out}.node{meeting.machine}" if job.run.out else ""
-    run = job.run.model_copy(update={"out": out, "report": False})
-    outcome = _train_here(job.model_copy(update={"run": run}), meeting, quiet=quiet, objects=objects)
-    return replace(outcome, is_main=False)
-
-
-def _train_here(job: Job, meeting: Meeting, *, quiet: bool, objects: Any) -> Outcome:
-    private_folder = scratch("objects") if objects is not None else nullcontext(Path())
-    with run_folder(job) as folder, private_folder as private:
-        more = {"met": len(meeting.sizes) > 1, **_hand_over(objects, private)}
-        orders = orders_for(job, "train", str(folder.path.resolve()), meeting, **more)
-        screen = Screen(folder.path, quiet=quiet)
-        try:
-            watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
-            ending = supervise([open_here(folder.ranks / "agent.log")], [orders], watch)
-        finally:
-            screen.close()
-        return conclude(job, folder, ending)
+    return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})
 
 
 def _hand_over(objects: Any, private: Path) -> dict[str, Any]:

@@ -141,16 +141,16 @@ class Agent:
 
     Args:
         wire: the conversation.
+        until_gone: what is given back once the head is gone.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
+        self.wire, self._until_gone = wire, until_gone
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
         self._probes = Probe()
         self._mirror_at = 0.0
-        self._until_gone = contextlib.ExitStack()
-        self._answers: dict[type[Message], Callable[[Any], Message]] = {
+        self.answers: dict[type[Message], Callable[[Any], Message]] = {
             Hello: self._hello,
             TakeCode: self._take_code,
             OpenRun: self._open,
@@ -161,24 +161,6 @@ class Agent:
             StartWorkers: self._start,
             **self._probes.answers,
         }
-
-    def serve(self) -> None:
-        """Answers until the head is gone."""
-        with contextlib.ExitStack() as self._until_gone:
-            self._serve()
-
-    def _serve(self) -> None:
-        while (come := self.wire.wait()) is not None:
-            number, request = come
-            if type(request) not in self._answers:
-                continue  # a wish to stop that came too late
-            try:
-                self.wire.tell(self._answers[type(request)](request), number)
-            except ManyhandsError as error:
-                self.wire.tell(RequestFailed(error.what, error.where, error.mend), number)
-            except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
-                what = f"{type(error).__name__}: {error}"
-                self.wire.tell(RequestFailed(what, traceback=traceback.format_exc()), number)
 
     def tick(self) -> list[Message]:
         """To be called often while workers run: what the head commands meanwhile; records go to the head."""
@@ -333,15 +315,28 @@ def _checked_files(files: Mapping[str, str]) -> dict[str, bytes]:
     return found
 
 
-def main() -> None:
-    """Serves the head on standard input and output."""
+def serve() -> None:
+    """Serves the head on standard input and output, until it is gone."""
     # The head hears them and says what is to be done.
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    for stop in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(stop, signal.SIG_IGN)
     # What libraries print must not come between our lines.
     output = os.dup(1)
     os.dup2(2, 1)
-    Agent(Wire(output)).serve()
+    wire = Wire(output)
+    with contextlib.ExitStack() as until_gone:
+        answers = Agent(wire, until_gone).answers
+        while (come := wire.wait()) is not None:
+            number, request = come
+            if type(request) not in answers:
+                continue  # a wish to stop that came too late
+            try:
+                wire.tell(answers[type(request)](request), number)
+            except ManyhandsError as error:
+                wire.tell(RequestFailed(error.what, error.where, error.mend), number)
+            except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
+                what = f"{type(error).__name__}: {error}"
+                wire.tell(RequestFailed(what, traceback=traceback.format_exc()), number)
     # All is said and cleaned up. Python's own end would take torch down piece by piece, while the user waits for it.
     atexit._run_exitfuncs()
     sys.stderr.flush()
@@ -349,4 +344,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -317,16 +317,12 @@ def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEn
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     orders = _settle(orders, listener)
     with scratch_folder("agent") as scratch, hold_as_agent(Path(orders.logs), orders.meeting.machine):
-        return _run(orders, head, listener, str(scratch))
-
-
-def _run(orders: Orders, head: Head, listener: socket.socket | None, scratch: str) -> WorkersEnded:
-    try:
-        agent = ElasticAgent(orders, listener, scratch, head)
-        for number in {*STOPS} - {signal.SIGINT}:
-            signal.signal(number, agent.ask_to_stop)
-        return _result(agent, cast(RunResult | None, agent.run()), scratch)
-    except SignalException as error:
-        return WorkersEnded(ended_by=str(error.sigval))
-    except Exception:  # noqa: BLE001 - whatever went wrong, the head must hear of it
-        return WorkersEnded(broken=traceback.format_exc())
+        try:
+            agent = ElasticAgent(orders, listener, str(scratch), head)
+            for number in {*STOPS} - {signal.SIGINT}:
+                signal.signal(number, agent.ask_to_stop)
+            return _result(agent, cast(RunResult | None, agent.run()), str(scratch))
+        except SignalException as error:
+            return WorkersEnded(ended_by=str(error.sigval))
+        except Exception:  # noqa: BLE001 - whatever went wrong, the head must hear of it
+            return WorkersEnded(broken=traceback.format_exc())
