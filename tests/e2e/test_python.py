@@ -155,6 +155,21 @@ def test_a_job_goes_to_evaluate_session_and_find_plan():
     assert manyhands.find_plan(nets.Net(), torch.rand(1, 8, 8), job=job).mesh.size == 2
 
 
+def test_a_session_moves_the_learning_rate_where_it_knows_how_long():
+    with pytest.raises(manyhands.UserError, match="a schedule needs the number of epochs"):
+        manyhands.session(schedule="cosine").__enter__()
+    for settings, rates in (({}, {0.5}), ({"schedule": "step", "step_epochs": 1, "epochs": 2}, {0.5, 0.05})):
+        net, found = nets.Net(), set()
+        with manyhands.session(**settings) as here:
+            model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.5), tiny(), batch=20)
+            for _ in here.epochs(2):
+                for x, y in batches:
+                    here.backward(torch.nn.functional.cross_entropy(model(x), y))
+                    optimizer.step()
+                    found.add(round(optimizer.param_groups[0]["lr"], 6))
+        assert found == rates
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [

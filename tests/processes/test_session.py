@@ -306,6 +306,33 @@ def test_a_loop_goes_on_to_the_same_bits(size, settings, end):
         assert after[2]["param_groups"] == before[2]["param_groups"]
 
 
+def _left_early(world, counted):
+    """A loop that leaves each epoch after two updates; with `epochs`, or with a count of its own."""
+    s, net = _session(world), _network().double()
+    model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=17)
+    assert len(batches) == 4
+    epochs, seen = [], []
+    for epoch in s.epochs(3) if counted else range(3):
+        epochs.append(epoch)
+        for number, (x, y) in enumerate(batches):
+            s.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            if not number:
+                seen.append(s.all_reduce(x.sum()).item())
+            if number == 1:
+                break
+    s.close()
+    return epochs, seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_leaves_an_epoch_early_goes_on_with_the_next(size):
+    found = [result for counted in (True, False) for result in run_on_ranks(_left_early, size, counted)]
+    assert all(epochs == [0, 1, 2] for epochs, _ in found)
+    assert all(seen == found[0][1] for _, seen in found)
+    assert len(set(found[0][1])) == 3
+
+
 def test_a_plain_mistake_is_said_in_words():
     s, net = _session(World()), _network().double()
     with pytest.raises(UserError, match=r"call session\.prepare"):

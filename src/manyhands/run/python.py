@@ -337,8 +337,10 @@ def session(*, job: JobLike = None, out: str | Path | None = None, **settings: A
     """
     loaded = load_on(job, {**_flags(settings, "session"), "data.name": OBJECTS, "run.out": str(out) if out else None})
     settled = loaded.job
-    scheduled = not loaded.origins.get("train.schedule", "recipe").startswith("recipe")
-    if scheduled and settled.train.schedule != "constant" and "train.epochs" not in loaded.origins:
+    # A recipe's are for what fit makes of its data set.
+    given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
+    scheduled = "train.schedule" in given
+    if scheduled and settled.train.schedule != "constant" and "train.epochs" not in given:
         mend = (f"session(schedule={settled.train.schedule!r}, epochs=30)",)
         raise UserError("a schedule needs the number of epochs", "session", mend)
     program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
