@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from manyhands.core.records import StepMetrics
+from manyhands.core.shown import plain
 
 # Of so few classes five guesses miss none.
 FEW_CLASSES = 5
@@ -52,7 +53,7 @@ def top5(share: float, classes: int, form: str) -> str:
 
 def own_figures(metrics: Mapping[str, float], form: str) -> str:
     """Figures of the user's own, each in a form such as ", {} {}" of its name and value."""
-    return "".join(form.format(name, number(value)) for name, value in metrics.items())
+    return "".join(form.format(plain(name), number(value)) for name, value in metrics.items())
 
 
 def number(value: float) -> str:

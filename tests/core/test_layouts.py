@@ -4,11 +4,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.checkpoint.cuts import MESHES, layouts
 
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, bounds, layout_from_plain, split_dimensions, whole
 from manyhands.core.mesh import Mesh
+from tests.checkpoint.cuts import MESHES, layouts
 
 
 @st.composite

@@ -69,6 +69,7 @@ def test_names_of_classes_and_pictures_are_on_one_line(capsys):
             "top1": 0.5,
             "top5": 1,
             "loss": 1,
+            "metrics": {name: 0.5},
             "data": EVIL,
             "per_class": [row],
             "classes": 6,
