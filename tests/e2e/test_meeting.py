@@ -162,10 +162,13 @@ def names_at(address, first):
 def test_a_rank_outside_ends_all_that_wait(kind):
     """Rank 1 never comes then, which those that wait needn't find out by waiting."""
     address = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{Path.cwd()}/meet"
-    with running(*by_hand(address, 3, 0, *LATE)) as zero, running(*by_hand(address, 3, 2, *LATE)) as two:
+    with (
+        running(*by_hand(address, 3, 0, *LATE), by=forked) as zero,
+        running(*by_hand(address, 3, 2, *LATE), by=forked) as two,
+    ):
         names = names_at(address, zero)
         wait_until(lambda: names.check(["0"]) and names.check(["2"]), two)
-        outside = finish(start(*by_hand(address, 3, 5, *LATE)))
+        outside = finish(forked(*by_hand(address, 3, 5, *LATE)))
         ended = [finish(process) for process in (zero, two)]
     for each in (outside, *ended):
         assert each.code == 2, each.err

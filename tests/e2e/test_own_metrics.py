@@ -81,6 +81,7 @@ lr = 1e-6
 """
 
 
+@pytest.mark.slow
 def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
     Path("own.py").write_text(OWN)
     Path("job.toml").write_text(JOB)
@@ -101,6 +102,7 @@ def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
     assert f"plain_loss {found['loss']:.3f}" in run("eval", "two").out
 
 
+@pytest.mark.slow
 def test_a_run_whose_metric_was_an_object_says_so():
     told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", metrics={"third": top3}, out="run", **OPTIONS)
     refused = run("resume", told.path, "--epochs", 2)

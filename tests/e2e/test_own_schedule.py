@@ -114,6 +114,7 @@ SMALL = ["train", "job.toml", "--epochs", 2, "--batch", 20, "--set", "run.report
          "--set", "train.lr=0.04", "--set", "run.log_every_s=0.001"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_names_a_file_of_the_users_for_several_processes():
     Path("own.py").write_text(OWN)
     Path("job.toml").write_text(JOB)
@@ -135,6 +136,7 @@ def test_a_job_names_a_file_of_the_users_for_several_processes():
     assert "it is NOT what it was trained with" in run("resume", "two", "-n", 1, "--epochs", 4).err
 
 
+@pytest.mark.slow
 def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
     told = manyhands.fit(
         "mlp", "synthetic:60x1x8x8x3", schedule=lambda step: 0.5, out="run", **{**OPTIONS, "epochs": 1}
