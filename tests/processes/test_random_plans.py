@@ -43,5 +43,6 @@ def test_groups_of_batch_norm_may_be_smaller_than_the_batch():
 
 
 @pytest.mark.parametrize(("name", "axes"), [("vgg", SQUARE), ("vit", SQUARE), ("resnet18", TWO)], ids=_name)
+@pytest.mark.slow
 def test_random_plans_in_single_precision(name, axes):
     _check(errors(name, axes, range(20, 22), dtype=torch.float32), 1e-4)

@@ -260,6 +260,7 @@ def test_each_letter_gives_what_one_process_gives(kind, mesh):
 
 
 @pytest.mark.parametrize("kind", ["conv", "linear", "batch_norm", "elementwise", "attention"])
+@pytest.mark.slow
 def test_two_letters_for_one_op(kind):
     _check(_cases(kind, Mesh(MESHES["2x2"]), RULES[kind][:1]))
 
