@@ -46,10 +46,12 @@ class RollCall:
         pulse: Callable[[], Pulse],
         say: Callable[[str], None],
     ) -> None:
-        # A client of its own: the main thread never waits for this one's answers.
-        self._store = dist.PrefixStore(f"roll/{membership.attempt}", store).clone()
+        by_file, own = membership.init.startswith("file://"), dist.PrefixStore(f"roll/{membership.attempt}", store)
+        # A client of its own, so that the main thread never waits for this one's answers; but a second one of a file
+        # writes into it as it goes, and makes it anew where rank 0 has just removed it.
+        self._store = own if by_file else own.clone()
         self._membership, self._present, self._pulse, self._say = membership, present, pulse, say
-        self._held_by_rank_0 = not membership.agent_store and not membership.init.startswith("file://")
+        self._held_by_rank_0 = not membership.agent_store and not by_file
         self._told, self._asked_at, self._over = False, float("inf"), threading.Event()
 
     @contextlib.contextmanager
