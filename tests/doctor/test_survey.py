@@ -16,6 +16,8 @@ from manyhands.cluster.doctor.addresses import own_candidates
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.findings import Needs
 from manyhands.cluster.doctor.survey import take_survey
+from manyhands.config.load import load_job
+from manyhands.run.doctor import diagnose
 
 
 @pytest.fixture
@@ -69,6 +71,14 @@ def test_this_machine_alone(tmp_path):
     assert told["hosts"] == list(told["facts"])
     assert not told["fails"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_files_of_the_users_own_that_a_job_names_are_looked_for():
+    own = {"train.loss": "own.py:loss", "train.schedule": "rates.py:slow", "train.metrics": ["figures.py:top3"]}
+    job = load_job({"data.name": "digits", "model.name": "mlp", **own}, environment={}).job
+    needs = diagnose(job, print).survey.needs
+    assert needs.code
+    assert set(needs.files) == {"own.py", "rates.py", "figures.py"}
 
 
 def test_data_that_is_not_there_fails_and_is_told_on_the_screen(tmp_path):

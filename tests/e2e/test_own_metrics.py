@@ -125,9 +125,47 @@ class KeepsItsState:
         return self.count
 
 
-class OtherWidths(MacroRecall):
+class OtherWidths:
     def update(self, outputs, labels):
         return labels
+
+    def compute(self, sums):
+        return sums.sum()
+
+
+class FailsAtTheEnd(MacroRecall):
+    def compute(self, sums):
+        return sums.no_such()
+
+
+class NoNumber(MacroRecall):
+    def compute(self, sums):
+        return sums
+
+
+class NothingToDivideBy:
+    """A share of the samples of class 9, of which there is none among eight that are made up."""
+
+    def update(self, outputs, labels):
+        return torch.stack([(outputs.argmax(1)[labels == 9] == 9).sum(), (labels == 9).sum()])
+
+    def compute(self, sums):
+        right, count = sums.tolist()
+        return right / count
+
+
+def test_figures_of_any_word_s_name_are_kept_and_read(tmp_path):
+    own = {"paral·lel": top3, "精度": top3, "of_class_9": NothingToDivideBy()}
+    told = manyhands.fit(network(), DATA, DATA, metrics=own, out=tmp_path / "run", **OPTIONS)
+    assert manyhands.Run(told.path, "finished").final.metrics.keys() == own.keys()
+
+
+@pytest.mark.parametrize("metric", [FailsAtTheEnd(), NoNumber()])
+def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metric, tmp_path):
+    with pytest.raises(UserError, match=r"the metric last (fails on outputs|gives a Tensor)"):
+        manyhands.fit(network(), DATA, DATA, metrics={"last": metric}, out=tmp_path / "run", **OPTIONS)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert not metrics.exists() or not metrics.read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 import manyhands
+from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
+from manyhands.train.own_schedule import make_schedule
 from tests.e2e.command import run
 
 pytestmark = pytest.mark.timeout(300)
@@ -166,6 +169,8 @@ def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
         ({"schedule": lambda o: lr_scheduler.StepLR(o, 3)}, "the schedule fails at step 0: TypeError"),
         ({"schedule": lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau waits for a figure"),
         ({"schedule": lr_scheduler.StepLR}, "the schedule asks for step_size"),
+        ({"schedule": lambda optimizer: lr_scheduler.StepLR(optimizer)}, "the schedule fails with this optimizer: T"),
+        ({"schedule": max}, "the schedule fails at step 0: TypeError"),
         ({"schedule": lambda optimizer: 3}, "of the optimizer gives a int"),
         ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own brings its own warm-up"),
     ],
@@ -174,6 +179,19 @@ def test_what_is_no_schedule_is_refused(settings, text, tmp_path):
     Path("own.py").write_text(OWN)
     with pytest.raises(UserError, match=text):
         manyhands.fit(network(), DATA, DATA, out=tmp_path / "run", **OPTIONS, **settings)
+
+
+def test_what_python_warns_of_once_is_not_said_at_every_update():
+    optimizer = own_sgd(network().parameters())
+    set_rates = make_schedule(optimizer, TrainOptions(), 5, lambda optimizer: lr_scheduler.StepLR(optimizer, 2))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for step in range(20):
+            set_rates(step)
+            optimizer.step()
+            warnings.warn("the user's own", stacklevel=1)
+    assert 1 <= len(told) <= 3
+    assert {str(one.message) for one in told} == {"the user's own"}
 
 
 def test_a_recipe_s_warm_up_gives_way(tmp_path):

@@ -40,7 +40,8 @@ def _locked(path: Path) -> Generator[None]:
 @contextmanager
 def temporary(path: Path) -> Generator[Path]:
     """Gives a name beside `path` to write to; what still lies there at the end is removed."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Machines that share a disk have processes of the same number.
+    part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     try:
         yield part
     finally:

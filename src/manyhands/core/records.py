@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_BYTES, parse_json
@@ -21,8 +21,14 @@ MACHINE_LOST = "MachineLost"
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 
 
-# Figures of the user's own by their names, which are words of Python.
-Figures = dict[Annotated[str, Field(pattern=r"^\w+$")], float]
+def _word(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError("should be a word of Python")
+    return name
+
+
+# Figures of the user's own by their names.
+Figures = dict[Annotated[str, AfterValidator(_word)], float]
 
 
 class Record(BaseModel):

@@ -94,7 +94,7 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
     carried = not job.cluster.sync_code
-    references = (job.data.name, job.model.name, job.train.loss, job.train.optimizer)
+    references = (job.data.name, job.data.held_out, job.model.name, *job.train.own_code)
     return Needs(
         processes=counts,
         threads=job.cluster.threads,

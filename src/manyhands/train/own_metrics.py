@@ -6,6 +6,7 @@ whatever sums an object says, of which it computes the figure at the end.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +55,22 @@ class OwnMetric:
             raise UserError(f"the metric {self.name} gives {given} for {len(labels)} samples", _WHERE, mend)
         return value.to(dtype).sum()[None]
 
+    def number(self, sums: Tensor, count: int) -> float:
+        """What it makes of sums [k] over so many samples. Raises UserError: no number."""
+        value: Any = self.own.compute(sums) if self._adds_up else sums[0] / count
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            what = f"the metric {self.name} gives a {type(value).__name__}, not a number"
+            raise UserError(what, _WHERE, ("compute(sums) returns one number",)) from error
+
     def figure(self, sums: Tensor, count: int) -> float:
         """The figure of sums [k] over so many samples.
 
         Raises:
             UserError: it isn't a finite number.
         """
-        value: Any = self.own.compute(sums) if self._adds_up else sums[0] / count
-        try:
-            figure = float(value)
-        except (TypeError, ValueError) as error:
-            what = f"the metric {self.name} gives a {type(value).__name__}, not a number"
-            raise UserError(what, _WHERE, ("compute(sums) returns one number",)) from error
+        figure = self.number(sums, count)
         if not math.isfinite(figure):
             mend = ("such as 0 where there is nothing to divide by: torch.nan_to_num", "or leave it out")
             raise UserError(f"the metric {self.name} is {figure}", _WHERE, mend)
@@ -117,7 +122,11 @@ class FigureSums:
 
 def _tried(metric: OwnMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     try:
-        return metric.sums(logits, labels, dtype)
+        sums = metric.sums(logits, labels, dtype)
+        # Of samples that are made up there may be nothing to divide by.
+        with suppress(ArithmeticError):
+            metric.number(sums.cpu().clone(), len(labels))
+        return sums
     except UserError:
         raise
     except Exception as error:

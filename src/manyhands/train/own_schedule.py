@@ -41,19 +41,20 @@ def make_schedule(
     if function is None:
         return lambda step: set_learning_rate(optimizer, learning_rate(options, step, steps_per_epoch))
     of_optimizer, asked = _asked_for(function, max(1, options.epochs * steps_per_epoch), steps_per_epoch)
-    if of_optimizer:
-        return _Scheduler(function(optimizer, **asked))
 
     def set_rates(step: int) -> None:
         set_learning_rate(optimizer, options.lr * _part(function(step, **asked), step))
 
     try:
+        if of_optimizer:
+            return _Scheduler(function(optimizer, **asked))
         set_rates(0)
     except UserError:
         raise
     except Exception as error:
-        what = f"the schedule fails at step 0: {type(error).__name__}: {error}"
-        mend = ("what makes a torch scheduler calls its first parameter optimizer",)
+        given = "with this optimizer" if of_optimizer else "at step 0"
+        what = f"the schedule fails {given}: {type(error).__name__}: {error}"
+        mend = () if of_optimizer else ("what makes a torch scheduler calls its first parameter optimizer",)
         raise UserError(what, users_line(error) or _WHERE, mend) from error
     return set_rates
 
@@ -67,7 +68,10 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
             "or what makes a torch scheduler: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)",
         )
         raise UserError(f"the schedule is a {kind}, not a function", _WHERE, mend)
-    first, *others = list(inspect.signature(function).parameters.values()) or [_NOTHING]
+    try:
+        first, *others = list(inspect.signature(function).parameters.values()) or [_NOTHING]
+    except ValueError:  # of what is written in C it isn't always known
+        return False, {}
     if first is _NOTHING:
         raise UserError("the schedule takes nothing", _WHERE, ("a function of the step: lambda step: 0.99 ** step",))
     known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
@@ -113,9 +117,16 @@ class _Scheduler:
         self._scheduler, self._made = scheduler, 0
 
     def __call__(self, step: int) -> None:
+        if 0 < self._made == step - 1:
+            # Not as below, which would have Python say again whatever it warns of once.
+            self._advance(step)
+            return
         with warnings.catch_warnings():
             # No update has been made yet where a run goes on, or a loss scaler has skipped the first.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            while self._made < step:
-                self._scheduler.step()
-                self._made += 1
+            self._advance(step)
+
+    def _advance(self, step: int) -> None:
+        while self._made < step:
+            self._scheduler.step()
+            self._made += 1
