@@ -99,6 +99,19 @@ class StopRequest:
         self._last, self._since = done, time.perf_counter()
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Has a network evaluate, and leaves each layer in the mode it was in: some may be frozen."""
+    training, before = model.training, [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        for module, was in before:
+            module.training = was
+
+
 class Evaluator:
     """Evaluates a network on the test split.
 
@@ -152,13 +165,8 @@ class Evaluator:
             Interrupted: somebody was asked to stop, which all processes have agreed on.
         """
         started = time.perf_counter()
-        training = model.training
-        model.eval()
-        try:
-            with torch.inference_mode(), autocast:
-                counts = self._count(model, StopRequest(self.world, asked) if asked else None)
-        finally:
-            model.train(training)
+        with evaluating(model), torch.inference_mode(), autocast:
+            counts = self._count(model, StopRequest(self.world, asked) if asked else None)
         return self._sum_up(*counts, started)
 
     def _count(self, model: nn.Module, request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import MicroBatch
@@ -25,6 +25,7 @@ class OwnUpdate:
 
     Attributes:
         made: the parameters have been updated.
+        at_last: its last micro-batch has been given.
     """
 
     def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
@@ -32,7 +33,8 @@ class OwnUpdate:
         self._open: tuple[LoadedMicroBatch, MicroBatch, Tensor] | None = None
         self._weights: list[Tensor] = []
         self._output: Tensor | None = None
-        self._gradients, self.made = False, False
+        self._gradients, self.made, self.at_last = False, False, False
+        self._added: list[tuple[nn.Parameter, Tensor, int]] = []
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels of each; what follows runs in the job's precision, up to `backward`.
@@ -43,7 +45,7 @@ class OwnUpdate:
         updater, parts = self._updater, self._update.micro_batches
         updater.begin(self._step)
         for number, part in enumerate(parts):
-            last = number == len(parts) - 1
+            last = self.at_last = number == len(parts) - 1
             if last:
                 updater.synchronizer.before_last_micro_batch()
             micro_batch = part.micro_batch(self._update.count, updater.pass_seed(self._step, number))
@@ -77,7 +79,8 @@ class OwnUpdate:
         updater = self._updater
         part, micro_batch, labels = self._open
         self._open = None
-        last = part is self._update.micro_batches[-1]
+        last = self.at_last
+        self._refuse_changes()
         rows = len(labels) if updater.network.together else part.share.count
         reported = updater.network.counted(micro_batch, labels)
         detached = loss.detach()
@@ -89,6 +92,8 @@ class OwnUpdate:
             share = torch.as_tensor(weight, dtype=kind, device=loss.device).detach() * bool(rows)
             counts = share * bool(reported)
             self._weights.append(counts)
+        if last and len(self._weights) not in (0, len(self._update.micro_batches)):
+            raise UserError("only some micro-batches of an update were given a weight", "session.backward")
         detached = torch.where(counts > 0, detached, torch.zeros_like(detached))
         if reported:
             updater.note(part, self._step, detached * reported, reported)
@@ -100,6 +105,9 @@ class OwnUpdate:
                 updater.gradients.finish()
                 self._divide()
         self._gradients, self._output = last, None
+        if not last or updater.gradients.scaler or updater.network.together:
+            found = ((one, one.grad) for one in updater.parameters)
+            self._added = [(one, grad, grad._version) for one, grad in found if grad is not None]
         return detached * counts, counts
 
     def _divide(self) -> None:
@@ -112,10 +120,18 @@ class OwnUpdate:
             if parameter.grad is not None:
                 parameter.grad.div_(whole.to(parameter.grad.dtype))
 
+    def _refuse_changes(self) -> None:
+        """Raises UserError where the loop changed gradients that are a part of the update's, scaled or in pieces."""
+        if any(one.grad is not grad or grad._version != version for one, grad, version in self._added):
+            mend = ("clip: manyhands.session(clip=1.0)", "zero: optimizer.zero_grad(), not the network's")
+            raise UserError("the loop changed gradients of an update that is not complete", "samples", mend)
+        self._added.clear()
+
     def finish(self) -> bool:
         """Updates the parameters if all gradients are there; True where it did."""
         if not self._gradients or self.made:
             return False
+        self._refuse_changes()
         with self._updater.gradients.not_forward():
             self._updater.finish(self._update, self._step)
         self.made = True

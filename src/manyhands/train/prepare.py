@@ -121,6 +121,8 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     """
     journal = SpokenJournal(folder, world.rank)
     mode = _mode(job, world, own.plan)
+    # Layers that the user has frozen, such as a pretrained network's BatchNorm.
+    frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
     model, job = _placed(own.model, job, world)
     objects = Objects(model=model, train_set=own.train_set, test_set=own.train_set)
     found = find_state(job, folder, world, in_pieces=own.plan is not None) if folder else None
@@ -139,6 +141,8 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     set_rates = make_schedule(own.optimizer, job.train, steps) if own.scheduled else _the_users_own
     update = Updater(network, own.optimizer, None, job.train, world, set_rates)
     warm_up(update, samples.train, min(2, order.length))
+    for module in frozen:
+        module.training = False
     trainer = Trainer(
         job=job,
         folder=folder or RunFolder(Path(os.devnull)),

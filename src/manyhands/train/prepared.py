@@ -32,8 +32,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return getattr(self.__dict__["_inner"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A scheduler puts its own count around `step`, here; groups and state are set there.
-        setattr(self._inner if name in {"param_groups", "state", "defaults"} else super(), name, value)
+        if name == "step":  # a scheduler puts its own count around it
+            mend = ("make it of the optimizer before, and session.prepare(…, scheduler=scheduler)",)
+            raise UserError("a scheduler was made of an optimizer that is prepared", "session.prepare", mend)
+        setattr(self._inner, name, value)
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -64,12 +66,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
         raise UserError("an optimizer can't be given more parameters once it is prepared", "add_param_group", mend)
 
 
-def hold_back(scheduler: LRScheduler, unfinished: Callable[[], bool]) -> None:
-    """Has a scheduler's `step` do nothing within an unfinished update; its state stays as it is, to be saved."""
+def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's own, also of one that was prepared before."""
+    return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def hold_back(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
+    """Has a scheduler's `step` do nothing while `waits` is true; its state stays as it is, to be saved."""
     kind = type(scheduler)
 
     def step(self: LRScheduler, *arguments: Any, **named: Any) -> None:
-        if not unfinished():
+        if not waits():
             kind.step(self, *arguments, **named)
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})

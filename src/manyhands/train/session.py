@@ -3,6 +3,7 @@
 Under plain `python` the session is one process; under torchrun or with `--init`'s variables it joins the group.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from manyhands.parallel.collectives import Subgroup, new_group, whole
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.data_setup import make_loader
-from manyhands.train.evaluate import Evaluation
+from manyhands.train.evaluate import Evaluation, evaluating
 from manyhands.train.evaluators import make_evaluator
 from manyhands.train.loop import attend, waited_for
 from manyhands.train.loss import something
@@ -32,7 +33,7 @@ from manyhands.train.objects import metric_words
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_update import OwnUpdate
 from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepare_trainer
-from manyhands.train.prepared import PreparedOptimizer, hold_back, scheduler_state
+from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back, scheduler_state
 from manyhands.train.saving import record_evaluation, save
 from manyhands.train.stopping import StopSignal
 from manyhands.train.trainer import Trainer
@@ -125,9 +126,10 @@ class Session(Subgroup):
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
+        optimizer = as_given(optimizer)
         own = OwnParts(model, optimizer, train_set, split, scheduler, self._scheduled)
         trainer, noted = prepare_trainer(job, self._folder, self.world, own)
-        self._trainer, self._scheduler, self._loss = trainer, scheduler, []
+        self._trainer, self._scheduler, self._loss = trainer, scheduler, self._losses_of(noted)
         self._concluded = int(noted.get("epochs", 0))
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
         trainer.noted = self._noted
@@ -135,8 +137,9 @@ class Session(Subgroup):
             trainer.network.call.register_forward_hook(self._saw)
             self._give_account(trainer)
         if scheduler:
-            hold_back(scheduler, self._unfinished)
-        return trainer.network.call, PreparedOptimizer(optimizer, self._finish, self._unfinished), SessionSamples(self)
+            hold_back(scheduler, lambda: self._own is not None and not self._own.at_last)
+        prepared = PreparedOptimizer(optimizer, functools.partial(self._finish, trainer), self._unfinished)
+        return trainer.network.call, prepared, SessionSamples(self)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs up to `count` that are left, 0 … count - 1 at a start; the run folder holds each one's end."""
@@ -186,14 +189,12 @@ class Session(Subgroup):
             raise UserError(what, "session.backward", ("its mean over samples: loss.mean()",))
         if self._own is None:
             raise UserError("backward was called outside of the loop over samples", "session.backward")
-        added, counts = self._own.take_loss(loss, weight)
+        added, counts = self._own.take_loss(loss.reshape(()), weight)
         self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
 
     def mean_loss(self) -> float:
         """The mean of all losses that were given to `backward` since the last call, on all processes; a collective."""
-        sums = sum(self._loss, torch.zeros(2, device=self.device))
-        kind = torch.float32 if self.world.device == "mps" else torch.float64
-        loss, counts = self.all_reduce(sums.to(kind))
+        loss, counts = self.all_reduce(self._loss_sums())
         self._loss = []
         return float(loss / something(counts))
 
@@ -245,6 +246,13 @@ class Session(Subgroup):
         """The prepared network's tensors, whole, on the CPU; a collective where processes hold pieces."""
         return self._ready().network.whole_state_dict()
 
+    def finish(self) -> None:
+        """Saves what the loop has come to, where it left its epochs early; a collective, at the session's end."""
+        if self._trainer and self._folder and not self._owed:
+            self._conclude()
+            if self._trainer.progress.step != self._trainer.progress.saved_step:
+                save(self._trainer)
+
     def close(self) -> None:
         """Gives back what `prepare` took; the network stays as it is."""
         if self._trainer:
@@ -275,10 +283,8 @@ class Session(Subgroup):
             return network.outputs
         loader = self._test_loader(test_set, evaluated)
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
-        training = evaluated.training
-        with torch.inference_mode():
-            count = main_and_auxiliary(evaluated.eval()(batch.images))[0].shape[1]
-        evaluated.train(training)
+        with evaluating(evaluated), torch.inference_mode():
+            count = main_and_auxiliary(evaluated(batch.images))[0].shape[1]
         loader.close()
         return count
 
@@ -290,7 +296,12 @@ class Session(Subgroup):
     def _unfinished(self) -> bool:
         return self._own is not None and not self._own.made
 
-    def _finish(self) -> None:
+    def _finish(self, trainer: Trainer) -> None:
+        if self._trainer not in (trainer, None):
+            mend = ("one network in a session at a time: put several into one nn.Module",)
+            raise UserError(
+                "session.prepare was called again since this optimizer was prepared", "optimizer.step", mend
+            )
         if self._own is None:
             raise UserError("optimizer.step() was called outside of the loop over samples", "optimizer.step")
         if self._own.finish():
@@ -302,7 +313,23 @@ class Session(Subgroup):
 
     def _noted(self) -> dict[str, Any]:
         state = scheduler_state(self._scheduler) if self._scheduler else ""
-        return {SESSION: {"epochs": self._concluded, "scheduler": state}}
+        losses = self.all_gather(self._loss_sums()).tolist()  # of each process
+        return {SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
+
+    def _losses_of(self, noted: dict[str, Any]) -> list[Tensor]:
+        """This process's part of the losses that were added up when the run was saved."""
+        losses = noted.get("losses", [])
+        if len(losses) != self.size:
+            losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
+        mine = losses[self.rank : self.rank + 1]
+        return [torch.tensor(one, dtype=self._precise, device=self.device) for one in mine]
+
+    @property
+    def _precise(self) -> torch.dtype:
+        return torch.float32 if self.world.device == "mps" else torch.float64
+
+    def _loss_sums(self) -> Tensor:
+        return sum(self._loss, torch.zeros(2, device=self.device)).to(self._precise)
 
     def _break_off(self) -> None:
         """The user's loop has left an epoch before its end: the next one has an order of its own."""

@@ -94,6 +94,9 @@ class Updater:
         self.synchronizer = synchronizer or Synchronizer()
         network.norms.apart = self.synchronizer.own_statistics
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {id(p) for p in self.parameters}
+        # Nobody clears or unscales the gradients of what the optimizer wasn't given.
+        self._others = [p for p in network.inner.parameters() if id(p) not in own]
         idle = {id(p) for name, p in network.inner.named_parameters() if name in unused}
         self._used = [p for p in self.parameters if id(p) not in idle]
         smoothing, precision = options.label_smoothing, options.precision
@@ -199,7 +202,12 @@ class Updater:
             self._refuse(all_finite([one.grad for one in self.parameters if one.grad is not None]), update, step)
         if not asked:
             return
+        others = [(one, one.grad) for one in self._others if one.grad is not None]
+        for parameter, _ in others:
+            parameter.grad = None
         norm = self.network.gradient_norm()
+        for parameter, gradient in others:
+            parameter.grad = gradient
         if checked and not together:
             self._refuse(math.isfinite(norm.item()), update, step)
         if self.options.clip:

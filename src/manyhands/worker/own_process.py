@@ -49,6 +49,7 @@ def opened(
             here = Session(group.world, job, shared, scheduled=scheduled, stop=stop, give_account=_give_account)
             try:
                 yield here
+                here.finish()
             finally:
                 here.close()
     finally:
