@@ -14,12 +14,21 @@ from manyhands.data.order import sharing
 from manyhands.parallel.apply import make_equal
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
+from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split import split
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.prove import BETTER_LOSS, settle_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def own_rows(network: NetworkOnMesh, rows: Tensor) -> Tensor:
+    """This process's rows of a batch that all have; they are the next to be computed."""
+    grid = network.grid
+    grid.batch = len(rows)
+    edges, place = bounds(len(rows), grid.parts(network.input_axes)), grid.place(network.input_axes)
+    return rows[edges[place] : edges[place + 1]]
 
 
 class CutNetwork(nn.Module):
@@ -82,15 +91,9 @@ class CutNetwork(nn.Module):
         """Gives the process groups back."""
         self.network.release()
 
-    def _own(self, rows: Tensor) -> Tensor:
-        network, grid = self.network, self.network.grid
-        # The next to be computed.
-        grid.batch = len(rows)
-        edges, place = bounds(len(rows), grid.parts(network.input_axes)), grid.place(network.input_axes)
-        return rows[edges[place] : edges[place + 1]]
-
     def _micro_batch(self, inputs: Tensor, labels: Tensor) -> MicroBatch:
         count, network = len(labels), self.network
         share = sharing(count, count, (0, count))
         mine = share(network.replicas(self.world.size), network.replica(self.world.rank))
-        return MicroBatch(self._own(inputs), self._own(labels), mine, MicroBatchShape(count, count, share, self._seed))
+        shape = MicroBatchShape(count, count, share, self._seed)
+        return MicroBatch(own_rows(network, inputs), own_rows(network, labels), mine, shape)

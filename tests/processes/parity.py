@@ -20,6 +20,7 @@ from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, concise, refusal
 from manyhands.parallel.split import split
 from manyhands.parallel.tracing import describe_network
+from tests.processes.cut import own_rows
 from tests.processes.ranks import run_on_ranks
 
 CLASSES = 7
@@ -208,7 +209,7 @@ def _compare_ends(mine, truth, network):
 def _follow(network, truth):
     optimizer, count = _optimizer(network.inner), len(truth.pictures)
     gradients = Gradients(network, network.grid.world, _loss_fn)
-    mine = network.own_rows(torch.arange(count))
+    mine = own_rows(network, torch.arange(count))
     found = Truth(network.inner, truth.pictures[mine], truth.labels[mine], truth.group)
     share = _share(truth, network.replicas(0), network.replica(0))
     shape = MicroBatchShape(count, count, lambda parts, index: _share(truth, parts, index))
