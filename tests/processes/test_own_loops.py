@@ -114,6 +114,14 @@ def test_a_network_is_prepared_again_and_an_older_optimizer_refused():
             torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+def test_a_run_folder_holds_one_training(tmp_path):
+    net = _plain()
+    with manyhands.session(out=tmp_path / "run") as here:
+        here.prepare(net, torch.optim.SGD(net.parameters(), 0.5), _data(), batch=16)
+        with pytest.raises(UserError, match="holds one training"):
+            here.prepare(net, torch.optim.SGD(net.parameters(), 0.5), _data(), batch=16)
+
+
 def test_weights_are_of_all_micro_batches():
     net = _plain()
     with manyhands.session(micro_batch=8) as here:

@@ -121,8 +121,11 @@ class Session(Subgroup):
             within an unfinished update.
 
         Raises:
-            UserError: they don't fit together, or not the processes.
+            UserError: they don't fit together, or not the processes, or the run folder holds another training already.
         """
+        if self._folder and self._trainer:
+            mend = ("a session of its own, with another out=…, for each training",)
+            raise UserError("prepare was called before, and a run folder holds one training", "session.prepare", mend)
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)

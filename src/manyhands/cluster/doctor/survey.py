@@ -12,7 +12,8 @@ from manyhands.cluster.doctor.rounds import rounds
 from manyhands.cluster.messages import A, Request
 from manyhands.core.errors import RunError
 
-ANSWER_S = 15.0
+# Longer than a measurement may take where every word of it comes at the last moment.
+ANSWER_S = 30.0
 CONNECT_S = 3.0
 MEASURE_S = 0.4
 # With many machines not every pair is measured, so that it stays a matter of seconds.
