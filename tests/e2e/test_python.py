@@ -296,6 +296,28 @@ with manyhands.session() as s:
 """
 
 
+TWICE = """
+import torch
+from torch.utils.data import TensorDataset
+import manyhands
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(16, 5), torch.arange(16) % 2)
+for lr in (0.1, 0.2):
+    with manyhands.session() as s:
+        s.barrier()
+    run = manyhands.fit(torch.nn.Linear(5, 2), data, batch=8, lr=lr, epochs=1, quiet=True, run__report=False)
+    s.print(run.status)
+"""
+
+
+@pytest.mark.slow
+def test_one_launch_holds_several_runs():
+    Path("twice.py").write_text(TWICE)
+    ended = run("twice.py", program=TORCHRUN)
+    assert (ended.code, ended.out) == (0, "finished\nfinished\n"), ended.err
+
+
 @pytest.mark.slow
 def test_an_own_loop_alone_and_under_torchrun():
     Path("loop.py").write_text(LOOP)

@@ -26,7 +26,7 @@ from manyhands.parallel import ports
 from manyhands.parallel.cause import Cause
 from manyhands.parallel.meet import check_in, tell_of_two
 from manyhands.parallel.said import Told
-from manyhands.parallel.standing import STARTED_BY, groups, standing_store
+from manyhands.parallel.standing import STARTED_BY, groups, own_use, standing_store
 from manyhands.parallel.tell import tell_those_who_wait
 
 Say = Callable[[str], None]
@@ -104,6 +104,8 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         _use(device)
         return Group(World(device=device))
     store = _open_store(membership, digest, say)
+    if membership.agent_store:
+        store = own_use(store, membership.rank, membership.attempt)
     present = check_in(store, membership, digest, say)
     if membership.started_by == "--init":
         membership = _among_neighbours(membership, [present[rank]["machine"] for rank in range(membership.size)])

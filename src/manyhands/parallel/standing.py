@@ -52,12 +52,18 @@ def _device_and_backend(distributed: Any, wanted: str) -> tuple[str, str]:
 
 
 def standing_store() -> Any:
-    """The group's store, with names of our own for this use: it keeps what earlier ones wrote."""
+    """The group's store, with names of our own for this use."""
     import torch.distributed as dist
 
-    store = dist.distributed_c10d._get_default_store()
-    # Each process counts for itself, and all use the group in one order.
-    uses = store.add(f"manyhands/uses/{dist.get_rank()}", 1)
+    return own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
+
+
+def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
+    """A store that outlives our use of it, with names of its own for this one: it keeps what earlier ones wrote."""
+    import torch.distributed as dist
+
+    # Each process counts for itself, and all use the store in one order.
+    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)
     return dist.PrefixStore(f"manyhands/{uses}", store)
 
 
