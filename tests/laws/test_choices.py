@@ -67,7 +67,7 @@ OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE})
 def apply(model, world, how):
     if world.alone:
         return ParallelNetwork(call=model, inner=model)
-    call = DistributedDataParallel(model) if how.reduces else model
+    call = DistributedDataParallel(model, process_group=how.group) if how.reduces else model
     return ParallelNetwork(call=call, inner=model, gradient_scale=float(world.size))
 '''
 METHOD = '''
@@ -199,6 +199,8 @@ def test_a_mode_and_a_sync_method_with_an_option_of_its_own(command, tmp_path):
 def test_what_a_method_needs_decides_who_takes_it(command):
     said = command(*TRAIN, "-n", "2", "--parallel", "fsdp", "--sync", "gentle", "--out", "run", code=2)
     assert "fsdp can't be combined with gentle" in said
+    said = command(*TRAIN, "-n", "2", "--parallel", "usual", "--sync", "bf16", "--out", "run", code=2)
+    assert "usual can't be combined with bf16, which changes gradients" in said
     command(*TRAIN, "-n", "2", "--parallel", "usual", "--sync", "powersgd", "--out", "other")
 
 

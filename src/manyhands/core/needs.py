@@ -29,6 +29,7 @@ MODE = "parallel.mode"
 # What parallel modes offer.
 WHOLE_GRADIENTS = Need("needs the whole network, with its gradients, on each process", MODE)
 OWN_AVERAGE = Need("averages gradients in its own way, which this mode leaves to nobody", MODE)
+AVERAGE_HOOK = Need("changes gradients within the mode's own average, which this mode doesn't let anybody do", MODE)
 # What jobs offer.
 OWN_STATISTICS = Need(
     "has no global batch to normalise over: each process takes its own samples",

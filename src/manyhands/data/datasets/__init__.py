@@ -1,1 +1,1 @@
-"""One file per data set: `NAMES` lists the words users write, `open(options)` returns its splits."""
+"""One file per data set: `NAMES` lists the words users write, `open(name, options)` returns its splits."""

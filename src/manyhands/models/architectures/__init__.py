@@ -1,1 +1,1 @@
-"""One file per family: `NAMES` (or `names()`) lists the words users write, `build(...)` makes the network."""
+"""One file per family: `names()` lists the words users write, `needs(…)` what pictures suit, `build(…)` makes it."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.core.needs import OWN_AVERAGE, WHOLE_GRADIENTS
+from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
-OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE})
+OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE, AVERAGE_HOOK})
 NOTHING_ALONE = True
 
 # torch 2.15 renamed the flag and warns of the old name.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from manyhands.core.needs import OWN_AVERAGE, WHOLE_GRADIENTS, HasGradients
+from manyhands.core.needs import AVERAGE_HOOK, WHOLE_GRADIENTS, HasGradients
 from manyhands.core.options import Options
 from manyhands.sync.costs import Cost, LinkCase
 
@@ -13,7 +13,7 @@ DESCRIPTION = "the mean of all gradients in every update, rounded to bfloat16 on
 EXACT = False
 EXCEPTION = "Gradients are rounded to bf16 before they are added up (sync.method = bf16)."
 PRECEDENCE = 10
-NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE)
+NEEDS = (WHOLE_GRADIENTS, AVERAGE_HOOK)
 
 _VALUE_BYTES = 2
 # Rounding there and back, as a share of a step.
