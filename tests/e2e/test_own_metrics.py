@@ -160,6 +160,19 @@ def test_figures_of_any_word_s_name_are_kept_and_read(tmp_path):
     assert manyhands.Run(told.path, "finished").final.metrics.keys() == own.keys()
 
 
+def test_what_a_metric_writes_into_its_inputs_is_not_for_the_next():
+    def spoils(outputs, labels):
+        right = outputs.argmax(1) == labels
+        outputs.zero_()
+        labels.fill_(1)
+        return right
+
+    net = network()
+    alone = manyhands.evaluate(net, DATA, metrics={"third": top3})
+    beside = manyhands.evaluate(net, DATA, metrics={"first": spoils, "third": top3})
+    assert beside.metrics == {"first": beside.top1, "third": alone.metrics["third"]}
+
+
 @pytest.mark.parametrize("metric", [FailsAtTheEnd(), NoNumber()])
 def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metric, tmp_path):
     with pytest.raises(UserError, match=r"the metric last (fails on outputs|gives a Tensor)"):
@@ -181,7 +194,9 @@ def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metr
         ({"kind": MacroRecall}, "the metric kind is a class"),
         ({"three": 3}, "the metric three is a int, not a function"),
         ({"top5": top3}, "two figures can't be called top5"),
-        ({"a b": top3}, "should be a list of file.py:function"),
+        ({"a b": top3}, "'a b' is no name of a metric"),
+        ({"top-3": top3}, "'top-3' is no name of a metric"),
+        ({3: top3}, "3 is no name of a metric"),
         (["own.py:top3", "own.py:top3"], "two figures can't be called top3"),
         ("own.py:top4", "own.py has no object top4"),
         ("own.py:COUNT", "the metric COUNT is a int, not a function"),

@@ -151,6 +151,10 @@ def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
     assert run("resume", told.path, "--epochs", 2, "--set", "train.schedule=own.py:half").code == 0
 
 
+def other():
+    return torch.optim.SGD([torch.zeros(1)], 1.0)
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -170,6 +174,10 @@ def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
         ({"schedule": lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau waits for a figure"),
         ({"schedule": lr_scheduler.StepLR}, "the schedule asks for step_size"),
         ({"schedule": lambda optimizer: lr_scheduler.StepLR(optimizer)}, "the schedule fails with this optimizer: T"),
+        (
+            {"schedule": lambda optimizer: lr_scheduler.StepLR(other(), 3)},
+            "the schedule's StepLR is of another optimizer",
+        ),
         ({"schedule": max}, "the schedule fails at step 0: TypeError"),
         ({"schedule": lambda optimizer: 3}, "of the optimizer gives a int"),
         ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own brings its own warm-up"),

@@ -1,5 +1,6 @@
 """Loops as users write them: where they step, clear, clip and leave, and what a session can't take is said."""
 
+import math
 import signal
 
 import pytest
@@ -181,16 +182,34 @@ def _losses(folder, *, stop_at=0, leave_at=-1):
 
 
 @pytest.mark.parametrize("stop_at", [6, 8])
-def test_the_mean_loss_of_an_epoch_goes_on_with_it(stop_at, tmp_path):
+def test_the_mean_loss_of_an_epoch_goes_on_with_it(stop_at, tmp_path, capsys):
     whole = _losses(tmp_path / "whole")
     with pytest.raises(SystemExit) as ended:
         _losses(tmp_path / "broken", stop_at=stop_at)
     assert ended.value.code == EXIT_SAVED
+    assert f"saved at step {stop_at}; the same program goes on from there" in capsys.readouterr().err
+    assert "stopped" in (tmp_path / "broken" / "report.html").read_text()
     assert _losses(tmp_path / "broken") == {epoch: whole[epoch] for epoch in (1, 2)}
 
 
 def test_who_leaves_early_has_the_last_epoch_saved(tmp_path):
     whole = _losses(tmp_path / "whole")
     assert list(_losses(tmp_path / "left", leave_at=1)) == [0, 1]
+    assert "finished" in (tmp_path / "left" / "report.html").read_text()
     assert (tmp_path / "left" / "checkpoints" / "step-00000008").is_dir()
     assert _losses(tmp_path / "left") == {2: whole[2]}
+
+
+def test_what_a_session_would_leave_unheard_is_refused():
+    with pytest.raises(UserError, match="a session takes no lr"), manyhands.session(lr=0.1):
+        pass
+    net = _plain()
+    sgd = torch.optim.SGD(net.parameters(), 0.5)
+    halves = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+    with manyhands.session(schedule="cosine", epochs=2) as here:
+        with pytest.raises(UserError, match="would both move the rate"):
+            here.prepare(net, sgd, _data(), batch=16, scheduler=halves)
+        with pytest.raises(UserError, match='no operation "avg"'):
+            here.all_reduce(torch.ones(1), "avg")
+        here.prepare(net, sgd, _data(), batch=16)
+        assert math.isnan(here.mean_loss())

@@ -21,6 +21,12 @@ _OPERATIONS = {
 }
 
 
+def _known(operation: str, what: str) -> Any:
+    if operation not in _OPERATIONS:
+        raise UserError(f'there is no operation "{operation}"', what, (", ".join(_OPERATIONS),))
+    return _OPERATIONS[operation]
+
+
 class Subgroup:
     """Some of the processes, and what they can do together. Made by all processes of a run, in the same order.
 
@@ -39,16 +45,17 @@ class Subgroup:
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """The members' tensors put together, the same on each of them; `tensor` itself is left as it is."""
         self._require_member()
-        result = _own_copy(tensor)
+        put_together, result = _known(operation, "all_reduce"), _own_copy(tensor)
         if self.size > 1:
-            dist.all_reduce(result, _OPERATIONS[operation], group=self._handle)
+            dist.all_reduce(result, put_together, group=self._handle)
         return result / self.size if operation == "mean" else result
 
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
         """The members' tensors put together, on member `target` alone; the others get None."""
         receiver, result = self._rank_of(target, "reduce"), _own_copy(tensor)
+        put_together = _known(operation, "reduce")
         if self.size > 1:
-            dist.reduce(result, receiver, _OPERATIONS[operation], group=self._handle)
+            dist.reduce(result, receiver, put_together, group=self._handle)
         if self.rank != target:
             return None
         return result / self.size if operation == "mean" else result

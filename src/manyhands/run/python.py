@@ -27,7 +27,7 @@ from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 from manyhands.run.own_code import record_of
 from manyhands.run.predict import list_pictures
-from manyhands.run.train import UNKNOWN, Outcome, place_of, run_folder, train, train_in_process
+from manyhands.run.train import UNKNOWN, Outcome, place_of, report_on, run_folder, train, train_in_process
 from manyhands.train.objects import Objects, metric_words
 
 if TYPE_CHECKING:
@@ -335,7 +335,13 @@ def session(*, job: JobLike = None, out: str | Path | None = None, **settings: A
     Yields:
         A Session: rank, size, device, collectives, new_group, prepare, epochs, backward, evaluate, save.
     """
-    loaded = load_on(job, {**_flags(settings, "session"), "data.name": OBJECTS, "run.out": str(out) if out else None})
+    flags = _flags(settings, "session")
+    if own := sorted(
+        {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"} & set(flags)
+    ):
+        what = f"a session takes no {own[0].partition('.')[2]}"
+        raise UserError(what, "session", ("optimizer and batch are what prepare is given",))
+    loaded = load_on(job, {**flags, "data.name": OBJECTS, "run.out": str(out) if out else None})
     settled = loaded.job
     # A recipe's are for what fit makes of its data set.
     given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
@@ -346,8 +352,13 @@ def session(*, job: JobLike = None, out: str | Path | None = None, **settings: A
     program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
     place = _place_of(settled)
     open_session = load_worker("own_process").opened
-    with _folder_of(settled, place) as folder, open_session(settled, place, program, folder, scheduled) as opened:
-        yield opened
+    with _folder_of(settled, place) as folder:
+        try:
+            with open_session(settled, place, program, folder, scheduled) as opened:
+                yield opened
+        finally:
+            if folder and not place.rank:
+                report_on(settled, folder)
 
 
 def _folder_of(job: Job, place: Membership) -> contextlib.AbstractContextManager[RunFolder | None]:

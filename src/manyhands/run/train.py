@@ -168,18 +168,18 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
         if ending.refused:
             raise ending.refused
         if ending.interrupted and (ending.hung or not ending.records):
-            _report(job, folder)
+            report_on(job, folder)
             raise interrupted(folder, ending.hung)
         cause = first_cause(ending)
         if cause:
             _note_failure(folder, cause)
-        _report(job, folder)
+        report_on(job, folder)
         raise failure_of(folder, ending)
     if job.run.script:
         return Outcome(folder, "finished", EXIT_OK)
     statuses = {value["status"] for value in ending.returned.values()}
     status = "stopped" if "stopped" in statuses else "finished"
-    _report(job, folder)
+    report_on(job, folder)
     return Outcome(folder, status, EXIT_SAVED if status == "stopped" else EXIT_OK)
 
 
@@ -225,7 +225,7 @@ def _go_on(folder: RunFolder) -> tuple[str, ...]:
     return (told,) if step is not None else ()
 
 
-def _report(job: Job, folder: RunFolder) -> None:
+def report_on(job: Job, folder: RunFolder) -> None:
     """The page; a failure to draw it must not fail the run, and is said."""
     if not job.run.report or not folder.metrics.is_file():
         return
@@ -311,7 +311,7 @@ def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: 
             result = _take_part(job, membership, folder, objects, say)
         finally:
             screen.close()
-        _report(job, folder)
+        report_on(job, folder)
         return _outcome(folder, result, is_main=True)
 
 

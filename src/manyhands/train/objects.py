@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, shortened
 from manyhands.core.plugins import is_object_reference, load_object
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
     """
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
+        for name in named:
+            if not (isinstance(name, str) and name.isidentifier()):
+                mend = ("letters, digits and _ alone: top_3, macro_recall",)
+                raise UserError(f"{shortened(repr(name))} is no name of a metric", "metrics", mend)
         return tuple(f"{OBJECT}:{name}" for name in named)
     words: Sequence[Any] = (given,) if isinstance(given, str) else given if isinstance(given, list | tuple) else ()
     if given is not None and not (words and all(isinstance(word, str) for word in words)):

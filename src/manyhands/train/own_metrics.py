@@ -106,7 +106,8 @@ class FigureSums:
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """All sums [width] of logits [n, C] and labels int64 [n]."""
-        found = [metric.sums(logits, labels, self._dtype) for metric in self._metrics]
+        # Of their own, for what one writes into them isn't for the next.
+        found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
             if len(sums) != width:
                 mend = ("give as many sums of any samples",)

@@ -47,7 +47,7 @@ def make_schedule(
 
     try:
         if of_optimizer:
-            return _Scheduler(function(optimizer, **asked))
+            return _Scheduler(function(optimizer, **asked), optimizer)
         set_rates(0)
     except UserError:
         raise
@@ -106,7 +106,7 @@ class _Scheduler:
     alone, and a longer run's end is in it from the start.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         kind = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau):
             mend = ("a function of the step", "or another torch scheduler")
@@ -114,6 +114,9 @@ class _Scheduler:
         if not isinstance(scheduler, LRScheduler):
             mend = ("give a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
             raise UserError(f"the schedule's function of the optimizer gives a {kind}", _WHERE, mend)
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            mend = ("make it of the optimizer that the function is given",)
+            raise UserError(f"the schedule's {kind} is of another optimizer", _WHERE, mend)
         self._scheduler, self._made = scheduler, 0
 
     def __call__(self, step: int) -> None:

@@ -46,7 +46,7 @@ from manyhands.train.trainer import Trainer, seconds_between_saves
 
 # The key of a checkpoint's state for what a session alone knows.
 SESSION = "session"
-_SAID = {"note", "warning", "resumed", "stall", "changed"}
+_SAID = {"note", "warning", "resumed", "stall", "changed", "stopped"}
 PlanLike = Plan | str | Path | Mapping[str, str]
 
 

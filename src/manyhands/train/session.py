@@ -28,7 +28,6 @@ from manyhands.train.data_setup import make_loader
 from manyhands.train.evaluate import Evaluation, evaluating
 from manyhands.train.evaluators import make_evaluator
 from manyhands.train.loop import attend, waited_for
-from manyhands.train.loss import something
 from manyhands.train.objects import metric_words
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_update import OwnUpdate
@@ -126,6 +125,9 @@ class Session(Subgroup):
         if self._folder and self._trainer:
             mend = ("a session of its own, with another out=…, for each training",)
             raise UserError("prepare was called before, and a run folder holds one training", "session.prepare", mend)
+        if scheduler and self._scheduled:
+            mend = ("leave one of them out",)
+            raise UserError("session(schedule=…) and a scheduler would both move the rate", "session.prepare", mend)
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
@@ -176,6 +178,8 @@ class Session(Subgroup):
                 self._own = None
             trainer.note_stall(trainer.heart.updated(trainer.progress.step), time.perf_counter() - started)
             if self._folder and attend(trainer, self._stop):
+                step = trainer.progress.step
+                trainer.journal.event("stopped", f"saved at step {step}; the same program goes on from there", step)
                 raise SystemExit(EXIT_SAVED)
 
     def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
@@ -196,10 +200,13 @@ class Session(Subgroup):
         self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
 
     def mean_loss(self) -> float:
-        """The mean of all losses that were given to `backward` since the last call, on all processes; a collective."""
+        """The mean of all losses that were given to `backward` since the last call, on all processes; a collective.
+
+        NaN where there were none.
+        """
         loss, counts = self.all_reduce(self._loss_sums())
         self._loss = []
-        return float(loss / something(counts))
+        return float(loss / counts)
 
     def print(self, *words: object) -> None:
         """Prints on rank 0 alone."""
@@ -253,8 +260,10 @@ class Session(Subgroup):
         """Saves what the loop has come to, where it left its epochs early; a collective, at the session's end."""
         if self._trainer and self._folder and not self._owed:
             self._conclude()
-            if self._trainer.progress.step != self._trainer.progress.saved_step:
+            step = self._trainer.progress.step
+            if step != self._trainer.progress.saved_step:
                 save(self._trainer)
+            self._trainer.journal.event("finished", step=step)
 
     def close(self) -> None:
         """Gives back what `prepare` took; the network stays as it is."""
