@@ -69,11 +69,6 @@ def unlikely(interface: str) -> int:
     return 1 if interface.startswith(TUNNELS) else 0
 
 
-def interface_of(facts: Facts, address: str) -> str:
-    """The interface that has an address; empty where none has."""
-    return next((name for name, own, _, _ in _addresses(facts) if own == address), "")
-
-
 def _reached_candidates(
     host: str, facts: Mapping[str, Facts], reach: Mapping[tuple[str, str], Sequence[Attempt]]
 ) -> Iterator[AddressCandidate]:
