@@ -10,6 +10,8 @@ from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.core.errors import UserError
+from manyhands.report.read import read_run
+from manyhands.report.summary import result_lines
 from tests.e2e.command import run
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,6 +55,78 @@ def test_it_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_pa
     page = told.report().read_text()
     for figure in ("its third", "its recall", "test recall, best weights"):
         assert figure in page
+
+
+def size(outputs, _labels):
+    """Grows while the network learns, so that its lowest is the first epoch's."""
+    return outputs.abs().mean(1)
+
+
+GROWING = {"batch": 25, "epochs": 4, "lr": 0.05, "schedule": "constant", "metrics": {"size": size}}
+
+
+def silent():
+    net = network()
+    nn.init.zeros_(net[1].weight)
+    nn.init.zeros_(net[1].bias)
+    return net
+
+
+@pytest.mark.parametrize("best", ["highest top1", "lowest size", "highest size"])
+def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best, tmp_path):
+    def trained(out, **more):
+        options = {"quiet": True, "run__report": False, "checkpoint__resume": "auto", "best": best} | GROWING | more
+        return manyhands.fit(silent(), DATA, DATA, held_out_set=DATA, out=tmp_path / out, **options)
+
+    told, way, name = trained("whole"), *best.split()
+    figures = [one.metrics.get(name, getattr(one, name, None)) for one in told.evaluations]
+    wanted = figures.index((max if way == "highest" else min)(figures))
+    assert name != "size" or wanted == (0 if way == "lowest" else 3)
+    assert told.best == told.evaluations[wanted]
+    assert told.test.step == told.best.step
+    found = json.loads((told.path / "evaluations" / "best.json").read_text())
+    assert (found["step"], found["metrics"]) == (told.best.step, told.best.metrics)
+    kept = manyhands.evaluate(manyhands.load(told).network, DATA, metrics={"size": size})
+    assert kept.metrics["size"] == pytest.approx(told.best.metrics["size"], rel=1e-6)
+    text = "\n".join(result_lines(read_run(told.path)))
+    assert ("best (lowest size)  top-1" in text) == (best == "lowest size")
+    assert (f"top-1 at the {best}, epoch" in told.report().read_text()) == (name != "top1")
+    trained("parted", epochs=2)
+    parted = trained("parted")
+    assert (parted.best.step, parted.best.metrics) == (told.best.step, told.best.metrics)
+
+
+def test_another_figure_may_decide_from_a_resume_on(tmp_path):
+    options = {"quiet": True, "run__report": False, "out": tmp_path / "run", "checkpoint__resume": "auto"} | GROWING
+    manyhands.fit(silent(), DATA, DATA, **options | {"epochs": 2, "best": "lowest size"})
+    told = manyhands.fit(silent(), DATA, DATA, **options | {"best": "highest size"})
+    assert told.best.step == told.final.step
+    assert read_run(told.path).best.step == told.final.step
+
+
+def test_it_is_the_best_in_a_loop_of_ones_own_too(tmp_path):
+    net = silent()
+    with manyhands.session(out=tmp_path / "run", best="lowest size", metrics={"size": size}) as here:
+        model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), DATA, batch=25)
+        for _ in here.epochs(3):
+            for x, y in batches:
+                here.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+            here.evaluate(model, DATA, metrics={"third": top3})
+    told = manyhands.Run(tmp_path / "run", "finished")
+    assert [record.best for record in told.evaluations] == [True, False, False]
+    assert told.best.metrics.keys() == {"size", "third"}
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+@pytest.mark.parametrize(
+    "best", ["top1", "lowest top1", "highest loss", "highest third", "lowest", "", "highest  top1"]
+)
+def test_what_does_not_say_which_is_the_best_is_refused(best):
+    with pytest.raises(UserError, match=f'best is "{best}"; it should be one of: highest top1, .*, lowest size'):
+        manyhands.fit(network(), DATA, DATA, best=best, metrics={"size": size})
+    with pytest.raises(UserError, match=f'best is "{best}"; it should be one of'), manyhands.session(best=best):
+        pass
 
 
 OWN = """

@@ -32,7 +32,7 @@ def job_of(**options):
 )  # fmt: skip
 def test_the_scheduler_goes_on_as_torchs_own(epoch, steps, lr, every, factor, best):
     train = job_of(epochs=200, lr=lr, step_epochs=every, step_factor=factor).train
-    progress = Progress(step=epoch * steps, epoch=epoch, best_top1=best)
+    progress = Progress(step=epoch * steps, epoch=epoch, best_figure=best)
     found = as_main(snapshot(), train, progress, steps)
     own = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(own, every, factor)

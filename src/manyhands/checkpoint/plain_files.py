@@ -18,7 +18,7 @@ class _Plain(BaseModel):
 
 class _Best(_Plain):
     step: _Count | None = None
-    top1: float = -1.0
+    figure: float | None = None
 
 
 class _State(_Plain):
@@ -28,7 +28,8 @@ class _State(_Plain):
     best_step: _Count = -1
     evaluated_step: _Count = -1
     saved_step: _Count = 0
-    best_top1: float = -1.0
+    best_figure: float | None = None
+    best_by: str = ""
     owed: bool = False
     best: _Best | None = None
     classes: list[str] = Field(default_factory=list)

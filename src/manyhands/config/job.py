@@ -19,7 +19,10 @@ KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTI
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 # Stands in a job for what was an object in Python; object:NAME for one of several.
 OBJECT = "object"
-# What an evaluation and its lines say anyway.
+# What an evaluation finds anyway, and what of it is better.
+_BETTER = {"top1": "highest", "top5": "highest", "loss": "lowest"}
+BY_TOP1 = "highest top1"
+# What its lines say anyway.
 _FIGURES: tuple[str, ...] = ("top1", "top5", "loss", "val_loss", "train_loss", "epoch", "evaluated", "best")
 
 
@@ -66,6 +69,11 @@ class TrainOptions(Options):
         default=(),
         description="more figures of each evaluation: file.py:function of outputs and labels that gives one value per "
         "sample, or an object that adds up; shown under that name",
+    )
+    best: str = Field(
+        default=BY_TOP1,
+        description="which evaluation is the best, whose weights are kept: highest or lowest, and the name of one of "
+        "your metrics; highest top1, highest top5, lowest loss",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="decides every random choice")
     deterministic: bool = Field(default=False, description="only torch's deterministic algorithms")
@@ -133,7 +141,16 @@ class TrainOptions(Options):
             raise ValueError(f"{which} brings its own warm-up; leave warmup_epochs out")
         if self.start_epoch > self.epochs:
             raise ValueError(f"start_epoch {self.start_epoch} is beyond the last of {self.epochs} epochs")
+        self._refuse_best()
         return self
+
+    def _refuse_best(self) -> None:
+        """Raises ValueError where it isn't said what of which figure is the best."""
+        own = [word.rpartition(":")[2] for word in self.metrics]
+        may_be = [f"{way} {name}" for name, way in _BETTER.items()]
+        may_be += [f"{way} {name}" for name in own for way in ("highest", "lowest")]
+        if self.best not in may_be:
+            raise ValueError(f'best is "{self.best}"; it should be one of: {", ".join(may_be)}')
 
 
 class ClusterOptions(Options):
@@ -226,4 +243,6 @@ class Job(Options):
                 f"checkpoint.pth_tar is for imagenet main.py, which knows sgd and the step schedule alone, not "
                 f"{optimizer} and {schedule}; --set 'checkpoint.pth_tar=\"\"' leaves its files out"
             )
+        if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
+            raise ValueError(f"checkpoint.pth_tar is for imagenet main.py, whose best is the {BY_TOP1}; leave best out")
         return self

@@ -72,7 +72,7 @@ class EvaluationMetrics(Record):
     loss: float
     top1: float = Field(description="0 to 1")
     top5: float = Field(description="0 to 1; equals 1 where there are at most five classes")
-    best: bool = Field(description="the best top-1 so far")
+    best: bool = Field(description="the best so far, by what train.best says")
     classes: int = Field(default=0, description="that a guess is among; 0 in older records")
     seconds: float = 0.0
     metrics: Figures = Field(default_factory=dict, description="figures of the user's own")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.report.drawing import BLUE, GREEN, VERMILION, epochs_axis, new_figure, smooth, thin
 from manyhands.report.read import RunData
-from manyhands.report.summary import images_per_s, steps_per_epoch
+from manyhands.report.summary import best_evaluation, images_per_s, steps_per_epoch
 from manyhands.report.words import rate
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def curves(run: RunData) -> "Figure | None":
         [100 * evaluation.top1 for evaluation in run.evaluations],
     )
     accuracy.set_title("top-1 accuracy, %")
-    best = max(run.evaluations, key=lambda e: _or_low(e.top1), default=None)
+    best = best_evaluation(run)
     if best:
         at = best.step / (steps_per_epoch(run) or 1)
         accuracy.plot(at, 100 * best.top1, "o", markersize=9, fillstyle="none", color=VERMILION, label="best")
@@ -144,7 +144,3 @@ def _time_unit(seconds: float) -> tuple[str, float]:
 def _spans_decades(values: list[float]) -> bool:
     positive = [value for value in values if math.isfinite(value)]
     return bool(positive) and min(positive) > 0 and max(positive) / min(positive) > 100
-
-
-def _or_low(value: float) -> float:
-    return value if math.isfinite(value) else -1.0

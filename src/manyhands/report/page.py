@@ -73,6 +73,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "folder": run.folder.path.resolve().name,
         "status": summary.status(run),
         "best": _evaluation(run, summary.best_evaluation(run)),
+        "best_by": summary.best_by(run),
         "final": _evaluation(run, summary.final_evaluation(run)),
         "tests": [(name, _evaluation(run, test)) for name, test in run.tests.items()],
         "test_count": next((f"{test.count:,}" for test in run.tests.values()), ""),

@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.report.read import STARTS, RunData
-from manyhands.report.words import duration, epoch_name, number, own_figures, percent, rate, top5
+from manyhands.report.words import duration, epoch_name, number, own_figures, percent, plain, rate, top5
 
 # The kinds of events that end a session, and what they make of the run.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
@@ -28,9 +28,17 @@ def status(run: RunData) -> str:
 
 
 def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
-    """The evaluation with the highest top-1; the earliest of equals."""
+    """The newest that was the best when it was made; where none was, that with the highest top-1."""
     measured = [evaluation for evaluation in run.evaluations if math.isfinite(evaluation.top1)]
-    return max(measured, key=lambda evaluation: evaluation.top1) if measured else run.best
+    noted = [evaluation for evaluation in measured if evaluation.best]
+    return noted[-1] if noted else max(measured, key=lambda evaluation: evaluation.top1, default=run.best)
+
+
+def best_by(run: RunData) -> str:
+    """What the best evaluation is the best by, where it isn't top-1: "lowest loss"; else nothing."""
+    options = run.job.get("train")
+    said = options.get("best") if isinstance(options, dict) else None
+    return plain(said) if isinstance(said, str) and said != "highest top1" else ""
 
 
 def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
@@ -91,7 +99,7 @@ def _finite(value: float) -> float | None:
 
 # What is to be known of a best figure where nothing was held out.
 CHOSEN = (
-    "the best epoch was chosen by this very figure; for one that chose nothing: "
+    "the best epoch was chosen by these very samples; for figures of others: "
     "--data.held-out FOLDER, or test/ beside train/ and val/"
 )
 
@@ -101,7 +109,8 @@ def result_lines(run: RunData) -> list[str]:
     lines: list[str] = []
     if best and final:
         same = best.step == final.step
-        lines.append(f"{'best and final' if same else 'best'}  {_scores(run, best)}")
+        by = best_by(run) and f" ({best_by(run)})"
+        lines.append(f"{'best and final' if same else 'best'}{by}  {_scores(run, best)}")
         if not same:
             lines.append(f"final {_scores(run, final)}")
         lines += [f"test  {_scores(run, test)}, the {name} weights" for name, test in run.tests.items()]

@@ -65,8 +65,9 @@ class Run:
 
     @property
     def best(self) -> EvaluationMetrics:
-        """The evaluation with the best top-1."""
-        return max(self._evaluated(), key=lambda record: record.top1)
+        """The evaluation that is the best by what train.best says."""
+        noted = [record for record in self._evaluated() if record.best]
+        return noted[-1] if noted else max(self._evaluated(), key=lambda record: record.top1)
 
     @property
     def final(self) -> EvaluationMetrics:
@@ -323,11 +324,18 @@ def _place(run: Run | str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def session(*, job: JobLike = None, out: str | Path | None = None, **settings: Any) -> "Iterator[Session]":
+def session(
+    *,
+    job: JobLike = None,
+    metrics: Mapping[str, Any] | Sequence[str] | None = None,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> "Iterator[Session]":
     """This process among all of a run, for a training loop of the user's own.
 
     Args:
         job: a Job or the path of a job.toml; what is given beside it wins over what it says.
+        metrics: more figures of each evaluation, by name, as `fit` takes them.
         out: the run folder, in which each epoch is saved, and from which a loop over `epochs` goes on; None for none.
         settings: options of the train section (seed, norm_group, micro_batch, precision, clip …), or of any section as
             section__name. The learning rate is the user's own, unless schedule is given, with epochs.
@@ -336,12 +344,13 @@ def session(*, job: JobLike = None, out: str | Path | None = None, **settings: A
         A Session: rank, size, device, collectives, new_group, prepare, epochs, backward, evaluate, save.
     """
     flags = _flags(settings, "session")
-    if own := sorted(
+    if in_vain := sorted(
         {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"} & set(flags)
     ):
-        what = f"a session takes no {own[0].partition('.')[2]}"
+        what = f"a session takes no {in_vain[0].partition('.')[2]}"
         raise UserError(what, "session", ("optimizer and batch are what prepare is given",))
-    loaded = load_on(job, {**flags, "data.name": OBJECTS, "run.out": str(out) if out else None})
+    named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
+    loaded = load_on(job, {**flags, **named})
     settled = loaded.job
     # A recipe's are for what fit makes of its data set.
     given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
@@ -352,9 +361,10 @@ def session(*, job: JobLike = None, out: str | Path | None = None, **settings: A
     program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
     place = _place_of(settled)
     open_session = load_worker("own_process").opened
+    own: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
     with _folder_of(settled, place) as folder:
         try:
-            with open_session(settled, place, program, folder, scheduled) as opened:
+            with open_session(settled, place, program, folder, scheduled, own) as opened:
                 yield opened
         finally:
             if folder and not place.rank:

@@ -53,6 +53,10 @@ class Evaluation:
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
+    def figure(self, name: str) -> float:
+        """Top-1, top-5, loss or a figure of the user's own."""
+        return self.metrics[name] if name in self.metrics else getattr(self, name)
+
     @property
     def confusion(self) -> Tensor:
         """The confusion matrix, int64 [classes, classes], rows are true classes."""

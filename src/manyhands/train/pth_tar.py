@@ -59,7 +59,7 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
         "_step_count": progress.epoch + 1,
         "_last_lr": [rate],
     }
-    state = {"epoch": progress.epoch, "best": {"top1": max(0.0, progress.best_top1)}, "scheduler": scheduler}
+    state = {"epoch": progress.epoch, "best": {"top1": max(0.0, progress.best_figure or 0.0)}, "scheduler": scheduler}
     return Snapshot(snapshot.model, {**snapshot.optimizer, "param_groups": groups}, state)
 
 

@@ -161,7 +161,7 @@ def check_position(
         epoch = int(state.get("epoch", 0))
         best = state.get("best", {})
         state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1, best_step=-1)
-        state["best_top1"] = float(best.get("top1", -1.0))
+        state["best_figure"] = best.get("top1")
         return
     if state.get("job") == digest:
         return

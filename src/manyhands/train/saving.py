@@ -47,9 +47,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     """Notes an evaluation of the network as it is now; True when it is the best so far."""
     progress = trainer.progress
     progress.evaluated_step, progress.owed = progress.step, False
-    best = found.top1 > progress.best_top1
-    if best:
-        progress.best_top1, progress.best_step = found.top1, progress.step
+    by = trainer.job.train.best
+    best = progress.improves(by, found.figure(by.partition(" ")[2]))
     trainer.evaluated = EvaluationMetrics(
         time=time.time(),
         epoch=progress.epoch,

@@ -53,6 +53,7 @@ class Session(Subgroup):
         folder: RunFolder | None = None,
         *,
         scheduled: bool = False,
+        metrics: Mapping[str, Any] | None = None,
         stop: StopSignal | None = None,
         give_account: Callable[[Trainer], None] = lambda _: None,
     ) -> None:
@@ -63,13 +64,14 @@ class Session(Subgroup):
             job: the settings.
             folder: where the run is kept; None for nowhere.
             scheduled: the job moves the learning rate.
+            metrics: figures of the user's own that are objects, by name.
             stop: says whether somebody asked for a stop.
             give_account: writes into the run folder what is trained how.
         """
         everybody = whole(world)
         super().__init__(everybody.ranks, everybody.rank, None)
         self.world, self.job = world, job
-        self._folder, self._scheduled = folder, scheduled
+        self._folder, self._scheduled, self._metrics = folder, scheduled, metrics or {}
         self._stop = StopSignal() if stop is None else stop  # false until somebody asks
         self._give_account = give_account
         self._trainer: Trainer | None = None
@@ -242,7 +244,8 @@ class Session(Subgroup):
         started = time.perf_counter()
         try:
             plain = network or ParallelNetwork(model, model)
-            own = make_metrics((*self.job.train.metrics, *(metric_words(metrics) or ())), metrics)
+            words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
+            own = make_metrics(words, {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})})
             make = make_evaluator(loader, len(test_set), outputs, self.job, plain, self.world, own)
             found = make(evaluated, autocast(precision, self.world.device))
         finally:

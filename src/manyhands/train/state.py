@@ -1,5 +1,6 @@
 """How far a run has come, and turning live objects into a snapshot and back."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.stored import in_memory
 from manyhands.checkpoint.tensors import flatten
+from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.sharded_state import restore_optimizer, restore_pieces
@@ -33,7 +35,8 @@ class Progress:
         step: updates made.
         epoch: epochs that are complete.
         step_in_epoch: updates made in the current epoch.
-        best_top1: best evaluation so far, -1 before the first.
+        best_figure: of the best evaluation so far; None before the first.
+        best_by: what it is the best by, as train.best says it.
         best_step: when that was, -1 before the first; foreign checkpoints don't say.
         evaluated_step: when the last evaluation was, -1 before the first.
         saved_step: the newest committed checkpoint, 0 before the first.
@@ -43,11 +46,22 @@ class Progress:
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
-    best_top1: float = -1.0
+    best_figure: float | None = None
+    best_by: str = BY_TOP1
     best_step: int = -1
     evaluated_step: int = -1
     saved_step: int = 0
     owed: bool = False
+
+    def improves(self, by: str, figure: float) -> bool:
+        """True, and noted, where an evaluation of this step is the best so far; anew where another figure decides."""
+        best = self.best_figure if by == self.best_by else None
+        if math.isnan(figure) or (
+            best is not None and (figure <= best if by.startswith("highest") else figure >= best)
+        ):
+            return False
+        self.best_figure, self.best_by, self.best_step = figure, by, self.step
+        return True
 
     def advance(self, steps_per_epoch: int) -> None:
         """Counts one update."""
@@ -67,7 +81,7 @@ def capture(
     else:
         model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
         optimizer_state = named_optimizer(network.inner, optimizer)
-    best = {"step": progress.best_step if progress.best_step >= 0 else None, "top1": progress.best_top1}
+    best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
     return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra}, network.endless)
 
 

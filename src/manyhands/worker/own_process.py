@@ -1,8 +1,9 @@
 """What the Python interface computes in the user's own process: a session, a trained network."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -30,7 +31,12 @@ __all__ = ["as_picture", "guess", "guess_files", "load_weights", "open_trained",
 
 @contextlib.contextmanager
 def opened(
-    job: Job, membership: Membership, program: str, folder: RunFolder | None, scheduled: bool
+    job: Job,
+    membership: Membership,
+    program: str,
+    folder: RunFolder | None,
+    scheduled: bool,
+    metrics: Mapping[str, Any],
 ) -> Iterator[Session]:
     """A session at a place among the processes.
 
@@ -40,13 +46,22 @@ def opened(
         program: the same on all of them.
         folder: the run folder, on ranks above 0 rank 0's once they have met; None for none.
         scheduled: the job moves the learning rate.
+        metrics: figures of the user's own that are objects.
     """
     options = f"{shared_options(job)} program={program} folder={folder is not None}"
     group = join(membership, options, job.cluster.collective_timeout_s, say)
     try:
         with listening() if folder else contextlib.nullcontext(StopSignal()) as stop:
             shared = share_folder(group.world, folder) if folder else None
-            here = Session(group.world, job, shared, scheduled=scheduled, stop=stop, give_account=_give_account)
+            here = Session(
+                group.world,
+                job,
+                shared,
+                scheduled=scheduled,
+                metrics=metrics,
+                stop=stop,
+                give_account=_give_account,
+            )
             try:
                 yield here
                 here.finish()
