@@ -1,12 +1,18 @@
 """Runs that fail: the first cause, on the right rank, with the user's own lines and nobody else's."""
 
+import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import NETS, QUICK, assert_one_screen, events, run
+import manyhands
+from manyhands.core.errors import UserError
+from manyhands.report import summary
+from manyhands.report.read import read_run
+from tests.e2e.command import NETS, QUICK, assert_one_screen, events, finish, run, start
 
 pytestmark = pytest.mark.timeout(300)
 LONG = [*QUICK, "--epochs", "3"]
@@ -91,3 +97,63 @@ def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
     warnings = [event["message"] for event in events(small_disk / "run", "warning")]
     assert any("no checkpoint at step" in text for text in warnings)
     assert not list((small_disk / "run" / "checkpoints").glob("*"))
+
+
+LOOP = """
+import json
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import manyhands
+
+data = TensorDataset(torch.zeros(24, 5), torch.arange(24) % 2)
+net = nn.Linear(5, 2)
+with manyhands.session(**json.loads(sys.argv[1])) as here:
+    model, optimizer, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), data, batch=6)
+    for epoch in here.epochs(2):
+        for step, (x, y) in enumerate(batches):
+            if (epoch, step, here.rank) == (1, 2, here.size - 1):
+                raise KeyError("the user's own mistake")
+            here.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "kept"), [(2, {"out": "run", "run__report": False}), pytest.param(3, {}, marks=pytest.mark.slow)]
+)
+def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept, tmp_path):
+    Path("loop.py").write_text(LOOP)
+    place = {"cluster__init": f"file://{tmp_path}/meet", "cluster__world_size": processes}
+    words = [json.dumps({**place, **kept, "cluster__rank": rank}) for rank in range(processes)]
+    ended = [finish(one) for one in [start("loop.py", word, program=()) for word in words]]
+    assert [one.code for one in ended] == [1] * processes
+    *others, failed = [one.err for one in ended]
+    assert 'raise KeyError("the user\'s own mistake")' in failed
+    assert "RunError" not in failed
+    for told in others:
+        assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first; it says: KeyError: \"the user's", told)
+        assert "gloo" not in told
+        assert "closed by peer" not in told
+    if kept:
+        failures = [json.loads(Path(f"run/ranks/failures/{rank}.json").read_text()) for rank in range(processes)]
+        assert [one["consequence"] for one in failures] == [True] * (processes - 1) + [False]
+        assert summary.status(read_run(Path("run"))) == "failed"
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_that_an_agent_has_started_says_it_too():
+    Path("loop.py").write_text(LOOP)
+    ended = run("train", "loop.py", "-n", 2, "--", "{}")
+    assert ended.code == 1
+    assert_one_screen(ended.err)
+    assert 'manyhands: KeyError: "the user\'s own mistake"' in ended.err
+    assert "rank 1 on" in ended.err
+
+
+def test_a_session_without_with_is_refused():
+    with pytest.raises(UserError, match="a session is opened by `with`") as refused:
+        manyhands.session().prepare(None, None, None, batch=1)
+    assert refused.value.where == "session.prepare"
+    assert refused.value.mend == ("with manyhands.session() as here: …",)

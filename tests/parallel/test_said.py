@@ -10,12 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.failures import as_error
 from manyhands.core.world import Membership
 from manyhands.parallel import cause, meet, tell
 from manyhands.parallel.cause import Cause
 from manyhands.parallel.meet import check_in
 from manyhands.parallel.said import Present, Told, Twice, understood
-from manyhands.worker.entry import as_error
 from manyhands.worker.peers import describe_peer, heard
 
 JUNK = [

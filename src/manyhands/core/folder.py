@@ -105,6 +105,10 @@ class RunFolder:
         return any(self.checkpoints.glob("step-*"))
 
 
+# Of what is kept nowhere, or not yet known where.
+NOWHERE = RunFolder(Path(os.devnull))
+
+
 def holds_run(path: Path) -> bool:
     """True for a folder that a run is or was kept in."""
     return (path / "job.toml").is_file() and (path / "ranks").is_dir()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import known_keys, load_on
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.named_code import announce
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
@@ -27,7 +27,8 @@ from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 from manyhands.run.own_code import record_of
 from manyhands.run.predict import list_pictures
-from manyhands.run.train import UNKNOWN, Outcome, place_of, report_on, run_folder, train, train_in_process
+from manyhands.run.session_block import SessionBlock
+from manyhands.run.train import Outcome, place_of, report_on, run_folder, train, train_in_process
 from manyhands.train.objects import Objects, metric_words
 
 if TYPE_CHECKING:
@@ -323,14 +324,13 @@ def _place(run: Run | str | Path) -> Path:
     return run.path if isinstance(run, Run) else Path(run).expanduser()
 
 
-@contextlib.contextmanager
 def session(
     *,
     job: JobLike = None,
     metrics: Mapping[str, Any] | Sequence[str] | None = None,
     out: str | Path | None = None,
     **settings: Any,
-) -> "Iterator[Session]":
+) -> "contextlib.AbstractContextManager[Session]":
     """This process among all of a run, for a training loop of the user's own.
 
     Args:
@@ -340,9 +340,15 @@ def session(
         settings: options of the train section (seed, norm_group, micro_batch, precision, clip …), or of any section as
             section__name. The learning rate is the user's own, unless schedule is given, with epochs.
 
-    Yields:
-        A Session: rank, size, device, collectives, new_group, prepare, epochs, backward, evaluate, save.
+    Returns:
+        What `with` makes a Session of: rank, size, device, collectives, new_group, prepare, epochs, backward, evaluate,
+        save.
     """
+    return SessionBlock(_session(job, metrics, out, settings))
+
+
+@contextlib.contextmanager
+def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[str, Any]) -> "Iterator[Session]":
     flags = _flags(settings, "session")
     if in_vain := sorted(
         {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"} & set(flags)
@@ -375,4 +381,4 @@ def _folder_of(job: Job, place: Membership) -> contextlib.AbstractContextManager
     """The run folder where one is asked for, which rank 0 keeps."""
     if not job.run.out:
         return contextlib.nullcontext()
-    return contextlib.nullcontext(UNKNOWN) if place.rank else run_folder(job)
+    return contextlib.nullcontext(NOWHERE) if place.rank else run_folder(job)

@@ -35,6 +35,7 @@ from manyhands.core.errors import (
 )
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import (
+    NOWHERE,
     RunFolder,
     new_run_folder,
     remove_new,
@@ -61,7 +62,6 @@ STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, u
 RUNS = Path("runs")
 LOOPBACK = "127.0.0.1"
 # Ranks other than 0 learn from it where the run is kept.
-UNKNOWN = RunFolder(Path(os.devnull))
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: 
     if membership.rank:
         tell = say if membership.started_by == "--init" else _say_nothing
         with private_files():
-            result = _take_part(job, membership, UNKNOWN, objects, tell)
+            result = _take_part(job, membership, NOWHERE, objects, tell)
         return _outcome(RunFolder(Path(result["folder"])), result, is_main=False)
     with run_folder(job) as folder:
         screen = _ScreenThread(folder, quiet=quiet)

@@ -1,7 +1,6 @@
 """Builds what a loop of the user's own trains with: the same trainer as `fit`'s, around their network and optimizer."""
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing_extensions import override
 from manyhands.checkpoint.tensors import unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.shown import say
@@ -54,7 +53,7 @@ class SpokenJournal(Journal):
     """Says what the user must know, since nobody draws a screen; without a run folder nothing is recorded."""
 
     def __init__(self, folder: RunFolder | None, rank: int) -> None:
-        super().__init__(folder or RunFolder(Path(os.devnull)), rank)
+        super().__init__(folder or NOWHERE, rank)
         self._recorded = folder is not None
 
     @override
@@ -145,7 +144,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         module.training = False
     trainer = Trainer(
         job=job,
-        folder=folder or RunFolder(Path(os.devnull)),
+        folder=folder or NOWHERE,
         world=world,
         journal=journal,
         mode=mode,

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,23 +15,17 @@ from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
-from manyhands.core.errors import EXIT_USAGE
-from manyhands.core.failures import Failed, as_error
+from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.private import private_files
-from manyhands.core.records import FAILURE_FILE, Failure, write_json
-from manyhands.core.stops import saved_step, unsaved
 from manyhands.core.world import Membership
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.worker.account import give_account, own_environment
-from manyhands.worker.peers import describe_peer, first_of_all
+from manyhands.worker.member import MET, OUR_HEAD, Member, Say, share_folder
 from manyhands.worker.shared_options import shared_options
 
-Say = Callable[[str], None]
 T = TypeVar("T")
-# How a process came to be: one head watches over all, or each machine has its own and they met.
-OUR_HEAD, MET = "manyhands", "met"
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
@@ -80,10 +73,10 @@ def train_here(
     """
     from manyhands.train.stopping import ended_where_deaf
 
-    mine = _Mine(membership, folder)
+    mine = Member(membership, folder, "build")
     with ended_where_deaf(mine.hung, mine.last_words):
         try:
-            trainer = mine.join_and_build(job, argument, say)
+            trainer = _join_and_build(mine, job, argument, say)
             from manyhands.train.loop import fit
 
             with mine.roll_called():
@@ -96,130 +89,16 @@ def train_here(
             mine.give_back()
 
 
-class _Mine:
-    """What a process of a run has got so far; other threads look at it too.
-
-    Args:
-        membership: its place.
-        folder: the run folder; on ranks above 0 that no head of ours has started, rank 0's once they have met.
-    """
-
-    def __init__(self, membership: Membership, folder: RunFolder) -> None:
-        self.membership, self.folder = membership, folder
-        self.trainer: Any = None
-        self.group: Any = None
-        self._failed = False
-
-    def join_and_build(self, job: Job, argument: dict[str, Any], say: Say) -> Any:
-        """Meets the others, and builds the parts with them."""
-        from manyhands.parallel.group import join
-
-        membership = self.membership
-        self.group = group = join(membership, shared_options(job), job.cluster.collective_timeout_s, say)
-        if membership.started_by != OUR_HEAD:
-            # A closed connection ends gloo's collectives; and a group that stood before is not ours to abort.
-            ends_itself = group.world.device in {"cpu", "mps"} or group.stands is not None
-            group.listen(membership.attempt, None if ends_itself else self.leave)
-        if membership.started_by not in {OUR_HEAD, MET}:
-            self.folder = share_folder(group.world, self.folder)
-        job = _from_where_rank_0_says(job, group.world, say)
-        self.trainer = _build(job, self.folder, group.world, argument)
-        return self.trainer
-
-    def leave(self, told: Any) -> None:
-        """The main thread may wait for an accelerator for ever, so another one writes the record and ends this."""
-        record = leave_record(describe_peer(self.membership.rank, told, self.trainer), self.folder)
-        shown.say(str(as_error(record)))
-        if self.group:
-            self.group.abort()
-
-    def roll_called(self) -> AbstractContextManager[None]:
-        """Has the processes name who is missing, where no agent of ours does."""
-        group, trainer = self.group, self.trainer
-        if group.store is None or self.membership.started_by in {OUR_HEAD, MET}:
-            return nullcontext()
-        from manyhands.worker.roll_call import RollCall
-
-        def pulse() -> Any:
-            return trainer.heart.pulse(trainer.phase)
-
-        def say(words: str) -> None:
-            if self.membership.rank:
-                shown.say(words)
-            trainer.journal.line(words)
-            trainer.journal.event("warning", words, trainer.progress.step)
-
-        return RollCall(group.store, self.membership, group.present, pulse, say).taken_part()
-
-    def hung(self) -> str:
-        """Why this process can't save any more, as far as it knows."""
-        return self.trainer.heart.hung() if self.trainer else ""
-
-    def last_words(self, why: str) -> None:
-        """Says what was saved, where the process is ended at once."""
-        if self.membership.rank == 0 or self.membership.started_by == "--init":
-            shown.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
-
-    def record_of(self, error: BaseException) -> Failure:
-        """The record of a failure, which is written first, and the first cause where it can be learnt."""
-        from manyhands.train.failing import describe_failure
-
-        self._failed = True
-        step = self.trainer.progress.step if self.trainer else None
-        phase = self.trainer.phase if self.trainer else "build" if self.group else "join"
-        record = describe_failure(_explained(error, self.trainer), rank=self.membership.rank, step=step, phase=phase)
-        record = leave_record(record, self.folder)
-        if self.group and self.group.cause:
-            record = first_of_all(self.group, record)
-            _write_record(record, self.folder)
-        return record
-
-    def give_back(self) -> None:
-        """Gives back what was taken, and leaves the group."""
-        if self.trainer:
-            self.trainer.release()
-        if self.group:
-            self.group.leave(failed=self._failed)
-
-
-def leave_record(record: Failure, folder: RunFolder) -> Failure:
-    """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
-
-    This comes before anything that may wait for other processes, who may be gone. Nothing is made anew: the folder may
-    not be known yet, or be gone already.
-    """
-    log = folder.ranks / f"{record.rank}.log"
-    if record.traceback and folder.failures.is_dir():
-        with suppress(OSError), log.open("a", encoding="utf-8") as file:
-            file.write(record.traceback)
-            if record.exit_code != EXIT_USAGE and not record.mend:
-                record = record.model_copy(update={"mend": [f"the whole traceback is in {log}"]})
-    _write_record(record, folder)
-    return record
-
-
-def _write_record(record: Failure, folder: RunFolder) -> None:
-    """For the agent that started this process, if one did, and into the run folder, whose disk may be full."""
-    places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
-    places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
-    for place in places:
-        with suppress(OSError):
-            write_json(place, record)
+def _join_and_build(mine: Member, job: Job, argument: dict[str, Any], say: Say) -> Any:
+    world = mine.join(job, shared_options(job), say).world
+    if mine.membership.started_by not in {OUR_HEAD, MET}:
+        mine.folder = share_folder(world, mine.folder)
+    mine.trainer = _build(_from_where_rank_0_says(job, world, say), mine.folder, world, argument)
+    return mine.trainer
 
 
 def _closing_words(status: str, step: int) -> str:
     return f"stopped and saved at step {step}" if status == "stopped" else ""
-
-
-def _explained(error: BaseException, trainer: Any) -> BaseException:
-    """An error that can be told better, told better."""
-    from manyhands.train.failing import explain_early_memory, explain_memory, is_out_of_memory
-
-    if is_out_of_memory(error):
-        explained = explain_memory(error, trainer) if trainer else explain_early_memory(error)
-        explained.__cause__ = error
-        return explained
-    return error
 
 
 def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
@@ -231,15 +110,6 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
     if own not in {said, CheckpointOptions().resume}:
         say(f"--resume {own} has no effect on rank {world.rank}: rank 0 says {said}")
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
-
-
-def share_folder(world: Any, folder: RunFolder) -> RunFolder:
-    """Rank 0's run folder, by its path, made on every machine where it doesn't exist."""
-    from manyhands.parallel.plain import broadcast_plain
-
-    folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
-    folder.failures.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
@@ -379,19 +249,13 @@ def _together(
     phase: str,
 ) -> T:
     """Joins the group, does the task with its world, and leaves; a failure leaves its record."""
-    from manyhands.parallel.group import join
-    from manyhands.train.failing import describe_failure
-
-    group = None
+    mine = Member(membership, folder, phase)
     try:
-        group = join(membership, shared_options(job), job.cluster.collective_timeout_s, say)
-        return task(group.world)
+        return task(mine.join(job, shared_options(job), say).world)
     except (Exception, KeyboardInterrupt) as error:
-        record = describe_failure(error, rank=membership.rank, step=None, phase=phase)
-        raise Failed(leave_record(record, folder)) from error
+        raise Failed(mine.record_of(error)) from error
     finally:
-        if group:
-            group.leave()
+        mine.give_back()
 
 
 TASKS = {

@@ -10,11 +10,12 @@ from torch import nn
 from manyhands.checkpoint.find import resolve
 from manyhands.checkpoint.load import load
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder
+from manyhands.core.errors import EXIT_SAVED
+from manyhands.core.failures import as_error
+from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.shown import say
 from manyhands.core.world import Membership
 from manyhands.data.on_demand import as_picture
-from manyhands.parallel.group import join
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.standing import standing_membership
 from manyhands.train.predict import guess
@@ -23,10 +24,14 @@ from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
 from manyhands.worker.account import give_account, own_environment
-from manyhands.worker.entry import share_folder
+from manyhands.worker.member import Member, share_folder
 from manyhands.worker.shared_options import shared_options
 
 __all__ = ["as_picture", "guess", "guess_files", "load_weights", "open_trained", "opened", "standing_membership"]
+
+
+# What a loop of the user's own leaves with where nothing failed.
+_IN_ORDER = {None, 0, EXIT_SAVED}
 
 
 @contextlib.contextmanager
@@ -48,27 +53,28 @@ def opened(
         scheduled: the job moves the learning rate.
         metrics: figures of the user's own that are objects.
     """
+    mine, here = Member(membership, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"
-    group = join(membership, options, job.cluster.collective_timeout_s, say)
     try:
+        world = mine.join(job, options, say, ends_with_rank_0=False).world
         with listening() if folder else contextlib.nullcontext(StopSignal()) as stop:
-            shared = share_folder(group.world, folder) if folder else None
-            here = Session(
-                group.world,
-                job,
-                shared,
-                scheduled=scheduled,
-                metrics=metrics,
-                stop=stop,
-                give_account=_give_account,
-            )
-            try:
-                yield here
-                here.finish()
-            finally:
-                here.close()
+            shared = share_folder(world, folder) if folder else None
+            mine.folder = shared or NOWHERE
+            own = {"scheduled": scheduled, "metrics": metrics}
+            here = Session(world, job, shared, stop=stop, give_account=_give_account, **own)
+            yield here
+            here.finish()
+    except BaseException as error:
+        if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in _IN_ORDER):
+            raise
+        record = mine.record_of(error)
+        if record.consequence:
+            raise as_error(record) from None
+        raise
     finally:
-        group.leave()
+        if here:
+            here.close()
+        mine.give_back()
 
 
 def _give_account(trainer: Trainer) -> None:
