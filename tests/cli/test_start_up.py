@@ -16,6 +16,7 @@ LIGHT = {
     "stop": COMMAND.format(["stop", "no-such-run"]),
     "logs": COMMAND.format(["logs", "no-such-run"]),
     "clean": COMMAND.format(["clean"]),
+    "pack": COMMAND.format(["pack", "no-such-folder"]) + "\nimport manyhands.run.pack",
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
     "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
     "doctor": COMMAND.format(["doctor"]),

@@ -54,15 +54,15 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
         raise corrupt(path, _reason(path, error, content)) from error
 
 
-def probe(path: str) -> tuple[int, int, bool]:
+def probe(path: str, content: bytes | None = None) -> tuple[int, int, bool]:
     """A picture's header: width and height as stored, if it is grey. Raises CorruptImageError: it can't be read."""
     try:
-        with _opened(path, None) as image:
+        with _opened(path, content) as image:
             return image.width, image.height, is_grey(image)
     except CorruptImageError:
         raise
     except Exception as error:
-        raise corrupt(path, _reason(path, error, None)) from error
+        raise corrupt(path, _reason(path, error, content)) from error
 
 
 def _content_of(path: str) -> bytes:

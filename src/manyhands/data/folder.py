@@ -2,11 +2,13 @@
 
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
+from manyhands.data.packed import PackedRows
 from manyhands.data.walk import Identity, class_identities, folders_in, walk
 
 _HELD_OUT = "test"
@@ -23,6 +25,7 @@ class Listing:
     labels: tuple[int, ...]  # each picture's class
     ignored: int = 0  # how many other files lie there
     notes: tuple[str, ...] = ()  # sentences for the user on what was left out
+    packed: PackedRows | None = field(default=None, compare=False)  # the packed copies that are read instead
 
     def __len__(self) -> int:
         return len(self.names)
@@ -30,24 +33,34 @@ class Listing:
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
 
+    def content(self, index: int) -> bytes | None:
+        """A picture's file where it is packed, else None. Raises UserError: the packed copy was altered."""
+        return self.packed.content(index) if self.packed else None
+
     def part(self, chosen: list[int]) -> "Listing":
         names = tuple(self.names[index] for index in chosen)
         labels = tuple(self.labels[index] for index in chosen)
-        return Listing(self.root, self.classes, names, labels)
+        packed = self.packed.part(chosen) if self.packed else None
+        return Listing(self.root, self.classes, names, labels, packed=packed)
 
 
-def list_splits(root: Path, validation: float) -> tuple[Listing, Listing]:
-    """Lists root/train and root/val (or test), or splits one folder of class folders.
+def list_parts(root: Path) -> tuple[Listing, ...]:
+    """Lists root/train and root/val (or test), or one folder of class folders, which is still to be split.
 
     Raises UserError: there are no class folders, fewer than two, an empty one, or the two splits differ in classes.
     """
     train_root = root / "train"
     if not is_divided(root):
-        return split(list_classes(root), validation)
+        return (list_classes(root),)
     for word in _TEST_NAMES:
         if (root / word).is_dir():
             return _list_both(train_root, root / word)
-    return split(list_classes(train_root), validation)
+    return (list_classes(train_root),)
+
+
+def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, Listing]:
+    """The pictures for training and for evaluation; those of one folder are split."""
+    return split(parts[0], validation) if len(parts) == 1 else (parts[0], parts[1])
 
 
 def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, list_classes, list_held_out, list_splits
+from manyhands.data.folder import Listing, divided, list_classes, list_held_out, list_parts
 from manyhands.data.memory import Decoded, decode_once, find_corrupt_once
 from manyhands.data.options import DataOptions
+from manyhands.data.pack_choice import of_pack, with_pack
+from manyhands.data.packed import is_pack
 from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, describe
 from manyhands.data.statistics import measured_pixels, photograph_pixels
@@ -27,18 +29,27 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
     picture is an error when it is reached. `usual`: mean, deviation and augmentation that are known for this data.
     Raises UserError: the folder can't be used.
     """
-    train, test = list_splits(root, options.validation)
-    held_out, notes = list_held_out(root, train)
-    opened = _open((train, test, *([held_out] if held_out else [])), root, options, title, usual)
+    if is_pack(root):
+        parts, notes = of_pack(root)
+    else:
+        parts = list_parts(root)
+        held_out, notes = list_held_out(root, parts[0])
+        parts, more = with_pack(root, (*parts, *([held_out] if held_out else [])), options)
+        notes = (*notes, *more)
+    opened = _open((*divided(parts, options.validation), *parts[2:]), root, options, title, usual)
     return replace(opened, notes=(*opened.notes, *notes))
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
     """Opens a folder of class folders undivided: both splits are all of it. Raises UserError: it can't be used."""
-    listing = list_classes(root, least=1)
+    if is_pack(root):
+        (listing, *_), notes = of_pack(root)
+    else:
+        (listing,), notes = with_pack(root, (list_classes(root, least=1),), options)
     opened = _open((listing, replace(listing, ignored=0, notes=())), root, options, "", None)
     text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
-    return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)))
+    notes = (*opened.notes, *notes)
+    return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)), notes=notes)
 
 
 def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title: str, usual: Pixels | None) -> Splits:
@@ -60,7 +71,18 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
     notes = tuple(note for listing in listings for note in listing.notes)
     held_out = sources[2] if len(sources) > 2 else None
     text += f"; {len(held_out):,} more in test/ are kept for the end" if held_out is not None else ""
-    return Splits(sources[0], sources[1], listings[0].classes, text, usual or pixels, names, notes, held_out)
+    packed = listings[0].packed.pack.folder.name if listings[0].packed else ""
+    return Splits(
+        sources[0],
+        sources[1],
+        listings[0].classes,
+        text,
+        usual or pixels,
+        names,
+        notes,
+        held_out=held_out,
+        packed=packed,
+    )
 
 
 def _left_out(ignored: int, skipped: int) -> str:
@@ -73,7 +95,7 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         try:
-            seen.append(probe(listing.path(index)))
+            seen.append(probe(listing.path(index), listing.content(index)))
         except CorruptImageError:
             continue
     if not seen:
@@ -95,7 +117,8 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
         if decoded is None:
             return _in_memory(listings, size, 3, options) if grey_only else None
         if decoded.corrupt and not options.skip_corrupt:
-            decode(listing.path(decoded.corrupt[0]), channels)  # raises: it couldn't be read before
+            bad = decoded.corrupt[0]
+            decode(listing.path(bad), channels, listing.content(bad))  # raises: it couldn't be read before
         opened.append(decoded)
     return opened
 
@@ -111,7 +134,8 @@ def _memory(listing: Listing, decoded: Decoded) -> ImagesInMemory:
 def _files(listing: Listing, corrupt: tuple[int, ...]) -> ImageFiles:
     good = _good(listing, corrupt)
     paths = tuple(map(listing.path, good))
-    return ImageFiles(paths, torch.tensor(listing.labels)[good])
+    packed = listing.packed.part(good) if listing.packed else None
+    return ImageFiles(paths, torch.tensor(listing.labels)[good], packed)
 
 
 def _good(listing: Listing, corrupt: tuple[int, ...]) -> list[int]:

@@ -67,7 +67,7 @@ def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
     with one_at_a_time(told):
         report = _read_json(told)
         if report is None:
-            readable = _in_threads(lambda index: _readable(listing.path(index)), len(listing))
+            readable = _in_threads(lambda index: _readable(listing, index), len(listing))
             report = {"corrupt": [index for index, good in enumerate(readable) if not good]}
             _write_json(told, report)
     return tuple(report["corrupt"])
@@ -78,7 +78,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     corrupt: list[int] = []
 
     def one(index: int) -> bytes | None:
-        return _pixels(listing.path(index), channels, size, grey_only)
+        return _pixels(listing, index, channels, size, grey_only)
 
     try:
         with committed(target) as part, part.open("wb") as file:
@@ -94,12 +94,13 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     return {"differs": False, "corrupt": corrupt}
 
 
-def _pixels(path: str, channels: int, size: int, grey_only: bool) -> bytes | None:
+def _pixels(listing: Listing, index: int, channels: int, size: int, grey_only: bool) -> bytes | None:
     """A picture's bytes, channel by channel; None where it can't be read."""
+    path, content = listing.path(index), listing.content(index)
     try:
-        if grey_only and not probe(path)[2]:
+        if grey_only and not probe(path, content)[2]:
             raise _DiffersError
-        image = decode(path, channels)
+        image = decode(path, channels, content)
     except CorruptImageError:
         return None
     if image.size != (size, size):
@@ -107,9 +108,9 @@ def _pixels(path: str, channels: int, size: int, grey_only: bool) -> bytes | Non
     return to_tensor(image).numpy().tobytes()
 
 
-def _readable(path: str) -> bool:
+def _readable(listing: Listing, index: int) -> bool:
     try:
-        decode(path, 3)
+        decode(listing.path(index), 3, listing.content(index))
     except CorruptImageError:
         return False
     return True
@@ -124,6 +125,9 @@ def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
 
 def _key(listing: Listing, *purpose: object) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {purpose} {listing.root.resolve()}".encode(errors="surrogateescape"))
+    if listing.packed:
+        digest.update(listing.packed.pack.digest.encode() + listing.packed.rows.tobytes())
+        return digest.hexdigest()[:32]
     for index, name in enumerate(listing.names):
         state = os.stat(listing.path(index))  # noqa: PTH116 - tens of thousands of these
         digest.update(f"{name}\0{state.st_size} {state.st_mtime_ns}\n".encode(errors="surrogateescape"))

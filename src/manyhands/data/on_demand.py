@@ -45,7 +45,7 @@ class FileSamples:
             return error
 
     def _one(self, key: int, sample: int) -> Tensor:
-        image = decode(self._source.paths[sample], self._pixels.channels)
+        image = decode(self._source.paths[sample], self._pixels.channels, self._source.content(sample))
         return prepare(image, self._pixels, SampleDraws(key, sample) if self._train else None)
 
 

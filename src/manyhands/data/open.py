@@ -12,6 +12,7 @@ from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import named
 from manyhands.data.objects import splits_of_objects
 from manyhands.data.options import DataOptions
+from manyhands.data.pack_choice import is_divided_pack
 from manyhands.data.random import spread
 from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
@@ -47,7 +48,8 @@ def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
 
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders that isn't divided into train/ and others."""
-    return not named(name) and find_choice(name) == "imagefolder" and not is_divided(Path(name).expanduser())
+    place = Path(name).expanduser()
+    return not named(name) and find_choice(name) == "imagefolder" and not (is_divided(place) or is_divided_pack(place))
 
 
 def open_whole(options: DataOptions) -> Splits:

@@ -30,6 +30,9 @@ class DataOptions(Options):
         "class folders, a data set's name or file.py:function; empty: test/ of a folder that has val/ too",
     )
     skip_corrupt: bool = Field(default=False, description="leave out pictures that can't be read, and count them")
+    packed: bool = Field(
+        default=True, description="read the packed copy beside a folder where it is there and up to date"
+    )
     workers: int = Field(default=-1, ge=-1, le=256, description="decoding processes for each rank; -1: by the cores")
     machine_workers: int = Field(
         default=0, ge=0, le=1024, description="decoding processes for all ranks of a machine together; 0: see workers"

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
+from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels
 
 
@@ -37,9 +38,14 @@ class ImageFiles:
 
     paths: tuple[str, ...]  # one file for each sample
     labels: Tensor  # int64 [N]
+    packed: PackedRows | None = None  # the packed copies that are read instead
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def content(self, index: int) -> bytes | None:
+        """A picture's file where it is packed, else None. Raises UserError: the packed copy was altered."""
+        return self.packed.content(index) if self.packed else None
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Splits:
     pixels: Pixels  # what suits this data set where neither the user nor the model says otherwise
     skipped: tuple[str, ...] = ()  # pictures that can't be read and were left out, because the user asked for that
     notes: tuple[str, ...] = ()  # sentences for the user on what else isn't as it looks
+    packed: str = ""  # the name of the packed copy that pictures are read from
     held_out: Source | None = None  # what decides nothing and is evaluated once, when training is over
 
     def named(self) -> list[tuple[str, Source]]:
@@ -125,7 +132,9 @@ def take(source: Source, samples: Tensor) -> Source:
     if isinstance(source, ImagesInMemory):
         return ImagesInMemory(source.images[samples], source.labels[samples])
     if isinstance(source, ImageFiles):
-        return ImageFiles(tuple(source.paths[index] for index in samples.tolist()), source.labels[samples])
+        chosen = samples.tolist()
+        packed = source.packed.part(chosen) if source.packed else None
+        return ImageFiles(tuple(source.paths[index] for index in chosen), source.labels[samples], packed)
     labels = None if source.labels is None else source.labels[samples]
     if type(source.dataset) is TensorDataset:
         return UserSamples(TensorDataset(*(tensor[samples] for tensor in source.dataset.tensors)), labels)

@@ -147,7 +147,9 @@ def told_of_unseen(splits: Splits) -> str:
 
 
 def tell_of_skipped(splits: Splits, journal: Journal) -> None:
-    """Says which pictures can't be read, and what else isn't as it looks."""
+    """Says which pictures can't be read, whether they are packed, and what else isn't as it looks."""
+    if splits.packed:
+        journal.event("note", f"pictures are read from the packed copy {splits.packed}")
     for note in splits.notes:
         journal.event("warning", note)
     if splits.skipped:

@@ -84,7 +84,8 @@ def _names(source: ImageFiles) -> Iterator[bytes]:
 
 def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
     if isinstance(source, ImageFiles):
-        return _of_files(source.paths) if elsewhere else []
+        made = source.packed.pack.made if source.packed else ""
+        return [made.encode(), *(_of_files(source) if elsewhere else [])]
     if isinstance(source, ImagesInMemory):
         return _rows(source.images)
     if type(source.dataset) is TensorDataset:
@@ -92,16 +93,22 @@ def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
     return _of_samples(source)
 
 
-def _of_files(paths: tuple[str, ...]) -> Iterator[bytes]:
-    """All sizes, and the contents of some files."""
-    sizes = [_size(path) for path in paths]
+def _of_files(source: ImageFiles) -> Iterator[bytes]:
+    """All sizes, and the contents of some files; those of a packed copy count as the files that they are of."""
+    paths, packed = source.paths, source.packed
+    sizes = [_size(path) for path in paths] if packed is None else packed.sizes()
     yield numpy.array(sizes, dtype=numpy.int64).tobytes()
     count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, sum(sizes))))
     for index in spread(count, len(paths)).tolist():
         # What can't be read is told of when it is wanted.
         if 0 < sizes[index] <= MOST_BYTES:
-            with open(paths[index], "rb") as file:  # noqa: PTH123
-                yield file.read()
+            content = source.content(index)
+            yield _read(paths[index]) if content is None else content
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123
+        return file.read()
 
 
 def _size(path: str) -> int:

@@ -1,0 +1,98 @@
+"""manyhands pack."""
+
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from manyhands.core.shown import say, show, show_json
+
+if TYPE_CHECKING:
+    from manyhands.data.packed import PackedSet
+    from manyhands.run.pack import PackForecast
+
+
+def pack(  # noqa: PLR0913 - one argument for each flag
+    folder: Annotated[Path, Parameter(help="a folder of class folders, or one with train/ and val/")],
+    /,
+    *,
+    size: Annotated[int, Parameter(help="make pictures smaller: pixels of the shorter side; 0: as they are")] = 0,
+    quality: Annotated[int, Parameter(help="of the JPEGs that --size makes, 1 to 95; 0: 90")] = 0,
+    to: Annotated[Path | None, Parameter(help="where to; without, FOLDER.pack, which train takes by itself")] = None,
+    processes: Annotated[int, Parameter(help="that pack at once; 0: by the cores")] = 0,
+    dry_run: Annotated[bool, Parameter(negative="", help="only say what it would save, by some pictures")] = False,
+    check: Annotated[bool, Parameter(negative="", help="read all of the packed copy and compare digests")] = False,
+    replace: Annotated[bool, Parameter(negative="", help="make a packed copy that is there already anew")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
+) -> int:
+    """Make one packed copy of a folder of pictures, in tar files, for fast reading; goes on after an interruption."""
+    from manyhands.run.pack import check_pack, forecast, request_of
+    from manyhands.run.pack import pack as make
+
+    request = request_of(folder.expanduser(), to, size, quality)
+    if check:
+        content, lines = _checked(check_pack(request.target))
+    elif dry_run:
+        content, lines = _forecast(forecast(request), request.target)
+    else:
+        began = time.perf_counter()
+        found, made = make(request, processes=processes, replaced=replace, progress=_Progress())
+        content, lines = _packed(found, time.perf_counter() - began if made else 0.0)
+        lines.append(f"manyhands train {shlex.quote(str(folder if to is None else to))} reads it")
+    if as_json:
+        show_json(content)
+    else:
+        show(lines)
+    return 0
+
+
+def _checked(found: "PackedSet") -> tuple[dict[str, Any], list[str]]:
+    return _described(found), [f"{found.folder} is whole: {_counts(found)}"]
+
+
+def _forecast(guess: "PackForecast", target: Path) -> tuple[dict[str, Any], list[str]]:
+    return vars(guess), [
+        f"{guess.pictures:,} pictures: {_size(guess.folder_bytes)} now, {_size(guess.pack_bytes)} packed",
+        f"reading one: {guess.folder_ms:.2f} ms now, {guess.pack_ms:.2f} ms packed, of {guess.tried} tried",
+        f"nothing is written yet; it would go to {target}",
+    ]
+
+
+def _packed(found: "PackedSet", seconds: float) -> tuple[dict[str, Any], list[str]]:
+    how = f", in {seconds:.1f} s" if seconds else " is up to date"
+    return _described(found) | {"made": bool(seconds)}, [f"{_counts(found)}: {found.folder}{how}"]
+
+
+def _described(found: "PackedSet") -> dict[str, Any]:
+    return {
+        "pack": str(found.folder),
+        "pictures": len(found.names),
+        "shards": len(found.shards),
+        "bytes": found.size_bytes,
+        "digest": found.digest,
+    }
+
+
+def _counts(found: "PackedSet") -> str:
+    return f"{len(found.names):,} pictures in {len(found.shards):,} shards, {_size(found.size_bytes)}"
+
+
+class _Progress:
+    """Says how far packing is, some seconds apart."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._said > 5:
+            self._said = time.monotonic()
+            say(f"{done:,} of {total:,} shards")
+
+
+def _size(count: int) -> str:
+    for unit, bytes_in in (("GB", 1e9), ("MB", 1e6)):
+        if count >= bytes_in:
+            return f"{count / bytes_in:.1f} {unit}"
+    return f"{count / 1e3:.0f} kB"

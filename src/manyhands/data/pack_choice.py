@@ -1,0 +1,121 @@
+"""Whether a folder's packed copy is there and up to date, and its pictures in the place of the folder's. No torch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+
+from manyhands.data.folder import Listing, list_held_out, list_parts
+from manyhands.data.options import DataOptions
+from manyhands.data.packed import PackedRows, PackedSet, is_pack, open_pack
+
+Parts = tuple[Listing, ...]
+
+
+def place_of_pack(root: Path) -> Path:
+    """Where the packed copy of a folder lies: beside it."""
+    whole = root.resolve()
+    return whole.with_name(f"{whole.name}.pack")
+
+
+def folder_listings(root: Path) -> Parts:
+    """All parts of a folder: one that is to be split, or training, evaluation and, where there is one, the test."""
+    parts = list_parts(root)
+    held_out, _ = list_held_out(root, parts[0])
+    return (*parts, held_out) if held_out else parts
+
+
+def packed_listings(pack: PackedSet) -> Parts:
+    """The same from a pack alone, without the folder."""
+    labels = pack.columns["label"]
+    return tuple(
+        Listing(
+            pack.folder / group.word,
+            pack.classes,
+            pack.names[group.start : group.stop],
+            tuple(labels[group.start : group.stop].tolist()),
+            packed=PackedRows(pack, numpy.arange(group.start, group.stop)),
+        )
+        for group in pack.groups
+    )
+
+
+def is_divided_pack(folder: Path) -> bool:
+    """True for a pack of a folder with train/ and others. Raises UserError: it was altered."""
+    return is_pack(folder) and bool(open_pack(folder).groups[0].word)
+
+
+def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
+    """A pack without its folder, and sentences for the user. Raises UserError: it was altered."""
+    pack = open_pack(folder)
+    return packed_listings(pack), note_of_sizes(pack)
+
+
+def word_of(listing: Listing, root: Path) -> str:
+    return "" if listing.root == root else listing.root.name
+
+
+def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The sizes and times of a folder's files, int64 [n] each; -1 for what can't be read."""
+    found = [_state(listing.path(index)) for index in range(len(listing))]
+    sizes, times = zip(*found, strict=True)
+    return numpy.array(sizes, numpy.int64), numpy.array(times, numpy.int64)
+
+
+def _state(path: str) -> tuple[int, int]:
+    try:
+        state = os.stat(path)  # noqa: PTH116 - a million of these
+    except OSError:
+        return -1, -1
+    return state.st_size, state.st_mtime_ns
+
+
+def difference(pack: PackedSet, root: Path, listings: Sequence[Listing]) -> str:
+    """What the folder has that the pack hasn't, or has otherwise, in words; empty where nothing."""
+    groups = {group.word: group for group in pack.groups}
+    words = [word_of(listing, root) for listing in listings]
+    if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
+        return "the class folders are others"
+    added = removed = changed = 0
+    for word, listing in zip(words, listings, strict=True):
+        rows = slice(groups[word].start, groups[word].stop)
+        if listing.names != pack.names[rows]:
+            here, there = {*listing.names}, {*pack.names[rows]}
+            added, removed = added + len(here - there), removed + len(there - here)
+        else:
+            sizes, times = folder_state(listing)
+            other = (sizes != pack.columns["bytes"][rows]) | (times != pack.columns["time"][rows])
+            changed += int(numpy.count_nonzero(other))
+    counts = {"added": added, "removed": removed, "changed": changed}
+    return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+
+
+def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts, tuple[str, ...]]:
+    """The listings of a folder with its packed copy, where that suits, and sentences for the user.
+
+    Raises UserError: the packed copy was altered.
+    """
+    place = place_of_pack(root)
+    if not options.packed or not is_pack(place):
+        return listings, ()
+    pack = open_pack(place)
+    if changed := difference(pack, root, listings):
+        note = f"the packed copy {place.name} isn't read, since the folder has changed ({changed}):"
+        return listings, (f"{note} manyhands pack {root} --replace packs it anew",)
+    if 0 < pack.size < options.image_size:
+        return listings, (f"the packed copy {place.name} isn't read, since its pictures are smaller ({pack.made})",)
+    groups = {group.word: group for group in pack.groups}
+    found: list[Listing] = []
+    for listing in listings:
+        group = groups[word_of(listing, root)]
+        found.append(replace(listing, packed=PackedRows(pack, numpy.arange(group.start, group.stop))))
+    return tuple(found), note_of_sizes(pack)
+
+
+def note_of_sizes(pack: PackedSet) -> tuple[str, ...]:
+    """Says where results may differ from the folder's."""
+    if not pack.size:
+        return ()
+    return (f"{pack.folder.name} has pictures of other sizes than the folder ({pack.made}): results may differ",)

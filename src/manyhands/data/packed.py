@@ -1,0 +1,194 @@
+"""A packed copy of a folder of pictures: plain tar files, as WebDataset reads them, and an index beside them. No torch.
+
+pets.pack/
+    pack.json           written last: classes, how pictures were made, each shard's digest, the digest of the set
+    samples.npz         columns with an entry for each picture: label, shard, offset, length, CRC, name
+    folder.npz          sizes and times of the folder's files, by which a change is seen
+    train-000000.tar    000000000.jpg, 000000000.cls, 000000001.jpg …
+
+The rows of the columns are in the folder's own order. Pictures lie in the shards in a random one, whose seed pack.json
+has. A picture is checked by its CRC whenever it is read, so that no start waits for digests of everything.
+"""
+
+import hashlib
+import json
+import mmap
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+
+from manyhands.core.errors import UserError
+from manyhands.core.outside import read_object
+
+FORMAT = 1
+HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
+_OPEN_SHARDS = 256  # mapped at once in each process; a mapping holds a descriptor
+
+Columns = dict[str, numpy.ndarray]
+
+
+@dataclass(frozen=True)
+class PackedGroup:
+    """The pictures of one part of a folder, such as train/; rows of the pack that follow each other."""
+
+    word: str  # the part's name; empty where the folder isn't divided
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One tar file."""
+
+    name: str
+    samples: int
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSet:
+    """An open pack."""
+
+    folder: Path
+    classes: tuple[str, ...]
+    groups: tuple[PackedGroup, ...]
+    shards: tuple[ShardEntry, ...]
+    size: int  # of the shorter side at most; 0 where pictures are as they were
+    quality: int  # of the JPEGs that were made; 0 likewise
+    digest: str  # of the set: what is in it, not when and where it was made
+    columns: Columns  # label, shard, offset, length, crc; bytes and time of the folder's files
+    names: tuple[str, ...]  # below the group's folder, with "/"
+
+    def content(self, row: int) -> bytes:
+        """A picture's file. Raises UserError: the shard was altered."""
+        shard, offset, length, crc = (int(self.columns[name][row]) for name in ("shard", "offset", "length", "crc"))
+        entry = self.shards[shard]
+        path = self.folder / entry.name
+        try:
+            content = _mapped(str(path), entry.size_bytes)[offset : offset + length]
+        except (OSError, ValueError) as error:
+            raise altered(path, str(error)) from error
+        if zlib.crc32(content) != crc:
+            raise altered(path, f"the picture {self.names[row]} in it isn't the one that was packed")
+        return content
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def made(self) -> str:
+        """How its pictures differ from the folder's, for people; empty where they don't."""
+        return f"shorter side {self.size}, quality {self.quality}" if self.size else ""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Some pictures of a pack, in an order of their own."""
+
+    pack: PackedSet
+    rows: numpy.ndarray  # int64 [n]
+
+    def content(self, index: int) -> bytes:
+        return self.pack.content(int(self.rows[index]))
+
+    def sizes(self) -> list[int]:
+        """Of the files, in bytes."""
+        return self.pack.columns["length"][self.rows].tolist()
+
+    def part(self, chosen: list[int]) -> "PackedRows":
+        return PackedRows(self.pack, self.rows[chosen])
+
+
+def altered(path: Path, reason: str) -> UserError:
+    mend = (
+        "manyhands pack FOLDER --replace packs the folder anew",
+        "or remove the packed copy: training then reads the folder itself",
+    )
+    return UserError(f"the packed copy was altered: {reason}", str(path), mend)
+
+
+@lru_cache(maxsize=_OPEN_SHARDS)
+def _mapped(path: str, size_bytes: int) -> mmap.mmap:
+    """Raises OSError or ValueError: it is gone, or not as long as it was."""
+    with open(path, "rb") as file:  # noqa: PTH123 - the cache's key is text
+        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(view) != size_bytes:
+        raise ValueError(f"it has {len(view):,} bytes, and had {size_bytes:,}")
+    return view
+
+
+def is_pack(folder: Path) -> bool:
+    return (folder / HEAD).is_file()
+
+
+def open_pack(folder: Path) -> PackedSet:
+    """Reads the index of a pack. Raises UserError: it was altered, or is of a version that isn't known."""
+    head = read_object(folder / HEAD)
+    content = head.get("set") if head else None
+    if head is None or not isinstance(content, dict) or head.get("digest") != digest_of(content):
+        raise altered(folder / HEAD, "its index isn't whole")
+    if content.get("format") != FORMAT:
+        mend = ("use the version of manyhands that packed it, or pack the folder anew: --replace",)
+        raise UserError(f"the packed copy has format {content.get('format')}", str(folder), mend)
+    samples = _columns(folder / SAMPLES)
+    if columns_digest(samples) != content["samples_sha256"]:
+        raise altered(folder / SAMPLES, "it isn't the one that was written")
+    names = bytes(samples.pop("names")).decode(errors="surrogateescape").split("\0")
+    shards = tuple(ShardEntry(*entry) for entry in content["shards"])
+    groups = tuple(PackedGroup(*entry) for entry in content["groups"])
+    columns = samples | _columns(folder / STATE)
+    made = content["size"], content["quality"]
+    return PackedSet(folder, tuple(content["classes"]), groups, shards, *made, head["digest"], columns, tuple(names))
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def columns_digest(columns: Columns) -> str:
+    """Of the values, since a .npz also holds the time at which it was written."""
+    digest = hashlib.sha256()
+    for name in sorted(columns):
+        digest.update(f"{name} {columns[name].dtype.str} {columns[name].shape}".encode())
+        digest.update(columns[name].tobytes())
+    return digest.hexdigest()
+
+
+def _columns(path: Path) -> Columns:
+    try:
+        return read_columns(path)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise altered(path, str(error)) from error
+
+
+def read_columns(path: Path) -> Columns:
+    """Raises OSError, ValueError, EOFError or BadZipFile: it can't be read."""
+    with numpy.load(path, allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+
+
+def write_columns(file: IO[bytes], columns: Columns) -> None:
+    arrays: dict[str, Any] = dict(columns)
+    numpy.savez(file, **arrays)
+
+
+def altered_shards(pack: PackedSet) -> list[str]:
+    """Reads every shard; the names of those that aren't what was written."""
+    return [entry.name for entry in pack.shards if file_digest(pack.folder / entry.name) != entry.sha256]
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file; empty where it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,286 @@
+"""Makes a packed copy of a folder, with several processes; goes on after an interruption. No torch."""
+
+import functools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.once import one_at_a_time, replacing
+from manyhands.core.outside import read_object
+from manyhands.core.seeds import derive, mix
+from manyhands.data.child import begin_worker
+from manyhands.data.folder import Listing
+from manyhands.data.pack_choice import difference, folder_listings, folder_state, word_of
+from manyhands.data.packed import (
+    FORMAT,
+    HEAD,
+    SAMPLES,
+    STATE,
+    Columns,
+    PackedSet,
+    columns_digest,
+    digest_of,
+    is_pack,
+    open_pack,
+    write_columns,
+)
+from manyhands.data.shard_writer import Member, ShardTask, packed_picture, write_shard, written
+
+SHARD_BYTES = 40 << 20  # a set of this size or more has shards of 27 to 60 MB
+_SEED = 0
+_BEGUN = "unfinished.json"
+_TRIED = 64
+_COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.uint32, "crc": numpy.uint32}
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """What a packed copy is to be."""
+
+    root: Path  # the folder of pictures
+    target: Path  # where the packed copy goes
+    size: int = 0  # the shorter side at most; 0: pictures as they are
+    quality: int = 0  # of the JPEGs that are made; 0 where none are
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What is to be packed, in the folder's order."""
+
+    listings: tuple[Listing, ...]
+    words: tuple[str, ...]
+    labels: numpy.ndarray  # int64 [n], as all of the following
+    sizes: numpy.ndarray
+    times: numpy.ndarray
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        return [listing.path(index) for listing in self.listings for index in range(len(listing))]
+
+    def member(self, row: int) -> Member:
+        return Member(row, self.paths[row], int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
+
+
+@dataclass(frozen=True)
+class PackEstimate:
+    """What a packed copy would be, by some of its pictures."""
+
+    pictures: int
+    tried: int
+    folder_bytes: int
+    pack_bytes: int
+    members: tuple[Member, ...]  # those that were tried
+    packed: tuple[bytes, ...]  # what became of them
+
+
+def read_contents(root: Path) -> _Contents:
+    """Lists a folder as training does. Raises UserError: it can't be used, or a picture is missing."""
+    listings = folder_listings(root)
+    states = [folder_state(listing) for listing in listings]
+    sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
+    contents = _Contents(
+        listings,
+        tuple(word_of(listing, root) for listing in listings),
+        numpy.array([label for listing in listings for label in listing.labels], numpy.int64),
+        sizes,
+        times,
+    )
+    if (sizes < 0).any():
+        missing = contents.paths[int(numpy.argmax(sizes < 0))]
+        mend = ("mend or remove the file, or the link to it, then give the command again",)
+        raise UserError("a picture can't be read", missing, mend)
+    return contents
+
+
+def estimate(contents: _Contents, request: PackRequest) -> PackEstimate:
+    """Packs some pictures, spread over the folder, in memory."""
+    chosen = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
+    packed = tuple(packed_picture(member, request.size, request.quality)[1] for member in chosen)
+    total = int(contents.sizes.sum())
+    ratio = sum(map(len, packed)) / max(1, sum(member.size_bytes for member in chosen))
+    overhead = 3 * 512 + 256  # a picture's two headers, its label, and the rests of blocks
+    size_bytes = round(total * ratio) + overhead * len(contents.sizes)
+    return PackEstimate(len(contents.sizes), len(chosen), total, size_bytes, tuple(chosen), packed)
+
+
+def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
+    """True where the pack is there and holds the folder as it is.
+
+    Raises UserError: there is another one, which isn't overwritten.
+    """
+    if not is_pack(request.target):
+        return False
+    pack = open_pack(request.target)
+    changed = difference(pack, request.root, contents.listings)
+    mend = (f"manyhands pack {request.root} … --replace makes it anew", "or name another place: --to")
+    if changed:
+        raise UserError(f"there is a packed copy of the folder as it was: {changed}", str(request.target), mend)
+    if (pack.size, pack.quality) != (request.size, request.quality):
+        there = pack.made or "pictures as they are"
+        raise UserError(f"there is another packed copy of this folder ({there})", str(request.target), mend)
+    return True
+
+
+def make_pack(
+    contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
+) -> PackedSet:
+    """Packs the folder, or what an interrupted call left to do.
+
+    Raises ManyhandsError: there is another pack, a picture changed, a process died, or the disk can't be written.
+    """
+    with _held(request.target):
+        if not replace and is_up_to_date(contents, request):
+            return open_pack(request.target)
+        _refuse_strange(request.target)
+        (request.target / HEAD).unlink(missing_ok=True)
+        tasks = _begin(contents, request)
+        missing = [task for task in tasks if written(task) is None]
+        for done, _ in enumerate(_write_all(missing, processes), 1 + len(tasks) - len(missing)):
+            progress(done, len(tasks))
+        _finish(contents, request, tasks)
+    return open_pack(request.target)
+
+
+@contextmanager
+def _held(target: Path) -> Iterator[None]:
+    try:
+        with one_at_a_time(target / HEAD):
+            yield
+    except OSError as error:
+        mend = ("make room, then the same command goes on", "or name another folder: --to")
+        raise UserError(f"{target} can't be written: {error.strerror or error}", str(target), mend) from error
+
+
+def _refuse_strange(target: Path) -> None:
+    """Raises UserError: the folder holds something that isn't a pack."""
+    if (target / HEAD).exists() or (target / _BEGUN).exists():
+        return
+    strange = sorted(path.name for path in target.iterdir() if not path.name.startswith("."))
+    if strange:
+        what = f"the folder holds other things, such as {strange[0]}"
+        raise UserError(what, str(target), ("name another place: --to",))
+
+
+def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
+    """What to write; leaves shards that an interrupted call for the same has written, and nothing else."""
+    key = _key(contents, request)
+    begun = read_object(request.target / _BEGUN)
+    if begun is None or begun.get("key") != key or not isinstance(begun.get("ratio"), float):
+        for path in (*request.target.glob("*.tar"), *request.target.glob(".*.tar*")):
+            path.unlink(missing_ok=True)
+        whole = estimate(contents, request) if request.size else None
+        begun = {"key": key, "ratio": whole.pack_bytes / max(1, whole.folder_bytes) if whole else 1.0}
+        _write_json(request.target / _BEGUN, begun)
+    for path in request.target.glob(".*.part"):
+        path.unlink(missing_ok=True)
+    return list(_tasks(contents, request, begun["ratio"]))
+
+
+def _key(contents: _Contents, request: PackRequest) -> str:
+    names = "\0".join(name for listing in contents.listings for name in listing.names)
+    columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times}
+    columns["names"] = numpy.frombuffer(names.encode(errors="surrogateescape"), numpy.uint8)
+    made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
+    return digest_of(made | {"words": contents.words, "files": columns_digest(columns)})
+
+
+def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
+    """Cuts each group, in its random order, into shards of about equal size."""
+    start = 0
+    for word, listing in zip(contents.words, contents.listings, strict=True):
+        order = start + numpy.array(_shuffled(len(listing), word), numpy.int64)
+        upto = numpy.cumsum(contents.sizes[order] * ratio)
+        count = min(len(listing), max(1, round(float(upto[-1]) / request.shard_bytes)))
+        ends = numpy.searchsorted(upto, upto[-1] * numpy.arange(1, count) / count, side="right")
+        first = 0
+        for number, rows in enumerate(part for part in numpy.split(order, ends) if len(part)):
+            target = request.target / f"{word or 'all'}-{number:06}.tar"
+            members = tuple(map(contents.member, rows.tolist()))
+            yield ShardTask(target, first, members, request.size, request.quality)
+            first += len(rows)
+        start += len(listing)
+
+
+def _shuffled(count: int, word: str) -> list[int]:
+    """The recorded random order of a group's pictures."""
+    key = derive(_SEED, "pack", word)
+    return sorted(range(count), key=lambda row: mix(key ^ row))
+
+
+def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
+    """Writes shards; yields after each. One process writes them here."""
+    if min(processes, len(tasks)) <= 1:
+        yield from map(write_shard, tasks)
+        return
+    begin = functools.partial(begin_worker, 0, parent=os.getpid(), follow=True)
+    pool = ProcessPoolExecutor(min(processes, len(tasks)), multiprocessing.get_context("spawn"), begin)
+    try:
+        for future in as_completed([pool.submit(write_shard, task) for task in tasks]):
+            yield future.result()
+    except BrokenProcessPool as error:
+        mend = ("is memory full? try --processes 1; the same command goes on",)
+        raise RunError("a process that packs pictures died", "--processes", mend) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> None:
+    """Puts the index together and writes it, last of all what makes the pack whole."""
+    count, target = len(contents.sizes), request.target
+    columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
+    shards: list[tuple[str, int, int, str]] = []
+    for number, task in enumerate(tasks):
+        told = written(task)
+        if told is None:
+            raise UserError(f"{task.target.name} is gone", str(target), ("give the same command again",))
+        columns["shard"][told["row"]] = number
+        for name in ("offset", "length", "crc"):
+            columns[name][told["row"]] = told[name]
+        shards.append((task.target.name, len(task.members), int(told["bytes"]), str(told["sha256"])))
+    names = "\0".join(name for listing in contents.listings for name in listing.names)
+    columns["label"] = contents.labels.astype(numpy.uint32)
+    columns["names"] = numpy.frombuffer(names.encode(errors="surrogateescape"), numpy.uint8)
+    _write_columns(target / SAMPLES, columns)
+    _write_columns(target / STATE, {"bytes": contents.sizes, "time": contents.times})
+    content = {
+        "format": FORMAT,
+        "classes": contents.listings[0].classes,
+        "groups": list(_groups(contents)),
+        "size": request.size,
+        "quality": request.quality,
+        "order_seed": _SEED,
+        "shards": shards,
+        "samples_sha256": columns_digest(columns),
+    }
+    content = json.loads(json.dumps(content))
+    _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
+    for path in (target / _BEGUN, *(task.told for task in tasks)):
+        path.unlink(missing_ok=True)
+
+
+def _groups(contents: _Contents) -> Iterator[tuple[str, int, int]]:
+    start = 0
+    for word, listing in zip(contents.words, contents.listings, strict=True):
+        yield word, start, start + len(listing)
+        start += len(listing)
+
+
+def _write_columns(path: Path, columns: Columns) -> None:
+    with replacing(path) as part, part.open("wb") as file:
+        write_columns(file, columns)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as part:
+        part.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -1,0 +1,136 @@
+"""Writes one shard of a packed copy; runs in processes of its own. No torch."""
+
+import hashlib
+import io
+import os
+import tarfile
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+from PIL import Image
+
+from manyhands.core.errors import UserError
+from manyhands.core.once import replacing
+from manyhands.data.decode import CorruptImageError, decode, is_grey
+from manyhands.data.packed import Columns, read_columns, write_columns
+
+_TAR_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Member:
+    """A picture that is to be packed."""
+
+    row: int
+    path: str
+    label: int
+    size_bytes: int
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """What one shard is to hold."""
+
+    target: Path
+    first: int  # the number of its first picture among all of its group
+    members: tuple[Member, ...]
+    size: int  # the shorter side at most; 0: pictures as they are
+    quality: int
+
+    @property
+    def told(self) -> Path:
+        """What was written, for who puts the index together; there once the shard is whole."""
+        return self.target.with_name(f".{self.target.name}.npz")
+
+
+def write_shard(task: ShardTask) -> int:
+    """Writes the shard, then what is in it; returns its bytes. Raises UserError: a picture changed, or the disk."""
+    try:
+        with replacing(task.target) as part:
+            columns, size_bytes, digest = _write(task, part)
+        with replacing(task.told) as part, part.open("wb") as file:
+            write_columns(file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
+    except OSError as error:
+        what = f"{task.target.name} can't be written: {error.strerror or error}"
+        mend = ("make room, then the same command goes on", "or name another folder: --to")
+        raise UserError(what, str(task.target), mend) from error
+    return size_bytes
+
+
+def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
+    digest = hashlib.sha256()
+    rows: list[tuple[int, int, int, int]] = []
+    with part.open("wb") as file:
+
+        def put(content: bytes) -> int:
+            start = file.tell()
+            digest.update(content)
+            file.write(content)
+            return start
+
+        def add(name: str, content: bytes) -> int:
+            info = tarfile.TarInfo(name)  # of no time and no user, so that equal pictures make equal shards
+            info.size, info.mode = len(content), 0o644
+            put(info.tobuf(tarfile.USTAR_FORMAT))
+            return put(content + bytes(-len(content) % _TAR_BLOCK))
+
+        for number, member in enumerate(task.members, task.first):
+            suffix, content = packed_picture(member, task.size, task.quality)
+            start = add(f"{number:09}.{suffix}", content)
+            add(f"{number:09}.cls", str(member.label).encode())
+            rows.append((member.row, start, len(content), zlib.crc32(content)))
+        put(bytes(2 * _TAR_BLOCK))
+        file.flush()
+        os.fsync(file.fileno())
+        size_bytes = file.tell()
+    row, offset, length, crc = (numpy.array(values, numpy.int64) for values in zip(*rows, strict=True))
+    columns = {"row": row, "offset": offset, "length": length, "crc": crc}
+    return columns, size_bytes, digest.hexdigest()
+
+
+def packed_picture(member: Member, size: int, quality: int) -> tuple[str, bytes]:
+    """The kind of file and its bytes, as they go into a pack."""
+    content = _read(member)
+    suffix = Path(member.path).suffix.lower()[1:]
+    if not size:
+        return suffix, content
+    try:
+        image = decode(member.path, 3, content)
+    except CorruptImageError:
+        return suffix, content  # is refused, or left out, where the folder's own would be
+    shorter = min(image.size)
+    if shorter <= size:
+        return suffix, content
+    if is_grey(Image.open(io.BytesIO(content))):
+        image = image.convert("L")
+    wide, high = (round(side * size / shorter) for side in image.size)
+    made = io.BytesIO()
+    image.resize((wide, high), Image.Resampling.BILINEAR).save(made, "JPEG", quality=quality)
+    return "jpg", made.getvalue()
+
+
+def _read(member: Member) -> bytes:
+    try:
+        with open(member.path, "rb") as file:  # noqa: PTH123 - a million of these
+            state = os.fstat(file.fileno())
+            content = file.read(member.size_bytes + 1)
+    except OSError as error:
+        mend = ("mend or remove the file, then the same command goes on",)
+        raise UserError(f"a picture can't be read: {error.strerror or error}", member.path, mend) from error
+    if (len(content), state.st_mtime_ns) != (member.size_bytes, member.time_ns):
+        raise UserError("a picture changed while it was packed", member.path, ("give the same command again",))
+    return content
+
+
+def written(task: ShardTask) -> Columns | None:
+    """What a shard holds that was written before, or None where it isn't whole."""
+    try:
+        columns = read_columns(task.told)
+        whole = task.target.stat().st_size == int(columns["bytes"])
+        return columns if whole and len(columns["row"]) == len(task.members) else None
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return None

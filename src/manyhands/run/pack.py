@@ -1,0 +1,98 @@
+"""Makes a packed copy of a folder of pictures, says what it would be, or checks one."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.core.cores import cores
+from manyhands.core.errors import UserError
+from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.data.decode import CorruptImageError, decode
+from manyhands.data.pack_choice import place_of_pack
+from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, open_pack
+from manyhands.data.packing import PackRequest, estimate, is_up_to_date, make_pack, read_contents
+
+USUAL_QUALITY, MOST_QUALITY = 90, 95
+
+
+@dataclass(frozen=True)
+class PackForecast:
+    """What a packed copy would be."""
+
+    pictures: int
+    tried: int  # pictures that were packed to say so
+    folder_bytes: int
+    pack_bytes: int
+    folder_ms: float  # to read and decode one of those pictures, in one process
+    pack_ms: float
+
+
+def request_of(root: Path, target: Path | None, size: int, quality: int) -> PackRequest:
+    """Raises UserError: the folder isn't there, or is a packed copy itself."""
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
+    if is_pack(root):
+        raise UserError(f"{root} is a packed copy already", str(root), (f"manyhands train {root}",))
+    if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
+        mend = (f"--size: pixels, such as 256; --quality: 1 to {MOST_QUALITY}, together with --size",)
+        raise UserError(f"--size {size} --quality {quality} is no way to make pictures smaller", "--size", mend)
+    target = (target or place_of_pack(root)).expanduser()
+    if target.resolve().is_relative_to(root.resolve()):
+        mend = ("name a place outside of it; without --to it goes beside the folder",)
+        raise UserError("the packed copy would lie in the folder itself, among its classes", str(target), mend)
+    return PackRequest(root, target, size, (quality or USUAL_QUALITY) if size else 0)
+
+
+def pack(
+    request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
+) -> tuple[PackedSet, bool]:
+    """Packs a folder, or goes on where an interrupted call stopped; False with a pack that was up to date already.
+
+    Raises ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
+    """
+    contents = read_contents(request.root)
+    if not replaced and is_up_to_date(contents, request):
+        return open_pack(request.target), False
+    processes = processes or max(1, int(cores()))
+    with ended_like_ctrl_c():
+        return make_pack(contents, request, processes=processes, replace=replaced, progress=progress), True
+
+
+def forecast(request: PackRequest) -> PackForecast:
+    """Packs some pictures in memory and reads them; writes nothing. Raises UserError: the folder can't be used."""
+    contents = read_contents(request.root)
+    found = estimate(contents, request)
+    paths = [member.path for member in found.members]
+    folder_s = _seconds(paths, [None] * len(paths))
+    pack_s = _seconds(paths, list(found.packed)) if request.size else folder_s
+    per_ms = 1e3 / max(1, found.tried)
+    return PackForecast(
+        found.pictures, found.tried, found.folder_bytes, found.pack_bytes, folder_s * per_ms, pack_s * per_ms
+    )
+
+
+def _seconds(paths: list[str], contents: Sequence[bytes | None]) -> float:
+    """To decode them, where they can be: the quickest of three times."""
+    taken: list[float] = []
+    for _ in range(3):
+        began = time.perf_counter()
+        for path, content in zip(paths, contents, strict=True):
+            try:
+                decode(path, 3, content)
+            except CorruptImageError:
+                continue
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def check_pack(place: Path) -> PackedSet:
+    """Reads all of a pack. Raises UserError: there is none, or it was altered."""
+    if not is_pack(place):
+        raise UserError(f"there is no packed copy at {place}", str(place), ("manyhands pack FOLDER makes one",))
+    pack = open_pack(place)
+    bad = altered_shards(pack)
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise altered(place / bad[0], f"{bad[0]}{more} isn't what was written")
+    return pack

@@ -1,0 +1,296 @@
+"""A packed copy gives what its folder gives, and is refused or left aside where it can't."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tests.data.test_folder import make, picture
+from tests.e2e.command import environment, marked, wait_until
+
+from manyhands.core.errors import UserError
+from manyhands.data.decode import CorruptImageError
+from manyhands.data.loader import Loader
+from manyhands.data.open import open_data, open_whole
+from manyhands.data.options import DataOptions
+from manyhands.data.packed import PackedSet, open_pack
+from manyhands.data.packing import PackRequest, make_pack, read_contents
+from manyhands.data.splits import ImageFiles, ImagesInMemory
+
+NAMES = ["猫", "собака", "cat 2", "a.b", "train"]
+
+
+def packed(root, *, replace=False, processes=1, **options):
+    """A packed copy beside the folder, in small shards."""
+    request = PackRequest(root, root.with_name(f"{root.name}.pack"), **{"shard_bytes": 20_000, **options})
+    return make_pack(read_contents(root), request, processes=processes, replace=replace, progress=lambda *_: None)
+
+
+def batches(name, *, train=True, **options):
+    """A batch of each split, the paths below the data's own folder, and the labels."""
+    splits = open_data(DataOptions(name=str(name), **options))
+    found = []
+    for _, source in splits.named():
+        requests = [torch.arange(len(source)).flip(0)]
+        batch = next(Loader(source, splits.pixels, train=train, seed=3).batches(2, requests))
+        found += [batch.images, batch.labels]
+    return splits, found
+
+
+def same(name, other, **options):
+    (one, first), (two, second) = batches(name, **options), batches(other, **options)
+    assert one.classes == two.classes
+    assert len(first) == len(second)
+    assert all(map(torch.equal, first, second))
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "classes": st.lists(st.sampled_from(NAMES), min_size=2, max_size=4, unique=True),
+        "count": st.integers(1, 5),
+        "parts": st.sampled_from([("",), ("train",), ("train", "val"), ("train", "val", "test")]),
+        "side": st.sampled_from([8, 70]),
+        "suffix": st.sampled_from(["png", "JPEG", "bmp"]),
+        "shard_bytes": st.sampled_from([1, 5_000, 1 << 20]),
+    }
+)
+
+
+@settings(max_examples=12)
+@given(SHAPES)
+def test_a_folder_its_pack_and_the_pack_alone_give_the_same(shape):
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place) / "宠物"
+        for part in shape["parts"]:
+            for label, name in enumerate(shape["classes"]):
+                for number in range(shape["count"]):
+                    path = root / part / name / f"图 {number}.{shape['suffix']}"
+                    picture(path, (shape["side"], shape["side"]), seed=label * 100 + number)
+        pack = packed(root, shard_bytes=shape["shard_bytes"])
+        assert {name for group in pack.groups for name in pack.names[group.start : group.stop]}
+        splits, _ = batches(root)
+        assert splits.packed == "宠物.pack"
+        folder, expected = batches(root, packed=False)
+        assert not folder.packed
+        for name in (root, pack.folder):
+            assert all(map(torch.equal, batches(name)[1], expected))
+        shutil.rmtree(root)
+        alone, found = batches(pack.folder)
+        assert all(map(torch.equal, found, expected))
+        assert alone.classes == folder.classes
+
+
+def test_shards_are_what_webdataset_reads(tmp_path):
+    """Plain tar files; the files of one sample follow each other and have one name up to the first dot."""
+    root = make(tmp_path / "set", classes=("猫", "dog"), count=30, size=(40, 30))
+    pack = packed(root)
+    assert len(pack.shards) > 2
+    samples = []
+    for shard in pack.shards:
+        with tarfile.open(pack.folder / shard.name) as file:
+            members = [(member.name.split(".", 1), file.extractfile(member).read()) for member in file]
+        for ((key, suffix), content), ((label_key, label_suffix), label) in zip(
+            members[::2], members[1::2], strict=True
+        ):
+            assert (key, suffix, label_suffix) == (label_key, "png", "cls")
+            samples.append((key, Image.open(io.BytesIO(content)).tobytes(), int(label)))
+    assert [key for key, _, _ in samples] == [f"{number:09}" for number in range(60)]
+    files = [(Image.open(path).tobytes(), pack.classes.index(path.parent.name)) for path in root.rglob("*.png")]
+    assert sorted(sample[1:] for sample in samples) == sorted(files)
+    assert [label for *_, label in samples] != sorted(label for *_, label in samples)
+    told = json.loads((pack.folder / "pack.json").read_text())["set"]
+    assert (told["classes"], told["order_seed"]) == (["dog", "猫"], 0)
+
+
+def test_the_digest_is_of_what_is_in_it_not_of_when_or_by_whom(tmp_path):
+    one, two = make(tmp_path / "one", count=20), make(tmp_path / "two", count=20)
+    for path in two.rglob("*.png"):
+        os.utime(path, (1, 1))
+    first, second = packed(one, shard_bytes=3000), packed(two, shard_bytes=3000, processes=2)
+    assert first.digest == second.digest
+    assert len({shard.sha256 for shard in first.shards}) > 1
+    picture(one / "cat/00.png", seed=5555)
+    assert packed(one, shard_bytes=3000, replace=True).digest != first.digest
+
+
+def test_small_pictures_of_a_pack_are_in_memory(tmp_path):
+    pack = packed(make(tmp_path / "set"))
+    shutil.rmtree(tmp_path / "set")
+    splits, _ = batches(pack.folder)
+    assert isinstance(splits.train, ImagesInMemory)
+    assert isinstance(batches(pack.folder, memory_limit_mib=0)[0].train, ImageFiles)
+    same(pack.folder, pack.folder, train_samples=3)
+
+
+def test_a_pack_can_be_evaluated_whole(tmp_path):
+    root = make(tmp_path / "set", count=3)
+    pack = packed(root)
+    found = [open_whole(DataOptions(name=str(name), packed=name is not root)).test for name in (root, pack.folder)]
+    assert torch.equal(found[0].images, found[1].images)
+    assert torch.equal(found[0].labels, found[1].labels)
+
+
+def test_a_smaller_copy_says_so(tmp_path):
+    root = make(tmp_path / "set", count=4, size=(120, 90))
+    pack = packed(root, size=64, quality=90)
+    assert {Image.open(io.BytesIO(pack.content(row))).size for row in range(8)} == {(85, 64)}
+    splits, _ = batches(root)
+    assert any("other sizes" in note for note in splits.notes)
+    splits, _ = batches(root, image_size=80)
+    assert splits.train.packed is None
+    assert any("are smaller" in note for note in splits.notes)
+
+
+def test_pictures_that_are_small_already_stay_as_they_are(tmp_path):
+    root = make(tmp_path / "set", count=4, size=(120, 90))
+    packed(root, size=90, quality=50)
+    (_, found), (_, expected) = batches(root), batches(root, packed=False)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("size", [0, 16])
+def test_pictures_that_cannot_be_read_are_so_in_the_pack(tmp_path, size):
+    root = make(tmp_path / "set", count=4, size=(90, 70))
+    (root / "cat/02.png").write_bytes((root / "cat/02.png").read_bytes()[:900])
+    (root / "dog/01.png").write_bytes(b"")
+    packed(root, size=size, quality=90 if size else 0)
+    with pytest.raises(CorruptImageError, match=r"0[12]\.png"):
+        batches(root)
+    splits, _ = batches(root, skip_corrupt=True)
+    assert [Path(name).name for name in splits.skipped] == ["02.png", "01.png"]
+
+
+def flipped(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", ["a bit", "the end", "all", "the columns", "the head", "the state"])
+def test_an_altered_pack_is_refused(tmp_path, harm):
+    root = make(tmp_path / "set", count=6, size=(90, 70))
+    pack = packed(root, shard_bytes=1 << 20)
+    shard = pack.folder / pack.shards[0].name
+    if harm == "a bit":
+        flipped(shard, int(pack.columns["offset"][0]) + 300)
+    elif harm == "the end":
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    elif harm == "all":
+        shard.unlink()
+    elif harm == "the columns":
+        (pack.folder / "samples.npz").write_bytes(b"")
+    elif harm == "the head":
+        flipped(pack.folder / "pack.json", 200)
+    else:
+        (pack.folder / "folder.npz").unlink()
+    with pytest.raises(UserError, match="packed copy was altered") as caught:
+        batches(root)
+    assert any("--replace" in line for line in caught.value.mend)
+    batches(root, packed=False)
+    batches(packed(root, replace=True).folder)
+
+
+def changed_folders(root):
+    yield "1 added", lambda: picture(root / "cat/new.png", (90, 70))
+    yield "1 removed", (root / "dog/01.png").unlink
+    yield "1 changed", lambda: picture(root / "dog/02.png", (90, 70), seed=99)
+    yield "class folders are others", lambda: picture(root / "emu/1.png", (90, 70))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_folder_that_has_changed_is_read_itself(tmp_path, number):
+    root = make(tmp_path / "set", count=5, size=(90, 70))
+    packed(root)
+    word, change = list(changed_folders(root))[number]
+    change()
+    splits, _ = batches(root)
+    assert splits.train.packed is None
+    assert any(word in note and "--replace" in note for note in splits.notes)
+    with pytest.raises(UserError, match=word):
+        packed(root)
+    packed(root, replace=True)
+    assert batches(root)[0].train.packed is not None
+    same(root, root.with_name("set.pack"))
+
+
+def test_a_pack_is_never_overwritten_silently(tmp_path):
+    root = make(tmp_path / "set", count=5, size=(90, 70))
+    first = packed(root)
+    before = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    packed(root)
+    with pytest.raises(UserError, match="another packed copy"):
+        packed(root, size=20, quality=90)
+    assert {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()} == before
+    assert packed(root, size=20, quality=90, replace=True).size == 20
+    other = tmp_path / "b" / "set.pack"
+    make(other.with_name("set"), count=2)
+    other.mkdir()
+    (other / "letters.txt").write_text("dear")
+    with pytest.raises(UserError, match=r"other things, such as letters\.txt"):
+        packed(other.with_name("set"))
+
+
+PACKING = """
+import sys
+from pathlib import Path
+from manyhands.data.packing import PackRequest, make_pack, read_contents
+
+def slowly(done, total):
+    print(done, total, flush=True)
+    if done < total and sys.argv[2] == "stop":
+        sys.stdin.read()
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    request = PackRequest(root, root.with_name("set.pack"), shard_bytes=20_000)
+    make_pack(read_contents(root), request, processes=2, replace=False, progress=slowly)
+"""
+
+
+def test_a_kill_in_the_middle_and_then_it_goes_on(tmp_path):
+    root = make(tmp_path / "set", count=80, size=(40, 30))
+    script = tmp_path / "packs.py"
+    script.write_text(PACKING)
+    pack = root.with_name("set.pack")
+    command, streams = [sys.executable, script, root, "stop"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment(PACKS=str(root)), **streams) as one:
+        assert one.stdout.readline()
+        one.send_signal(signal.SIGKILL)
+    wait_until(lambda: not marked(f"{root}"))  # the processes that pack go with it
+    assert not (pack / "pack.json").exists()
+    assert not batches(root)[0].packed
+    shards = {path: path.stat().st_mtime_ns for path in pack.glob("*.tar") if (pack / f".{path.name}.npz").exists()}
+    assert shards
+    done = subprocess.run([sys.executable, script, root, "go on"], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[0]) > 1
+    assert {path: path.stat().st_mtime_ns for path in shards} == shards
+    assert {path.name for path in pack.iterdir() if path.suffix != ".tar"} == {
+        "pack.json", "samples.npz", "folder.npz", ".pack.json.lock"
+    }  # fmt: skip
+    same(root, pack)
+    shutil.copytree(root, tmp_path / "again" / "set")
+    assert packed(tmp_path / "again" / "set").digest == open_pack(pack).digest
+
+
+def test_an_unfinished_pack_of_a_folder_that_changed_begins_anew(tmp_path):
+    root = make(tmp_path / "set", count=20, size=(40, 30))
+    pack = packed(root)
+    (pack.folder / "pack.json").unlink()
+    (pack.folder / "unfinished.json").write_text('{"key": "of another state", "ratio": 1.0}')
+    stale = pack.folder / "all-000099.tar"
+    stale.write_bytes(b"x")
+    picture(root / "cat/03.png", (40, 30), seed=4242)
+    assert isinstance(packed(root), PackedSet)
+    assert not stale.exists()
+    same(root, pack.folder)

@@ -1,0 +1,91 @@
+"""`manyhands pack`, and training from what it made."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.test_folder import make
+from tests.e2e.command import QUICK, final_weights, finish, forked, run
+
+JOB = ["cnn", "--epochs", 1, "--batch", 4, "--device", "cpu", "--data.image-size", 16, *QUICK]
+
+
+def did(*arguments, **others):
+    ended = finish(forked(*arguments, **others))
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def refused(*arguments, **others):
+    ended = finish(forked(*arguments, **others))
+    assert ended.code == 2, ended.err
+    assert "Traceback" not in ended.err
+    assert len(ended.err.splitlines()) < 8
+    return ended.err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for part, count in (("train", 8), ("val", 3)):
+        make(tmp_path / "宠物" / part, classes=("猫", "狗"), count=count, size=(90, 70))
+    return tmp_path / "宠物"
+
+
+def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, tmp_path):
+    did("train", folder, *JOB, "--out", tmp_path / "from-folder", "-n", 2)
+    ended = run("pack", folder, "--json")
+    told = json.loads(ended.out.splitlines()[-1])
+    assert (ended.code, told["pictures"], told["made"]) == (0, 22, True)
+    pack = folder.with_name("宠物.pack")
+    assert told["pack"] == str(pack)
+    ended = did("train", folder, *JOB, "--out", tmp_path / "from-pack", "-n", 2)
+    assert "read from the packed copy 宠物.pack" in ended.err
+    folder.rename(tmp_path / "away")
+    did("train", pack, *JOB, "--out", tmp_path / "from-pack-alone", "-n", 1)
+    expected = final_weights(tmp_path / "from-folder")
+    for name in ("from-pack", "from-pack-alone"):
+        found = final_weights(tmp_path / name)
+        assert all(torch.allclose(found[key], expected[key], atol=1e-6) for key in expected)
+
+
+def test_an_altered_shard_ends_training_with_one_screen(folder):
+    assert "is up to date" not in did("pack", folder).out
+    assert "is up to date" in did("pack", folder).out
+    assert "is whole: 22 pictures in 2 shards" in did("pack", folder, "--check").out
+    shard = folder.with_name("宠物.pack") / "train-000000.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2))
+    assert "the packed copy was altered" in refused("pack", folder, "--check")
+    said = refused("train", folder, *JOB, cwd=folder.parent)
+    assert "the packed copy was altered" in said
+    assert "--replace" in said
+    assert str(shard) in said
+
+
+def test_a_dry_run_writes_nothing_and_what_is_there_is_not_overwritten(folder):
+    before = sorted(folder.parent.rglob("*"))
+    assert "nothing is written yet" in did("pack", folder, "--size", 20, "--dry-run").out
+    told = json.loads(did("pack", folder, "--size", 20, "--dry-run", "--json").out)
+    assert told["pack_bytes"] < told["folder_bytes"]
+    assert sorted(folder.parent.rglob("*")) == before
+    did("pack", folder, "--size", 20)
+    assert "another packed copy" in refused("pack", folder)
+    ended = did("train", folder, *JOB, cwd=folder.parent)
+    assert "pictures of other sizes than the folder (shorter side 20, quality 90)" in ended.err
+    did("pack", folder, "--replace", "--processes", 2)
+    place = folder.parent / "elsewhere"
+    did("pack", folder, "--to", place)
+    Image.new("RGB", (90, 70)).save(folder / "train/猫/new.png")
+    assert "1 added" in refused("pack", folder, "--to", place)
+
+
+def test_what_cannot_be_packed_is_said(folder, tmp_path):
+    assert "there is no folder" in refused("pack", tmp_path / "none")
+    assert "no way to make pictures smaller" in refused("pack", folder, "--quality", 90)
+    assert "no way to make pictures smaller" in refused("pack", folder, "--size", 20, "--quality", 99)
+    assert "among its classes" in refused("pack", folder, "--to", folder / "pack")
+    assert "no packed copy" in refused("pack", folder, "--check")
+    (folder / "train/猫/gone.png").symlink_to("nowhere.png")
+    assert "gone.png" in refused("pack", folder)
