@@ -1,5 +1,6 @@
 """A schedule of the user's own: true rates, exact resume, recorded with its file's digest; refused where it must be."""
 
+import collections
 import copy
 import functools
 import json
@@ -41,6 +42,22 @@ def by_name(step, total_steps, steps_per_epoch=0):
     return 1 - step / total_steps
 
 
+class ByTheWeights(lr_scheduler.LRScheduler):
+    """Rates that depend on more than the step: on all that the network has been so far."""
+
+    def __init__(self, optimizer):
+        self.sizes = []
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.sizes.append(float(self.optimizer.param_groups[0]["params"][0].detach().abs().mean()))
+        return [rate / (1 + 10 * sum(self.sizes)) for rate in self.base_lrs]
+
+
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.05)
+
+
 # Each with the plain loop's scheduler.
 SCHEDULES = {
     "step": (lambda step: 0.5**step, lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step)),
@@ -50,6 +67,14 @@ SCHEDULES = {
         functools.partial(lr_scheduler.OneCycleLR, max_lr=0.3),
         lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=6),
     ),
+    "more than the step": (ByTheWeights,) * 2,
+    "of others": (
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [2]
+        ),
+    )
+    * 2,
+    "by the loss": (plateau,) * 2,
 }
 
 
@@ -68,7 +93,10 @@ def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactl
         optimizer.zero_grad()
         nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).backward()
         optimizer.step()
-        scheduler.step()
+        if scheduler.__class__ is lr_scheduler.ReduceLROnPlateau:
+            scheduler.step(nn.functional.cross_entropy(plain(IMAGES.double()), DATA.tensors[1]).item())
+        else:
+            scheduler.step()
     own = {"optimizer": own_sgd, "schedule": ours}
     told = manyhands.fit(whole, DATA, DATA, out=tmp_path / "whole", **own, **OPTIONS)
     for name, tensor in plain.state_dict().items():
@@ -82,6 +110,20 @@ def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactl
     assert "starts anew" not in (tmp_path / "parted" / "events.jsonl").read_text()
     assert all(torch.equal(parted.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
     assert rates(tmp_path / "parted") == {step: pytest.approx(wanted[step], rel=1e-12) for step in range(1, 7)}
+
+
+def cosine(optimizer, total_steps):
+    return lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+
+
+@pytest.mark.parametrize("of", [by_name, cosine])
+def test_a_longer_run_has_the_rates_of_its_new_length(of, tmp_path):
+    for epochs in (3, 6):
+        again = {**OPTIONS, "out": tmp_path / "run", "checkpoint__resume": "auto", "epochs": epochs}
+        manyhands.fit(network(), DATA, DATA, optimizer=own_sgd, schedule=of, **again)
+    whole = manyhands.fit(network(), DATA, DATA, optimizer=own_sgd, schedule=of, out=tmp_path / "whole", **OPTIONS)
+    wanted, shown = rates(whole.path), rates(tmp_path / "run")
+    assert [shown[step] for step in (4, 5, 6)] == pytest.approx([wanted[step] for step in (4, 5, 6)])
 
 
 def test_another_schedule_may_take_over_and_the_optimizer_keeps_its_state(tmp_path):
@@ -151,6 +193,12 @@ def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
     assert run("resume", told.path, "--epochs", 2, "--set", "train.schedule=own.py:half").code == 0
 
 
+class Keeps(lr_scheduler.ConstantLR):
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.seen = collections.deque([1])
+
+
 def other():
     return torch.optim.SGD([torch.zeros(1)], 1.0)
 
@@ -171,7 +219,12 @@ def other():
         ({"schedule": lambda step: -0.1}, "the schedule gives -0.1 at step 0"),
         ({"schedule": lambda step: float("nan") if step == 2 else 1.0}, "the schedule gives nan at step 2"),
         ({"schedule": lambda o: lr_scheduler.StepLR(o, 3)}, "the schedule fails at step 0: TypeError"),
-        ({"schedule": lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau waits for a figure"),
+        ({"schedule": lr_scheduler.ReduceLROnPlateau, "evaluate_every": 0}, "the schedule waits for evaluations"),
+        (
+            {"schedule": functools.partial(lr_scheduler.ReduceLROnPlateau, mode="max")},
+            "is given the loss, which is bett",
+        ),
+        ({"schedule": Keeps}, "the scheduler Keeps keeps a deque in seen, which a checkpoint can't hold"),
         ({"schedule": lr_scheduler.StepLR}, "the schedule asks for step_size"),
         ({"schedule": lambda optimizer: lr_scheduler.StepLR(optimizer)}, "the schedule fails with this optimizer: T"),
         (

@@ -34,6 +34,7 @@ class _State(_Plain):
     best: _Best | None = None
     classes: list[str] = Field(default_factory=list)
     sync: dict[str, Any] | None = None
+    schedule: str = ""
     scaler: dict[str, float | int | None] | None = None
 
 

@@ -34,7 +34,7 @@ from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import make_model, refuse_other_head, without_first_weights
 from manyhands.train.optimize import make_optimizer, steps_to_make, total_steps
 from manyhands.train.own_metrics import make_metrics
-from manyhands.train.own_schedule import make_schedule
+from manyhands.train.own_schedule import OwnScheduler, make_schedule
 from manyhands.train.pacing import Watcher
 from manyhands.train.prove import BETTER_LOSS, settle_loss
 from manyhands.train.pth_tar import check_same_training
@@ -361,6 +361,8 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     if trainer.update.gradients.scaler and "scaler" in found.snapshot.state:
         trainer.update.gradients.scaler.load_state_dict(found.snapshot.state["scaler"])
     load_rank_state(trainer, found.path)
+    if isinstance(trainer.update.set_rates, OwnScheduler) and found.snapshot.state.get("schedule"):
+        trainer.update.set_rates.go_on(found.snapshot.state["schedule"], trainer.progress.step)
     for note in (*found.notes, *filter(None, [anew])):
         trainer.journal.event("warning", note, trainer.progress.step)
     step = trainer.progress.step

@@ -1,6 +1,7 @@
 """The learning rates of each update: by a schedule of ours, the user's function of the step, or a torch scheduler."""
 
 import inspect
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.train.objects import brought
 from manyhands.train.optimize import learning_rate
 from manyhands.train.own_optimizer import set_learning_rate, with_own_rate
+from manyhands.train.scheduler_state import as_plain_data, from_plain_data, restore_scheduler, scheduler_state
 
 # Sets the learning rates for an update, by its number, counted from 0.
 SetRates = Callable[[int], None]
@@ -47,7 +49,11 @@ def make_schedule(
 
     try:
         if of_optimizer:
-            return _Scheduler(function(optimizer, **asked), optimizer)
+            scheduler = OwnScheduler(function(optimizer, **asked), optimizer)
+            if scheduler.waits and not options.evaluate_every:
+                what = "the schedule waits for evaluations, and evaluate_every=0 makes none before the end"
+                raise UserError(what, _WHERE, ("evaluate_every=1, or another schedule",))
+            return scheduler
         set_rates(0)
     except UserError:
         raise
@@ -99,27 +105,34 @@ def _part(value: Any, step: int) -> float:
     return part
 
 
-class _Scheduler:
-    """A torch scheduler that is stepped once before each update but the first.
+class OwnScheduler:
+    """A torch scheduler, stepped once before each update but the first; one that waits for a loss, by each evaluation.
 
-    A run that goes on makes all steps again, so nothing of it is saved: what it gives depends on the number of steps
-    alone, and a longer run's end is in it from the start.
+    Where a run goes on, it goes on from its saved state; made otherwise than before (a longer run's), it makes all
+    steps again, so that a longer run's end is in it from the start.
+
+    Attributes:
+        waits: for the loss of an evaluation, as ReduceLROnPlateau does.
     """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-        kind = type(scheduler).__name__
-        if isinstance(scheduler, ReduceLROnPlateau):
-            mend = ("a function of the step", "or another torch scheduler")
-            raise UserError(f"{kind} waits for a figure, and a schedule follows steps alone", _WHERE, mend)
+        kind = self._kind = type(scheduler).__name__
         if not isinstance(scheduler, LRScheduler):
             mend = ("give a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
             raise UserError(f"the schedule's function of the optimizer gives a {kind}", _WHERE, mend)
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             mend = ("make it of the optimizer that the function is given",)
             raise UserError(f"the schedule's {kind} is of another optimizer", _WHERE, mend)
-        self._scheduler, self._made = scheduler, 0
+        self.waits = isinstance(scheduler, ReduceLROnPlateau)
+        self._scheduler: Any = scheduler
+        if self.waits and self._scheduler.mode != "min":
+            raise UserError(f"{kind} is given the loss, which is better the lower it is", _WHERE, ('mode="min"',))
+        self._optimizer, self._made = optimizer, 0
+        self._as_made = self._now()
 
     def __call__(self, step: int) -> None:
+        if self.waits:
+            return
         if 0 < self._made == step - 1:
             # Not as below, which would have Python say again whatever it warns of once.
             self._advance(step)
@@ -129,7 +142,41 @@ class _Scheduler:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             self._advance(step)
 
+    def evaluated(self, loss: float) -> None:
+        """Is told the loss of an evaluation."""
+        if self.waits:
+            self._scheduler.step(loss)
+
+    def saved(self) -> str:
+        """Where it is, as JSON."""
+        return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
+
+    def go_on(self, saved: str, step: int) -> None:
+        """Is put where it was when `saved` was made, where that fits a run that has made so many updates."""
+        found = json.loads(saved)
+        before, now = found["as_made"], found["now"]
+        changed, made = _changed(before["state"], now["state"]), self._as_made["state"]
+        alike = all(made.get(name) == one for name, one in before["state"].items() if name not in changed)
+        if found["kind"] != self._kind or not (self.waits or (alike and found["made"] == max(0, step - 1))):
+            return
+        restore_scheduler(self._scheduler, changed)
+        if not self.waits or before["groups"] == self._as_made["groups"]:
+            for live, *both in zip(self._optimizer.param_groups, before["groups"], now["groups"], strict=True):
+                live.update({name: from_plain_data(one) for name, one in _changed(*both).items()})
+        self._made = found["made"]
+
+    def _now(self) -> dict[str, Any]:
+        groups = [
+            {name: as_plain_data(one) for name, one in group.items() if type(one) in (int, float, tuple)}
+            for group in self._optimizer.param_groups
+        ]
+        return {"state": scheduler_state(self._scheduler), "groups": groups}
+
     def _advance(self, step: int) -> None:
         while self._made < step:
             self._scheduler.step()
             self._made += 1
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in now.items() if name not in before or before[name] != one}

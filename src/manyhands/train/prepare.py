@@ -1,6 +1,7 @@
 """Builds what a loop of the user's own trains with: the same trainer as `fit`'s, around their network and optimizer."""
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,11 @@ from manyhands.train.job import order_and_cut, refuse_small_micro_batches, relea
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_own, mark_own
-from manyhands.train.own_schedule import make_schedule
-from manyhands.train.prepared import restore_scheduler, take_groups
+from manyhands.train.own_schedule import OwnScheduler, make_schedule
+from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
 from manyhands.train.rehearse import warm_up
+from manyhands.train.scheduler_state import restore_scheduler
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -138,6 +140,9 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         mark_own(own.optimizer)
     steps = order.steps_per_epoch
     set_rates = make_schedule(own.optimizer, job.train, steps) if own.scheduled else _the_users_own
+    if isinstance(set_rates, OwnScheduler) and set_rates.waits:
+        mend = ("session.prepare(…, scheduler=scheduler), and step it: scheduler.step(loss)",)
+        raise UserError("in a loop of your own nothing evaluates unasked", "train.schedule", mend)
     update = Updater(network, own.optimizer, None, job.train, world, set_rates)
     warm_up(update, samples.train, min(2, order.length))
     for module in frozen:
@@ -230,9 +235,10 @@ def _go_on(trainer: Trainer, found: Resumable, own: OwnParts) -> dict[str, Any]:
     saved: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
     if found.source:
         saved = unflatten(found.source.branches.get("param_groups", []), {})
-    take_groups(own.optimizer, saved)
+    if not isinstance(trainer.update.set_rates, OwnScheduler):
+        take_groups(own.optimizer, saved)
     resume(trainer, found)
     noted = found.snapshot.state.get(SESSION, {})
     if own.scheduler and noted.get("scheduler"):
-        restore_scheduler(own.scheduler, noted["scheduler"])
+        restore_scheduler(own.scheduler, json.loads(noted["scheduler"]))
     return {"epochs": trainer.progress.epoch, **noted}

@@ -1,6 +1,5 @@
 """What a user's own loop is given in the place of its optimizer and scheduler: they act once an update is complete."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -80,32 +79,6 @@ def hold_back(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
             kind.step(self, *arguments, **named)
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
-
-
-def scheduler_state(scheduler: LRScheduler) -> str:
-    """What a scheduler has counted, as JSON; what JSON doesn't give back as it was are constants of its making."""
-    return json.dumps(_plain(scheduler.state_dict()))
-
-
-def restore_scheduler(scheduler: LRScheduler, state: str) -> None:
-    """Puts a scheduler where it was."""
-    scheduler.load_state_dict(json.loads(state))
-    # The optimizer has made steps, in another process: else torch warns of a scheduler that comes first.
-    scheduler.optimizer.__dict__["_opt_called"] = True
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items() if isinstance(key, str) and _kept(one)}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
-
-
-def _kept(value: Any) -> bool:
-    if type(value) is dict:
-        return all(isinstance(key, str) for key in value)
-    if type(value) is list:
-        return all(map(_kept, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def take_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.trained import STATE_KEY
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
+from manyhands.train.own_schedule import OwnScheduler
 from manyhands.train.rank_state import prune_rank_states, save_rank_state
 from manyhands.train.sharded_state import save_sharded
 from manyhands.train.state import capture
@@ -49,6 +50,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
+    if isinstance(trainer.update.set_rates, OwnScheduler):
+        trainer.update.set_rates.evaluated(found.loss)
     trainer.evaluated = EvaluationMetrics(
         time=time.time(),
         epoch=progress.epoch,
@@ -95,6 +98,8 @@ def save(trainer: Trainer) -> None:
     extra["sync"] = {**asdict(trainer.sync), "processes": trainer.world.size}
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()
+    if isinstance(trainer.update.set_rates, OwnScheduler):
+        extra["schedule"] = trainer.update.set_rates.saved()
     outcome = SAVED
     trainer.synchronizer.average_buffers(progress.step)
     save_rank_state(trainer)

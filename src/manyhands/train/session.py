@@ -4,6 +4,7 @@ Under plain `python` the session is one process; under torchrun or with `--init`
 """
 
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,8 +33,9 @@ from manyhands.train.objects import metric_words
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_update import OwnUpdate
 from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepare_trainer
-from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back, scheduler_state
+from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back
 from manyhands.train.saving import record_evaluation, save
+from manyhands.train.scheduler_state import scheduler_state
 from manyhands.train.stopping import StopSignal
 from manyhands.train.trainer import Trainer
 
@@ -144,6 +146,7 @@ class Session(Subgroup):
             trainer.network.call.register_forward_hook(self._saw)
             self._give_account(trainer)
         if scheduler:
+            scheduler_state(scheduler)  # refused before anything is trained
             hold_back(scheduler, lambda: self._own is not None and not self._own.at_last)
         prepared = PreparedOptimizer(optimizer, functools.partial(self._finish, trainer), self._unfinished)
         return trainer.network.call, prepared, SessionSamples(self)
@@ -327,7 +330,7 @@ class Session(Subgroup):
             self._own.saw(output)
 
     def _noted(self) -> dict[str, Any]:
-        state = scheduler_state(self._scheduler) if self._scheduler else ""
+        state = json.dumps(scheduler_state(self._scheduler)) if self._scheduler else ""
         losses = self.all_gather(self._loss_sums()).tolist()  # of each process
         return {SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
