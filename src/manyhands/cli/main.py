@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import cyclopts
 
+from manyhands.core.catalogue import translated
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 from manyhands.core.shown import plain_lines, show_json
-from manyhands.core.system import require_system
+from manyhands.core.system import require_language, require_system
 from manyhands.core.version import __version__
 
 HELP = """Train an image classifier on one laptop or many machines, with one command.
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         require_system()
+        require_language()
         code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)
     except ManyhandsError as error:
         _show(error, as_json="--json" in _own(given))
@@ -154,10 +156,10 @@ def _show(error: ManyhandsError, *, as_json: bool) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(Text(f"manyhands: {error.what}", style="bold red"))
+    console.print(Text(f"manyhands: {translated(error.what)}", style="bold red"))
     if error.where:
-        console.print(Text(f"  where: {error.where}"))
-    for number, line in enumerate(error.mend):
+        console.print(Text(translated(f"  where: {error.where}")))
+    for number, line in enumerate(map(translated, error.mend)):
         console.print(Text(f"  {'do:   ' if number == 0 else '      '} {line}", style="green" if number == 0 else ""))
     for note in getattr(error, "__notes__", []):
         console.print(Text(plain_lines(_shortened(note.rstrip())), style="dim"))

@@ -16,7 +16,6 @@ from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
-from manyhands.core.shown import as_json as line_of_json
 from manyhands.core.shown import show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
@@ -55,7 +54,10 @@ def run(
         if not job.run.script:
             load_worker("check").check_names(job)
         lines = describe(loaded)
-        show(line_of_json({"dry_run": lines}) if as_json else lines)
+        if as_json:
+            show_json({"dry_run": lines})
+        else:
+            show(lines)
         return 0
     machines = machines_to_reach(job)
     outcome = launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet, meeting=meeting)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.recipes import recipe_for
 from manyhands.config.toml_file import ONE_WORD, read_toml
+from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.outside import parse_toml
 from manyhands.core.plugins import did_you_mean, is_object_reference
@@ -24,7 +25,7 @@ from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on.
-ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR"}
+ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR", LANGUAGE}
 # Options that name a file or folder, or may do so.
 NAMES_OF_FILES = frozenset(
     {

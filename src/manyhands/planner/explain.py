@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from manyhands.core.catalogue import translated
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.once import replacing
@@ -81,11 +82,11 @@ class Layer:
 
 def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, reason: str) -> Table:
     """The candidates as a table for the terminal; `reason` stands below it."""
-    table = Table(box=box.SIMPLE_HEAD, caption=Text(reason), caption_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, caption=Text(translated(reason)), caption_justify="left", pad_edge=False)
     table.add_column("plan", no_wrap=True)
     table.add_column("mesh", no_wrap=True)
     for name in ("step ms", "compute", "between ops", "gradients", "memory GiB", "sent MB", "measured ms"):
-        table.add_column(name, justify="right")
+        table.add_column(translated(name), justify="right")
     for candidate in candidates:
         mark = "→ " if candidate.name == chosen else "  "
         style = "bold" if candidate.name == chosen else "" if candidate.fits and not candidate.note else "dim"
@@ -101,7 +102,7 @@ def _numbers(candidate: PlanCandidate) -> list[str]:
         *(_milliseconds(seconds) for seconds in (candidate.predicted_seconds, *parts)),
         f"{candidate.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
         f"{candidate.sent_bytes / _MB:.1f}",
-        candidate.note if measured is None else _milliseconds(measured),
+        translated(candidate.note) if measured is None else _milliseconds(measured),
     ]
 
 

@@ -118,9 +118,9 @@ def result_lines(run: RunData) -> list[str]:
             lines.append(CHOSEN)
     else:
         lines.append("no evaluation was made")
-    words = {"finished": "finished in", "stopped": "stopped after", "failed": "failed after"}
-    speed_words = f", {rate(speed)} images/s" if speed is not None else ""
-    lines.append(f"{words.get(status(run), 'worked for')} {duration(seconds(run))}{speed_words}")
+    took = duration(seconds(run)) + (f", {rate(speed)} images/s" if speed is not None else "")
+    ends = {"finished": f"finished in {took}", "stopped": f"stopped after {took}", "failed": f"failed after {took}"}
+    lines.append(ends.get(status(run), f"worked for {took}"))
     lines.append(f"run    {run.folder.path}")
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")

@@ -12,6 +12,7 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
+from manyhands.core.catalogue import translated
 from manyhands.core.errors import UserError
 from manyhands.core.folder import is_full
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
@@ -110,7 +111,7 @@ class Screen:
         """Shows a line that stays, above the live one."""
         if self._quiet and level == "INFO":
             return
-        text = plain(message)
+        text = plain(translated(message))
         if not self.live:
             self._log(level, text)
             return
