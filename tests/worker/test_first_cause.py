@@ -17,7 +17,7 @@ from manyhands.parallel.said import Told
 from manyhands.train.failing import describe_failure, is_consequence
 from manyhands.worker import entry
 from manyhands.worker.entry import MET, Failed, train_here
-from manyhands.worker.member import Member
+from manyhands.worker.member import GroupMember
 from manyhands.worker.peers import first_of_all
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
@@ -153,7 +153,7 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
     monkeypatch.setattr(entry, "share_folder", lambda _world, given: given)
     monkeypatch.setattr(entry, "_from_where_rank_0_says", lambda job, *_: job)
     monkeypatch.setattr(entry, "_build", lambda *_: None)
-    mine = Member(Membership(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
+    mine = GroupMember(Membership(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
     entry._join_and_build(mine, load_job({"model.name": "mlp"}, environment={}).job, {}, print)
     failing = Cause(store, 0)
     try:

@@ -10,7 +10,15 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import is_grey
-from manyhands.data.on_demand import as_picture, read_pair, restored_generators, seed_generators
+from manyhands.data.on_demand import (
+    as_picture,
+    read_own,
+    read_pair,
+    read_sample,
+    restored_generators,
+    seed_generators,
+    whole_number,
+)
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
 from manyhands.data.splits import ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
@@ -46,6 +54,24 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
         sources = _split(sources[0], options.validation)
     text = describe(title or f"your {type(train).__name__}", sources[0], sources[1])
     return Splits(sources[0], sources[1], classes, text, _pixels(sources[0]))
+
+
+def has_targets(dataset: Any) -> bool:
+    """True where y isn't one whole number, by its first sample; for a loss of the user's own."""
+    _check(dataset, "train")
+    if known_labels(dataset) is not None:
+        return False
+    with restored_generators():
+        seed_generators(0)
+        return whole_number(read_sample(dataset, 0)[1]) is None
+
+
+def splits_of_targets(train: Any) -> Splits:
+    """Wraps the user's own samples with targets that no class stands for."""
+    source = UserSamples(train, targets=True)
+    return Splits(
+        source, source, ("output",), describe(f"your {type(train).__name__}", source, source), _pixels(source)
+    )
 
 
 def _check(dataset: Any, word: str) -> None:
@@ -134,7 +160,7 @@ def _pixels(source: Source) -> Pixels:
     assert isinstance(source, UserSamples)
     with restored_generators():
         seed_generators(0)
-        images = [read_pair(source.dataset, index)[0] for index in spread(_PROBES, len(source)).tolist()]
+        images = [read_own(source, index)[0] for index in spread(_PROBES, len(source)).tolist()]
     pictures = [picture for picture in map(as_picture, images) if picture is not None]
     if len(pictures) < len(images):
         shape = tuple(getattr(images[0], "shape", ())) or (1,)

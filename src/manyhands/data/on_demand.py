@@ -14,7 +14,7 @@ import numpy
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from manyhands.core.blame import users_line, users_traceback
 from manyhands.core.errors import ManyhandsError, RunError, UserError
@@ -25,6 +25,8 @@ from manyhands.data.random import SampleDraws, augmentation_key
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
 
+_PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
+_TARGET = ("give y as numbers or tensors of one shape",)
 Request = tuple[int, list[int]]
 Answer = tuple[Tensor, Tensor]
 
@@ -53,7 +55,7 @@ class OwnSamples:
     """Reads the user's data set, with every generator that it may use seeded for each sample."""
 
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
-        self._dataset, self._pixels, self._train, self._seed = source.dataset, pixels, train, seed
+        self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._classes = classes
         # Plain tensors hold no chance and need no loop.
         self._tensors = source.dataset.tensors if type(source.dataset) is TensorDataset else None
@@ -68,11 +70,15 @@ class OwnSamples:
         epoch, samples = request
         try:
             if self._tensors is not None and self._tensors[0].is_floating_point():
-                return self._tensors[0][samples], self._tensors[1][samples].to(torch.int64)
+                labels = self._tensors[1][samples]
+                return self._tensors[0][samples], labels if self._source.targets else labels.to(torch.int64)
             with restored_generators():
                 pairs = [self._one(epoch, sample) for sample in samples]
+            images = _stack([image for image, _ in pairs], samples)
+            if self._source.targets:
+                return images, as_targets([target for _, target in pairs])
             self._refuse_other_labels([label for _, label in pairs], samples)
-            return _stack([image for image, _ in pairs], samples), torch.tensor([label for _, label in pairs])
+            return images, torch.tensor([label for _, label in pairs])
         except ManyhandsError as error:
             return _with_excerpt(error)
 
@@ -84,9 +90,9 @@ class OwnSamples:
                 mend = (f"labels are whole numbers from 0 to {self._classes - 1}; mend or leave out the sample",)
                 raise UserError(what, "the data set", mend)
 
-    def _one(self, epoch: int, sample: int) -> tuple[Tensor, int]:
+    def _one(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
         seed_generators(derive(self._seed, "sample", epoch, sample))
-        image, label = read_pair(self._dataset, sample)
+        image, label = read_own(self._source, sample)
         draws = SampleDraws(augmentation_key(self._seed, epoch), sample) if self._train else None
         picture = as_picture(image)
         if picture is not None:
@@ -97,15 +103,15 @@ class OwnSamples:
         if isinstance(image, Tensor | numpy.ndarray):
             return torch.as_tensor(image), label
         what = f"sample {sample:,} is a {type(image).__name__}, not a tensor, an array or a picture"
-        raise UserError(what, "the data set", ("give (x, y): x as a tensor or a PIL image, y as a whole number",))
+        raise UserError(what, "the data set", _PAIR)
 
 
-def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
-    """Reads (x, y) and turns y into an int.
+def read_sample(dataset: Any, sample: int) -> tuple[Any, Any]:
+    """Reads (x, y).
 
     Raises:
         RunError: the data set raised something.
-        UserError: the sample isn't a pair, or y is no whole number.
+        UserError: the sample isn't a pair.
     """
     try:
         content = dataset[sample]
@@ -114,14 +120,41 @@ def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
     except Exception as error:
         what = f"the data set raised {type(error).__name__} for sample {sample:,}: {error}"
         raise RunError(what, users_line(error)) from error
-    mend = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
     if not isinstance(content, tuple | list) or len(content) != 2:
-        raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", mend)
+        raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", _PAIR)
     image, label = content
-    number = label.item() if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and _single(label) else label
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", mend)
+    return image, label
+
+
+def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
+    """Reads (x, y) and turns y into an int. Raises as `read_sample`, and UserError: y is no whole number."""
+    image, label = read_sample(dataset, sample)
+    number = whole_number(label)
+    if number is None:
+        raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", _PAIR)
     return image, number
+
+
+def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
+    """Reads (x, y) of the user's own data set; y is an int, or what it is where it's a target."""
+    return (read_sample if source.targets else read_pair)(source.dataset, sample)
+
+
+def whole_number(label: Any) -> int | None:
+    """A label as an int, or None where it isn't one whole number."""
+    number = label.item() if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and _single(label) else label
+    return None if isinstance(number, bool) or not isinstance(number, int) else number
+
+
+def as_targets(found: list[Any]) -> Tensor:
+    """The y of several samples as one tensor, of the type that torch's own loader gives it."""
+    try:
+        targets: Any = default_collate(found)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"the y of several samples make no tensor: {error}", "the data set", _TARGET) from error
+    if not isinstance(targets, Tensor):
+        raise UserError(f"y is a {type(found[0]).__name__}", "the data set", _TARGET)
+    return targets
 
 
 def _with_excerpt(error: ManyhandsError) -> ManyhandsError:

@@ -10,7 +10,7 @@ from manyhands.core.plugins import is_object_reference, load_choice, module_name
 from manyhands.data.folder import is_divided
 from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import named
-from manyhands.data.objects import splits_of_objects
+from manyhands.data.objects import splits_of_objects, splits_of_targets
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import is_divided_pack
 from manyhands.data.random import spread
@@ -69,6 +69,11 @@ def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: A
     if held_out is None:
         return splits
     return with_held_out(splits, splits_of_objects(held_out, held_out, options), "the held-out set")
+
+
+def from_targets(train: Any, options: DataOptions) -> Splits:
+    """Wraps the user's own samples whose y are no classes, for a loss of their own; see `UserSamples`."""
+    return _limited(splits_of_targets(train), options)
 
 
 def resolve_pixels(

@@ -53,9 +53,10 @@ class UserSamples:
     """The user's own map-style data set."""
 
     # gives (x, y) for an index. x is a float tensor (used as it is), or a picture: a uint8 tensor [C, H, W] or [H, W],
-    # a uint8 array [H, W] or [H, W, C], or a PIL image. y is a whole number.
+    # a uint8 array [H, W] or [H, W, C], or a PIL image. y is a whole number, or a target.
     dataset: Any
     labels: Tensor | None = None  # int64 [N], or None where they can't be known without reading every sample
+    targets: bool = False  # y is whatever torch's default_collate makes a tensor of, for a loss of the user's own
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -137,5 +138,7 @@ def take(source: Source, samples: Tensor) -> Source:
         return ImageFiles(tuple(source.paths[index] for index in chosen), source.labels[samples], packed)
     labels = None if source.labels is None else source.labels[samples]
     if type(source.dataset) is TensorDataset:
-        return UserSamples(TensorDataset(*(tensor[samples] for tensor in source.dataset.tensors)), labels)
-    return UserSamples(Subset(source.dataset, samples.tolist()), labels)
+        part: Any = TensorDataset(*(tensor[samples] for tensor in source.dataset.tensors))
+    else:
+        part = Subset(source.dataset, samples.tolist())
+    return replace(source, dataset=part, labels=labels)

@@ -13,7 +13,7 @@ from manyhands.core.journal import Journal
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
-from manyhands.data.open import from_objects, open_data, open_whole, resolve_pixels
+from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
 from manyhands.data.order import told_of_batch
 from manyhands.data.splits import Splits, UserSamples
 from manyhands.data.transforms import Pixels
@@ -76,7 +76,9 @@ def open_samples(job: Job, world: World, objects: Objects, journal: Journal, out
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
     """The data; all processes must see the same. `whole`: of a plain folder both splits are all of it."""
-    if objects.train_set is not None:
+    if objects.targets:
+        splits = from_targets(objects.train_set, job.data)
+    elif objects.train_set is not None:
         splits = from_objects(objects.train_set, objects.test_set, job.data, objects.held_out_set)
     else:
         splits = open_whole(job.data) if whole else open_data(job.data)

@@ -25,6 +25,7 @@ class Objects:
         optimizer: makes one of the list of parameters.
         schedule: function of the step, or what makes a torch scheduler of the optimizer.
         metrics: functions of outputs and labels, or objects that add up, by name.
+        targets: the y of train_set are no classes.
     """
 
     model: Any = None
@@ -36,6 +37,7 @@ class Objects:
     optimizer: "MakeOptimizer | None" = None
     schedule: Callable[..., Any] | None = None
     metrics: Mapping[str, Any] | None = None
+    targets: bool = False
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:

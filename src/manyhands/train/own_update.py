@@ -97,8 +97,10 @@ class OwnUpdate:
         detached = torch.where(counts > 0, detached, torch.zeros_like(detached))
         if reported:
             updater.note(part, self._step, detached * reported, reported)
-            if self._output is not None and len(self._output) == len(labels):
+            if self._output is not None and labels.dtype == torch.int64 and labels.shape == self._output.shape[:1]:
                 updater.measured.guess(self._output[:reported], labels[:reported])
+            else:
+                updater.measured.unguessed()
         with updater.gradients.not_forward():
             updater.gradients.backward_of(loss, share, last=last)
             if last:

@@ -20,6 +20,7 @@ from manyhands.core.journal import Journal
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.shown import say
 from manyhands.core.world import World
+from manyhands.data.objects import has_targets
 from manyhands.parallel.apply import apply_mode, follows_plan, normalises_in_groups, resolve_mode, takes_mesh
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
@@ -125,7 +126,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     # Layers that the user has frozen, such as a pretrained network's BatchNorm.
     frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
     model, job = _placed(own.model, job, world)
-    objects = Objects(model=model, train_set=own.train_set, test_set=own.train_set)
+    objects = Objects(model=model, train_set=own.train_set, test_set=own.train_set, targets=has_targets(own.train_set))
     found = find_state(job, folder, world, in_pieces=own.plan is not None) if folder else None
     samples = open_samples(job, world, objects, journal)
     start_equal(model, world, journal)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.data.on_demand import read_pair, restored_generators, seed_generators
+from manyhands.data.on_demand import read_own, restored_generators, seed_generators
 from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.parallel.apply import compare_replicas
@@ -136,12 +136,12 @@ def _of_samples(source: UserSamples) -> Iterator[bytes]:
     with restored_generators():
         for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):
             seed_generators(index)
-            content, label = read_pair(source.dataset, index)
-            yield str(label).encode()
+            content, label = read_own(source, index)
+            yield _bytes_of_any(label) or str(label).encode()
             if place % (LABELS // INPUTS) == 0:
                 first = _bytes_of_any(content)
                 seed_generators(index)
-                again = _bytes_of_any(read_pair(source.dataset, index)[0])
+                again = _bytes_of_any(read_own(source, index)[0])
                 # A generator of its own may well differ from process to process.
                 yield first if first == again else b""
 

@@ -18,6 +18,7 @@ from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
+from manyhands.data.objects import has_targets
 from manyhands.data.open import from_objects, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import check_labels
@@ -287,6 +288,9 @@ class Session(Subgroup):
         Raises:
             UserError: a label is beyond; of labels that must be read, when its sample is.
         """
+        if has_targets(data):
+            mend = ("add up a figure of your own: here.all_reduce(sums)",)
+            raise UserError("evaluate counts right classes, and here y is no whole number", "session.evaluate", mend)
         splits = from_objects(data, data, DataOptions(name="objects"))
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")

@@ -36,7 +36,7 @@ class StepSums:
     loss: Tensor | float = 0.0
     samples: int = 0
     first_bad: Tensor | float = math.inf
-    _correct: int | Tensor = 0
+    _correct: float | Tensor = 0.0
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def guess(self, logits: Tensor, labels: Tensor) -> None:
@@ -45,11 +45,15 @@ class StepSums:
         if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
             self._count()
 
-    def take(self) -> tuple[float, int, int]:
+    def unguessed(self) -> None:
+        """Notes that there is nothing that could be right or wrong: the share of right guesses isn't a number."""
+        self._correct = math.nan
+
+    def take(self) -> tuple[float, float, int]:
         """Loss sum, correct and counted samples; starts again from zero."""
         self._count()
-        values = float(self.loss), int(self._correct), self.samples
-        self.loss, self._correct, self.samples = 0.0, 0, 0
+        values = float(self.loss), float(self._correct), self.samples
+        self.loss, self._correct, self.samples = 0.0, 0.0, 0
         return values
 
     def _count(self) -> None:

@@ -22,7 +22,7 @@ from manyhands.core.private import private_files
 from manyhands.core.world import Membership
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.worker.account import give_account, own_environment
-from manyhands.worker.member import MET, OUR_HEAD, Member, Say, share_folder
+from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder
 from manyhands.worker.shared_options import shared_options
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def train_here(
     """
     from manyhands.train.stopping import ended_where_deaf
 
-    mine = Member(membership, folder, "build")
+    mine = GroupMember(membership, folder, "build")
     with ended_where_deaf(mine.hung, mine.last_words):
         try:
             trainer = _join_and_build(mine, job, argument, say)
@@ -89,7 +89,7 @@ def train_here(
             mine.give_back()
 
 
-def _join_and_build(mine: Member, job: Job, argument: dict[str, Any], say: Say) -> Any:
+def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:
     world = mine.join(job, shared_options(job), say).world
     if mine.membership.started_by not in {OUR_HEAD, MET}:
         mine.folder = share_folder(world, mine.folder)
@@ -249,7 +249,7 @@ def _together(
     phase: str,
 ) -> T:
     """Joins the group, does the task with its world, and leaves; a failure leaves its record."""
-    mine = Member(membership, folder, phase)
+    mine = GroupMember(membership, folder, phase)
     try:
         return task(mine.join(job, shared_options(job), say).world)
     except (Exception, KeyboardInterrupt) as error:

@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 OUR_HEAD, MET = "manyhands", "met"
 
 
-class Member:
+class GroupMember:
     """What a process has got so far of a run or task of several; other threads look at it too.
 
     Args:

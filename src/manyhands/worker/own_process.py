@@ -24,7 +24,7 @@ from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
 from manyhands.worker.account import give_account, own_environment
-from manyhands.worker.member import Member, share_folder
+from manyhands.worker.member import GroupMember, share_folder
 from manyhands.worker.shared_options import shared_options
 
 __all__ = ["as_picture", "guess", "guess_files", "load_weights", "open_trained", "opened", "standing_membership"]
@@ -53,7 +53,7 @@ def opened(
         scheduled: the job moves the learning rate.
         metrics: figures of the user's own that are objects.
     """
-    mine, here = Member(membership, folder or NOWHERE, "session"), None
+    mine, here = GroupMember(membership, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"
     try:
         world = mine.join(job, options, say, ends_with_rank_0=False).world
