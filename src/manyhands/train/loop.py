@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 
+from manyhands.core.folder import NOWHERE
 from manyhands.core.records import StepMetrics
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.epoch_end import tell_of_epoch
@@ -41,19 +42,12 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
     trainer.epoch_mean.whole = progress.step_in_epoch == 0
     if progress.owed and _conclude(trainer, stop):
         save(trainer)
-    while not trainer.done():
-        for update in waited_for(trainer):
-            trainer.heart.beat()
-            started = time.perf_counter()
+    while not (trainer.done() or trainer.stopped):
+        for update in updates(trainer, stop):
             trainer.update(update, progress.step)
             trainer.count_update()
-            trainer.note_stall(trainer.heart.updated(progress.step), time.perf_counter() - started)
-            if trainer.done():
-                trainer.synchronizer.finish(progress.step)
-            if attend(trainer, stop):
-                return "stopped"
-            if trainer.done():
-                break
+    if trainer.stopped:
+        return "stopped"
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)
     if progress.saved_step != progress.step or not trainer.saves:
@@ -62,17 +56,26 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
     return "finished"
 
 
-def waited_for(trainer: Trainer) -> Iterator[UpdateShare]:
-    """The rest of the current epoch's updates; counts the time spent waiting for them."""
-    updates = trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch)
-    while True:
+def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
+    """The rest of the current epoch's updates, for whoever makes them: `fit`, or a loop of the user's own.
+
+    Around each it counts the time spent waiting, and sees to what may follow; none follows where the run is to stop.
+    """
+    found = trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch)
+    while not (trainer.done() or trainer.stopped):
         started = time.perf_counter()
         trainer.heart.beat(waiting=True)
-        update = next(updates, None)
+        update = next(found, None)
         trainer.status_round.waiting_s += time.perf_counter() - started
         if update is None:
             return
+        trainer.heart.beat()
+        started = time.perf_counter()
         yield update
+        trainer.note_stall(trainer.heart.updated(trainer.progress.step), time.perf_counter() - started)
+        if trainer.done():
+            trainer.synchronizer.finish(trainer.progress.step)
+        trainer.stopped = trainer.folder is not NOWHERE and attend(trainer, stop)
 
 
 def attend(trainer: Trainer, stop: StopSignal) -> bool:

@@ -29,7 +29,7 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.data_setup import make_loader
 from manyhands.train.evaluate import Evaluation, evaluating
 from manyhands.train.evaluators import make_evaluator
-from manyhands.train.loop import attend, waited_for
+from manyhands.train.loop import updates
 from manyhands.train.objects import metric_words
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_update import OwnUpdate
@@ -174,19 +174,16 @@ class Session(Subgroup):
             self._break_off()
         self._conclude()
         self._begun = True
-        for update in waited_for(trainer):
-            trainer.heart.beat()
-            started = time.perf_counter()
+        for update in updates(trainer, self._stop):
             self._own = OwnUpdate(trainer.update, update, trainer.progress.step)
             try:
                 yield from self._own.micro_batches()
             finally:
                 self._own = None
-            trainer.note_stall(trainer.heart.updated(trainer.progress.step), time.perf_counter() - started)
-            if self._folder and attend(trainer, self._stop):
-                step = trainer.progress.step
-                trainer.journal.event("stopped", f"saved at step {step}; the same program goes on from there", step)
-                raise SystemExit(EXIT_SAVED)
+        if trainer.stopped:
+            step = trainer.progress.step
+            trainer.journal.event("stopped", f"saved at step {step}; the same program goes on from there", step)
+            raise SystemExit(EXIT_SAVED)
 
     def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
         """Backward of the mean loss over a micro-batch, weighted by its share of the global batch.

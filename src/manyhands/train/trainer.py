@@ -59,6 +59,7 @@ class Trainer:
         phase: what is going on, for a failure's record.
         heart: says how far this process is.
         epoch_mean: of the epoch that goes on.
+        stopped: somebody asked for a stop, and all is saved.
         saves: checkpoints tried in this run.
         divergence: watches the loss.
         test: the same of what was held out; None where nothing was.
@@ -92,6 +93,7 @@ class Trainer:
     draws: bool = False
     phase: str = "train"
     heart: Heart = field(default_factory=Heart)
+    stopped: bool = False
     saves: int = field(default=0)
     divergence: Divergence = field(init=False)
     epoch_mean: EpochMean = field(default_factory=EpochMean)
