@@ -72,10 +72,9 @@ def _structure(world, mode):
             "network": {
                 **_plain(network),
                 "hold_back": network.no_sync.__qualname__,
-                "bound": network.no_sync.__self__ is network.call,
                 "layouts": dict(network.layouts),
             },
-            "whole": network.call.module is network.inner,
+            "whole": network.call is network.inner,
             "wrapper": _plain(network.call),
             "modules": {name: _module(module) for name, module in network.call.named_modules()},
             "parameters": {name: _parameter(one) for name, one in network.call.named_parameters()},
@@ -124,7 +123,7 @@ def test_auto_that_keeps_data_parallel_runs_the_very_same_objects():
     assert "data parallel is kept" in auto[0][2]["reason"]
     for (found, weights, _), (wanted, expected, _) in zip(auto, data, strict=True):
         assert not found["network"]["layouts"]
-        assert found["wrapper"]["class"] == "Replica"
+        assert found["network"]["class"] == "FlatNetwork"
         for part, content in wanted.items():
             assert found[part] == content, part
         for name, tensor in expected.items():

@@ -74,6 +74,7 @@ SETTINGS = {
     "accumulation": {"train.micro_batch": 4},
     "large-groups": {"train.norm_group": 16},
     "adamw": {"train.optimizer": "adamw", "train.lr": 0.002},
+    "backend": {"parallel.shared_memory": False},
     "clip": {"train.clip": 0.1, "train.label_smoothing": 0.1},
 }
 

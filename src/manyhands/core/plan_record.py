@@ -47,6 +47,7 @@ class PlanRecord(BaseModel):
     batch: int = Field(default=0, description="samples of an update")
     shares: list[list[int]] = Field(default_factory=list[list[int]], description="samples by pass and process")
     passes: int = 0
+    averages: str = Field(default="", description="how gradients are averaged, and why so")
     norm_group: int | str = ""
     steps_per_epoch: int = 0
     total_steps: int = 0

@@ -81,6 +81,7 @@ class ParallelNetwork:
     outputs: int = 0  # how many classes it tells apart, where that is known from splitting it; else 0
     most_parts: int = 1  # into how many parts some op shares out the samples of a micro-batch
     draws: bool = False  # some op is known to draw random numbers in training
+    averages: str = ""  # how it averages gradients, and why so, in a sentence; empty where that isn't decided here
     norms: NormGroups = field(init=False)  # what its BatchNorm layers are told of each micro-batch
 
     # True where all processes compute each batch together, and not each its own samples with a network of its own.
@@ -151,6 +152,10 @@ class ParallelNetwork:
     def finish_gradients(self) -> None:
         """Waits for what backward has not put in place yet; after an update's last backward."""
 
+    def flat_gradients(self) -> list[Tensor]:
+        """All of this update's gradients in a few flat tensors [n], where they lie so; else empty."""
+        return []
+
     def finish_update(self, size: int) -> None:
         """Moves BatchNorm's running statistics by what `size` processes saw; a collective."""
         self.norms.finish_update(size)
@@ -196,4 +201,5 @@ class ModeRequest:
     samples: tuple[str, ...] | None = None
     reduces: bool = True  # False where somebody else averages gradients, for the mode data
     group: Any = None  # the processes that average in each update, for the mode data; None: all
+    shared_memory: bool = True  # these may do so through memory where all are on one machine, for the mode data
     hook: Any = None  # what takes the place of a plain mean of gradients in DDP; None for that

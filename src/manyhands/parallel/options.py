@@ -46,6 +46,11 @@ class ParallelOptions(Options):
         default=False, description="send rank 0's parameters to all at the start; false: prove that they are equal"
     )
 
+    shared_memory: bool = Field(
+        default=True,
+        description="for data: processes of one machine's processor average through its memory; false: by the backend",
+    )
+
     @property
     def searches(self) -> bool:
         """True where the processes are to search for a plan."""

@@ -44,6 +44,7 @@ class PlanCase:
     norm_group: int = 0  # samples that BatchNorm takes its statistics over; 0 where there are none
     precision: str = "fp32"  # of forward, as a job names it
     micro_batch: int = 0  # most samples that a process takes in one forward and backward; 0 for no limit
+    shared_memory: bool = True  # data parallel may average through it
     # made for the parameters
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(
         model.parameters(), lr=1e-6, momentum=0.9
@@ -68,7 +69,8 @@ class Runner:
         else:
             groups, _ = group_batch_norms(self.model)
             find_rows(self.model, groups.layers, case.samples()[0][:2])
-            self.network = apply_mode(resolve_mode(USUAL_MODE, world), self.model, world, ModeRequest())
+            data_parallel = ModeRequest(shared_memory=case.shared_memory)
+            self.network = apply_mode(resolve_mode(USUAL_MODE, world), self.model, world, data_parallel)
         self._gradients = Gradients(
             self.network, world, case.loss_fn, smoothing=case.smoothing, precision=case.precision
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from manyhands.core.pulse import PULSE_FILE, PULSE_S, STALL, STALL_S, Pulse
+from manyhands.parallel.shared_memory import SharedSums
 
 # A cut that has healed is told of where it took so long, and so many times as long as an update does usually.
 _CUT_S, _CUT = 3.0, 3.0
@@ -127,7 +128,7 @@ def collectives_begun() -> int:
         return -1
     size = dist.get_world_size()
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups if group.size() == size)
+    return SharedSums.begun + sum(group._get_sequence_number_for_group() for group in groups if group.size() == size)
 
 
 def moved_bytes() -> int:

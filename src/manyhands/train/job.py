@@ -97,7 +97,7 @@ def build(
         rehearsed = _rehearse(rehearsal, len(classes), min(2, count), world, journal)
         synced = _settle(rehearsal, rehearsed.unused, count, mode, world, journal, found, grid)
     network = apply_mode(mode, model, world, synced.how)
-    _tell_of_cutting(network, len(classes), journal)
+    _tell_of_mode(network, len(classes), journal)
     classes = _name_all(classes, max(rehearsed.outputs, network.outputs), journal)
     order, cut = order_and_cut(
         job, samples.splits, world, mode, network, together=not synced.synchronizer.own_statistics
@@ -235,7 +235,8 @@ def _settle(  # noqa: PLR0913 - what a network meets before its mode
     sync_request = SyncRequest(
         job, mode, steps_to_make(job.train, samples), kept, lambda: time_step(rehearsal, share, world)
     )
-    return settle(sync_request, model, unused, world, journal, ModeRequest(bool(unused), grid=grid, samples=axes))
+    request = ModeRequest(bool(unused), grid=grid, samples=axes, shared_memory=job.parallel.shared_memory)
+    return settle(sync_request, model, unused, world, journal, request)
 
 
 def _settle_loss(
@@ -248,11 +249,13 @@ def _settle_loss(
     return loss_fn
 
 
-def _tell_of_cutting(network: ParallelNetwork, classes: int, journal: Journal) -> None:
-    """Says which parts stay whole; refuses outputs that don't fit the data."""
+def _tell_of_mode(network: ParallelNetwork, classes: int, journal: Journal) -> None:
+    """Says which parts stay whole, and how gradients are averaged; refuses outputs that don't fit the data."""
     if network.outputs and network.outputs < classes:
         mend = (f"--set model.num_classes={classes}",)
         raise UserError(f"the network has {network.outputs} outputs for {classes} classes", "model.name", mend)
+    if network.averages:
+        journal.event("averaging", network.averages, 0)
     for note in network.plan.about.get("notes", []) if network.plan else ():
         journal.event("note", note)
 

@@ -130,7 +130,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     found = find_state(job, folder, world, in_pieces=own.plan is not None) if folder else None
     samples = open_samples(job, world, objects, journal)
     start_equal(model, world, journal)
-    network, restore_norms = _under_mode(mode, world, own, samples)
+    network, restore_norms = _under_mode(mode, job, world, own, samples)
     order, cut = order_and_cut(job, samples.splits, world, mode, network)
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
@@ -209,7 +209,7 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
 
 
 def _under_mode(
-    mode: str, world: World, own: OwnParts, samples: DataSetup
+    mode: str, job: Job, world: World, own: OwnParts, samples: DataSetup
 ) -> tuple[ParallelNetwork, Callable[[], None]]:
     """The network under its mode, whose optimizer has its parameters as they are then; and what undoes its norms."""
     model, optimizer = own.model, own.optimizer
@@ -218,7 +218,7 @@ def _under_mode(
     if own.plan:
         request = ModeRequest(plan=own.plan, picture=first_picture(samples.train), cross_entropy=False)
     else:
-        request = ModeRequest()
+        request = ModeRequest(shared_memory=job.parallel.shared_memory)
         requests = [torch.arange(min(2, len(samples.splits.train)))]
         find_rows(model, groups.layers, next(iter(samples.train.batches(0, requests))).images)
     network = apply_mode(mode, model, world, request)

@@ -203,7 +203,7 @@ class Updater:
         # Pieces are looked at before the others are asked; of what torch shards a norm alone is known.
         asked, together = self.options.clip or self.network.sharded, self.network.together
         if checked and (together or not asked):
-            self._refuse(all_finite([one.grad for one in self.parameters if one.grad is not None]), update, step)
+            self._refuse(self._finite(), update, step)
         if not asked:
             return
         others = [(one, one.grad) for one in self._others if one.grad is not None]
@@ -216,6 +216,13 @@ class Updater:
             self._refuse(math.isfinite(norm.item()), update, step)
         if self.options.clip:
             nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+
+    def _finite(self) -> bool:
+        """Whether all gradients are: a glance at flat ones is enough, unless a loop of the user's may replace them."""
+        flat = self.network.flat_gradients() if self.loss_fn else []
+        if flat and all_finite(flat):
+            return True
+        return all_finite([one.grad for one in self.parameters if one.grad is not None])
 
     def _refuse(self, finite: bool, update: UpdateShare, step: int) -> None:
         if not finite and (self.network.together or self.loss_fn is None):

@@ -156,6 +156,7 @@ def plan_of(trainer: Any) -> PlanRecord:
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
+        "averages": trainer.network.averages,
         "norm_group": trainer.job.train.norm_group,
         "steps_per_epoch": order.steps_per_epoch,
         "total_steps": trainer.total_steps,

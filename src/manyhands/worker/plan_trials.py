@@ -65,6 +65,7 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
         norm_group=norm_group(job, batch),
         precision=job.train.precision,
         micro_batch=job.train.micro_batch,
+        shared_memory=job.parallel.shared_memory,
         optimizer=lambda model: make_optimizer(model, options, sharded=False, own=own.optimizer),
     )
 

@@ -1,16 +1,22 @@
-"""Data parallel: every process holds the whole network and a share of each batch (PyTorch's own DDP)."""
+"""Data parallel: every process holds the whole network and a share of each batch.
+
+Gradients are averaged by PyTorch's own DDP, or through memory where all processes are on one machine's processors.
+"""
 
 import functools
 import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.world import World
+from manyhands.parallel.flat import FlatNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.shared_memory import SharedSums, open_shared_sums
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
@@ -42,7 +48,7 @@ class Replica(DistributedDataParallel):
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Wraps the network in DDP, or leaves it as it is where there is nobody to share with.
+    """Has its gradients added up through memory, or wraps it in DDP; leaves it where there is nobody to share with.
 
     DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
     before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/norm.py`.
@@ -51,6 +57,11 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)
     if not request.reduces:
         return ParallelNetwork(call=model, inner=model, gradient_scale=float(world.size))
+    sums = _why_not(model, world, request) or open_shared_sums(world, request.group)
+    if isinstance(sums, SharedSums):
+        size = dist.get_world_size(request.group)
+        told = f"gradients are averaged through shared memory: {size} processes of one machine compute on its processor"
+        return FlatNetwork(call=model, inner=model, gradient_scale=world.size / size, averages=told, sums=sums)
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
@@ -63,10 +74,24 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
     network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)
+    network.averages = f"gradients are averaged by {world.backend}: {sums}"
     if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         network.reach_all = functools.partial(_reach, trained)
     return network
+
+
+def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
+    """Why gradients don't go through memory, as far as the job says it; empty where they may."""
+    reasons = {
+        "they are on an accelerator": world.device != "cpu",
+        "parallel.shared_memory is false": not request.shared_memory,
+        "this process has no neighbour": dist.get_world_size(request.group) == 1,
+        "the sync method changes them on their way": request.hook is not None,
+        "some parameters get none": request.unused,
+        "some are sparse": any(getattr(module, "sparse", False) for module in model.modules()),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 class _Reach(torch.autograd.Function):

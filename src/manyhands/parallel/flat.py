@@ -1,0 +1,77 @@
+"""Gradients of whole replicas on one machine, added up in flat buffers whose views are the parameters' gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.shared_memory import SharedSums
+
+
+class FlatGradients:
+    """Of parameters of one dtype."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
+        self._parameters, self._sums = parameters, sums
+        self.values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
+        self._views = _views(parameters, self.values)
+        # What fits into a slot goes there at once.
+        self._fits = self.values.nbytes <= sums.slot_bytes
+        slots = sums.own_slots(self.values) if self._fits else [self.values] * 2
+        self._into = [_views(parameters, slot) for slot in slots]
+
+    def add_up(self) -> None:
+        """Gives each parameter the sum of all processes' gradients; zeros count where one has none. A collective."""
+        into = self._into[self._sums.turn]
+        given = [
+            view.zero_() if one.grad is None else one.grad for one, view in zip(self._parameters, into, strict=True)
+        ]
+        torch._foreach_copy_(into, given)
+        if self._fits:
+            self._sums.add_slots_up(self.values)
+        else:
+            self._sums.add_up(self.values)
+        for one, view in zip(self._parameters, self._views, strict=True):
+            one.grad = view
+
+
+def _views(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
+    """Consecutive pieces of the flat [n], each with its parameter's shape and order in memory."""
+    pieces = flat.split([one.numel() for one in parameters])
+    likes = [torch.empty_like(one, device="meta") for one in parameters]
+    return [piece.as_strided(one.size(), one.stride()) for piece, one in zip(pieces, likes, strict=True)]
+
+
+@dataclass
+class FlatNetwork(ParallelNetwork):
+    """A replica whose gradients are added up when an update's last backward is over."""
+
+    sums: SharedSums | None = None
+    flats: list[FlatGradients] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.sums is not None
+        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+        for one in self.inner.parameters():
+            if one.requires_grad:
+                kinds.setdefault(one.dtype, []).append(one)
+        self.flats = [FlatGradients(parameters, self.sums) for parameters in kinds.values()]
+
+    @override
+    def finish_gradients(self) -> None:
+        with torch.no_grad():
+            for flat in self.flats:
+                flat.add_up()
+
+    @override
+    def flat_gradients(self) -> list[Tensor]:
+        return [flat.values for flat in self.flats]
+
+    @override
+    def release(self) -> None:
+        assert self.sums is not None
+        self.sums.close()

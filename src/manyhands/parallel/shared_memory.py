@@ -1,0 +1,221 @@
+"""Sums over the processes of one machine through memory that they share. No connection, and no compiler.
+
+Each process has a slot, and for each other one a semaphore on which it says "my slot is filled". All add up all slots
+in the order of ranks, so all get the same bits. There are two sets of slots, which take turns: who comes to fill a slot
+again has met all others in the sum between, so they have read it.
+
+What orders a flag after the data: POSIX has sem_post and sem_wait (also trywait, clockwait) synchronise memory between
+processes, and glibc's are atomic operations with release and acquire order, on ARM as on x86. No plain load or store
+is ever used as a flag, nor is it Python that orders anything.
+
+The memory has no name in any folder: it is a memfd that others open by its number in /proc while its maker lives, so
+nothing is left, whatever is killed. Each process locks its byte of it, which the system unlocks when it ends; so those
+that wait hear of a death as soon as they look, which is twenty times a second.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core.world import World
+from manyhands.parallel.plain import gather_plain
+
+SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
+# torch's own patience, where a job says none.
+_PATIENCE_S = 1800.0
+# How long a process sleeps before it looks whether the one it waits for still lives.
+_LOOK_NS = 50_000_000
+# Tries before it sleeps, some 30 us; fewer where they didn't help, as with more processes than cores.
+_MOST_TRIES = 64
+# A semaphore's place, a cache line; glibc's take 32 bytes.
+_PLACE_BYTES = 64
+_MEMFD = "manyhands-"
+
+_LIBC = ctypes.CDLL(None)  # lets other threads run while it waits
+_QUICK = ctypes.PyDLL(None)  # doesn't, which costs less
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class SharedSums:
+    """This process's end of one numbered sequence of sums; others, also at the same time, need one of their own.
+
+    Args:
+        file: the memory.
+        ranks: of the processes that add up, for the user.
+        place: this process's among them.
+        slot_bytes: of each process's slot.
+        timeout_s: how long a silent process is waited for.
+    """
+
+    begun: ClassVar[int] = 0  # sums of all processes of the run that this one has come to
+
+    def __init__(self, file: Any, ranks: list[int], place: int, slot_bytes: int, timeout_s: float) -> None:
+        size = len(ranks)
+        self.slot_bytes, self.turn, self._place, self._file = slot_bytes, 0, place, file
+        self._timeout_s, self._tries = timeout_s, 1
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        own, others = memory.data_ptr(), [one for one in range(size) if one != place]
+        self._mine = [ctypes.c_void_p(own + _PLACE_BYTES * (place * size + one)) for one in others]
+        self._theirs = [(one, ctypes.c_void_p(own + _PLACE_BYTES * (one * size + place))) for one in others]
+        for semaphore in self._mine:  # nobody waits for them before all have said that they are here
+            _LIBC.sem_init(semaphore, 1, 0)
+        slots = memory[_slots_begin(size) :].view(2, size, slot_bytes)
+        self._slots, self._ranks = slots, ranks
+        self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
+        self._of_all = int(dist.is_initialized() and size == dist.get_world_size())
+
+    def own_slots(self, like: Tensor) -> list[Tensor]:
+        """Where this process puts what it adds to a sum like the flat `like` [n], by turn."""
+        return [slots[self._place] for slots in self._slots_for(like)]
+
+    def add_up(self, values: Tensor) -> None:
+        """Replaces flat values [n] by their sum over all processes; a collective.
+
+        Raises:
+            RuntimeError: a process has ended, or was silent for too long; nothing can be added up any more.
+        """
+        for piece in values.split(self.slot_bytes // values.element_size()):
+            self.own_slots(piece)[self.turn].copy_(piece)
+            self.add_slots_up(piece)
+
+    def add_slots_up(self, total: Tensor) -> None:
+        """The same of what stands in this turn's `own_slots`, into the flat total [n]."""
+        slots = self._slots_for(total)[self.turn]
+        try:
+            self._meet()
+        except BaseException:
+            self.close()  # out of step from now on, which others are to hear
+            raise
+        self.turn ^= 1
+        torch.add(slots[0], slots[1], out=total)
+        for more in slots[2:]:
+            total.add_(more)
+
+    def close(self) -> None:
+        """Leaves; who waits for this process hears it."""
+        self._file.close()
+
+    def _slots_for(self, like: Tensor) -> list[list[Tensor]]:
+        """By turn and place, the slots' beginnings as flat tensors of this type and length."""
+        key = like.dtype, like.numel()
+        found = self._views.get(key)
+        if found is None:
+            found = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
+            self._views[key] = found
+        return found
+
+    def _meet(self) -> None:
+        """Says that this process's slot is filled, and waits for all others'."""
+        if self._file.closed:
+            raise RuntimeError("this process has left the memory that it shared")
+        SharedSums.begun += self._of_all
+        for semaphore in self._mine:
+            _QUICK.sem_post(semaphore)
+        for place, semaphore in self._theirs:
+            if _QUICK.sem_trywait(semaphore):
+                self._wait(place, semaphore)
+
+    def _wait(self, place: int, semaphore: ctypes.c_void_p) -> None:
+        for _ in range(self._tries):
+            if not _QUICK.sem_trywait(semaphore):
+                self._tries = min(2 * self._tries, _MOST_TRIES)
+                return
+        self._tries = max(self._tries // 2, 1)
+        began = time.monotonic()
+        while not _came(semaphore):
+            if self._has_gone(place):
+                if not _QUICK.sem_trywait(semaphore):  # it came, and left then
+                    return
+                raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which memory was shared with")
+            if time.monotonic() - began > self._timeout_s:
+                told = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
+                raise RuntimeError(told)
+
+    def _has_gone(self, place: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, place)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def open_shared_sums(world: World, group: Any = None, slot_bytes: int = SLOT_BYTES) -> SharedSums | str:
+    """A group's (None: all processes') sums through memory, or why there are none; a collective, alike on all.
+
+    That all are on one machine is known by trying: the first one's memory is opened by all.
+    """
+    ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
+    told = gather_plain(_machine(), world, group)
+    if any(one != told[0] for one in told):
+        return "they are on several machines"
+    if not told[0]:
+        return "this system has no memory without a name, or no semaphores in it"
+    file, offer = _offered(len(ranks), slot_bytes) if place == 0 else (None, {})
+    offer = gather_plain(offer, world, group)[0]
+    sums, lacks = None, offer.get("lacks", "")
+    if not lacks:
+        try:
+            file = file or _opened(offer)
+            sums = SharedSums(file, ranks, place, slot_bytes, world.collective_timeout_s or _PATIENCE_S)
+        except (OSError, ValueError) as error:
+            lacks = f"rank {world.rank} can't share memory: {error}"
+    lacks = next(filter(None, gather_plain(lacks, world, group)), "")
+    if file and lacks:
+        file.close()
+    return sums if sums and not lacks else lacks
+
+
+def _machine() -> str:
+    """Equal where processes can open each other's memory by their numbers; empty where this isn't known."""
+    if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "sem_clockwait"):
+        return ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{platform.node()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+def _slots_begin(size: int) -> int:
+    return -(-_PLACE_BYTES * size * size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
+    """New memory, and what others open it by, or why there is none."""
+    name = _MEMFD + secrets.token_hex(8)
+    try:
+        file = os.fdopen(os.memfd_create(name), "r+b", buffering=0)
+        os.truncate(file.fileno(), _slots_begin(size) + 2 * size * slot_bytes)
+    except OSError as error:
+        return None, {"lacks": f"no memory could be shared: {error}"}
+    return file, {"pid": os.getpid(), "file": file.fileno(), "name": name}
+
+
+def _opened(offer: dict[str, Any]) -> Any:
+    """What another process has offered. Raises OSError, ValueError: that isn't there."""
+    path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
+    # Looked at before it is opened: it might be anything of anybody's.
+    if offer["name"] not in str(path.readlink()):
+        raise ValueError(f"{path} is another file")
+    return path.open("r+b", buffering=0)
+
+
+def _came(semaphore: ctypes.c_void_p) -> bool:
+    """Sleeps until another process posts, a signal comes or some time has passed; True for the first."""
+    seconds, nanoseconds = divmod(time.monotonic_ns() + _LOOK_NS, 1_000_000_000)
+    until = ctypes.byref(_Timespec(seconds, nanoseconds))
+    return not _LIBC.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until)
