@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from manyhands.data.loader import Loader
 from manyhands.data.on_demand import as_picture
-from manyhands.data.pictures import prepare
+from manyhands.data.pictures import prepare, to_tensor
 from manyhands.data.random import SampleDraws, augmentation_key
 from manyhands.data.splits import ImagesInMemory
 from manyhands.data.transforms import Pixels
@@ -61,7 +61,7 @@ def naive(data, wanted, train, epoch=0, seed=3):
     key = augmentation_key(seed, epoch)
     images = []
     for sample, image in enumerate(data.images):
-        made = prepare(as_picture(image), wanted, SampleDraws(key, sample) if train else None)
+        made = prepare(to_tensor(as_picture(image)), wanted, SampleDraws(key, sample) if train else None)
         mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (wanted.mean, wanted.std))
         images.append((made.double() / 255 - mean) / std)
     return torch.stack(images)

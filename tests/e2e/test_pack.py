@@ -7,13 +7,15 @@ import torch
 from PIL import Image
 
 from tests.data.test_folder import make
-from tests.e2e.command import QUICK, final_weights, finish, forked, run
+from tests.e2e.command import QUICK, final_weights, finish, forked, start
 
 JOB = ["cnn", "--epochs", 1, "--batch", 4, "--device", "cpu", "--data.image-size", 16, *QUICK]
 
 
-def did(*arguments, **others):
-    ended = finish(forked(*arguments, **others))
+def did(command, *arguments, **others):
+    # Packing starts processes, which a fork of the tests' own process may not be able to.
+    by = start if command == "pack" else forked
+    ended = finish(by(command, *arguments, **others))
     assert ended.code == 0, ended.err
     return ended
 
@@ -35,9 +37,9 @@ def folder(tmp_path):
 
 def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, tmp_path):
     did("train", folder, *JOB, "--out", tmp_path / "from-folder", "-n", 2)
-    ended = run("pack", folder, "--json")
+    ended = did("pack", folder, "--json")
     told = json.loads(ended.out.splitlines()[-1])
-    assert (ended.code, told["pictures"], told["made"]) == (0, 22, True)
+    assert (told["pictures"], told["made"]) == (22, True)
     pack = folder.with_name("宠物.pack")
     assert told["pack"] == str(pack)
     ended = did("train", folder, *JOB, "--out", tmp_path / "from-pack", "-n", 2)

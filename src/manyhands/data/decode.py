@@ -5,10 +5,11 @@ import io
 import os
 import re
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import UnreadableError, open_file
@@ -17,6 +18,7 @@ _SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif",
 _MORE_SUFFIXES = frozenset({".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
 _GREY = frozenset({"1", "L", "LA", "La", "I", "F"})
 _WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose "I" is 16 bits wide
+_JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some cameras write them; the first counts
 # Where Pillow itself begins to warn. One picture of this size takes 0.7 GB and a second; it is brought to some
 # hundred pixels a side anyway.
 _MOST_MEGAPIXELS = 89
@@ -34,8 +36,10 @@ def corrupt(path: str, reason: str) -> CorruptImageError:
     return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, mend)
 
 
-def decode(path: str, channels: int, content: bytes | None = None) -> Image.Image:
+def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
     """Decodes a picture to mode "RGB" (3 channels) or "L" (1); `content` are its bytes where they are at hand already.
+
+    A JPEG may be made `scale` times smaller (2, 4 or 8) as it is decoded.
 
     Grey, palette, CMYK, 16-bit and floating-point pictures are converted, a camera's orientation is applied,
     transparency is dropped, and the first frame of an animation is taken. Raises CorruptImageError: it is missing,
@@ -43,8 +47,10 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
     """
     try:
         # From memory, since a file is asked for as many bytes as the picture says it has, be it four gigabytes.
-        content = _content_of(path) if content is None else content
+        content = content_of(path) if content is None else content
         with _opened(path, content) as image:
+            if scale > 1:
+                image.draft(None, (image.width // scale, image.height // scale))
             image.load()
             _turn_upright(image)
             return to_mode(image, channels)
@@ -54,18 +60,29 @@ def decode(path: str, channels: int, content: bytes | None = None) -> Image.Imag
         raise corrupt(path, _reason(path, error, content)) from error
 
 
-def probe(path: str, content: bytes | None = None) -> tuple[int, int, bool]:
-    """A picture's header: width and height as stored, if it is grey. Raises CorruptImageError: it can't be read."""
+@dataclass(frozen=True)
+class PictureHeader:
+    """What a picture's header says."""
+
+    width: int  # as stored, before a camera's orientation is applied
+    height: int
+    grey: bool
+    plain_jpeg: bool  # True for a JPEG of grey or RGB that stands upright
+
+
+def probe(path: str, content: bytes | None = None) -> PictureHeader:
+    """Reads a picture's header. Raises CorruptImageError: it can't be read."""
     try:
         with _opened(path, content) as image:
-            return image.width, image.height, is_grey(image)
+            plain = image.format in _JPEG and image.mode in ("L", "RGB") and _is_upright(image)
+            return PictureHeader(image.width, image.height, is_grey(image), plain)
     except CorruptImageError:
         raise
     except Exception as error:
         raise corrupt(path, _reason(path, error, content)) from error
 
 
-def _content_of(path: str) -> bytes:
+def content_of(path: str) -> bytes:
     try:
         with open_file(Path(path)) as file:
             return file.read()
@@ -111,6 +128,13 @@ def _turn_upright(image: Image.Image) -> None:
     """Turns the picture as its camera says; a picture whose EXIF data is broken stays as it is."""
     with contextlib.suppress(Exception):  # Pillow raises a dozen kinds; the pixels themselves are whole
         ImageOps.exif_transpose(image, in_place=True)
+
+
+def _is_upright(image: Image.Image) -> bool:
+    """True where no camera says otherwise; False also where its data is broken."""
+    with contextlib.suppress(Exception):  # Pillow raises a dozen kinds
+        return image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    return False
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -100,9 +100,9 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
             continue
     if not seen:
         return _USUAL_SIZE, channels or 3, False
-    sizes = {side for width, height, _ in seen for side in (width, height)}
+    sizes = {side for header in seen for side in (header.width, header.height)}
     equal = len(sizes) == 1 and max(sizes) <= _SMALL
-    return max(sizes), channels or (1 if all(grey for _, _, grey in seen) else 3), equal
+    return max(sizes), channels or (1 if all(header.grey for header in seen) else 3), equal
 
 
 def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:

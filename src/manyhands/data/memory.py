@@ -98,7 +98,7 @@ def _pixels(listing: Listing, index: int, channels: int, size: int, grey_only: b
     """A picture's bytes, channel by channel; None where it can't be read."""
     path, content = listing.path(index), listing.content(index)
     try:
-        if grey_only and not probe(path, content)[2]:
+        if grey_only and not probe(path, content).grey:
             raise _DiffersError
         image = decode(path, channels, content)
     except CorruptImageError:

@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset, default_collate
 from manyhands.core.blame import users_line, users_traceback
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.seeds import derive
-from manyhands.data.decode import decode, to_mode
-from manyhands.data.pictures import prepare
+from manyhands.data.decode import to_mode
+from manyhands.data.pictures import jpeg_decoder, prepare, read_picture, to_tensor
 from manyhands.data.random import SampleDraws, augmentation_key
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
@@ -36,19 +36,24 @@ class FileSamples:
 
     def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
+        jpeg_decoder()  # found once, before worker processes are forked
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
         """Images uint8 [n, C, S, S] and labels int64 [n], or the error."""
         epoch, samples = request
         key = augmentation_key(self._seed, epoch)
         try:
-            return torch.stack([self._one(key, sample) for sample in samples]), self._source.labels[samples]
+            shape = len(samples), self._pixels.channels, self._pixels.size, self._pixels.size
+            images = torch.empty(shape, dtype=torch.uint8)
+            for place, sample in enumerate(samples):
+                images[place] = self._one(key, sample)
+            return images, self._source.labels[samples]
         except ManyhandsError as error:
             return error
 
     def _one(self, key: int, sample: int) -> Tensor:
-        image = decode(self._source.paths[sample], self._pixels.channels, self._source.content(sample))
-        return prepare(image, self._pixels, SampleDraws(key, sample) if self._train else None)
+        draws = SampleDraws(key, sample) if self._train else None
+        return read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample))
 
 
 class OwnSamples:
@@ -96,7 +101,7 @@ class OwnSamples:
         draws = SampleDraws(augmentation_key(self._seed, epoch), sample) if self._train else None
         picture = as_picture(image)
         if picture is not None:
-            return prepare(to_mode(picture, self._pixels.channels), self._pixels, draws), label
+            return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, draws), label
         if str(getattr(image, "dtype", "")).endswith("uint8"):
             what = f"sample {sample:,} is 8-bit pixels of shape {list(image.shape)}"
             raise UserError(what, "the data set", ("a picture is [H, W], [1 or 3, H, W] or, as an array, [H, W, 3]",))

@@ -34,7 +34,7 @@ from manyhands.data.packed import (
     open_pack,
     write_columns,
 )
-from manyhands.data.shard_writer import Member, ShardTask, packed_picture, write_shard, written
+from manyhands.data.shard_writer import PictureFile, ShardTask, packed_picture, write_shard, written
 
 SHARD_BYTES = 40 << 20  # a set of this size or more has shards of 27 to 60 MB
 _SEED = 0
@@ -68,8 +68,8 @@ class _Contents:
     def paths(self) -> list[str]:
         return [listing.path(index) for listing in self.listings for index in range(len(listing))]
 
-    def member(self, row: int) -> Member:
-        return Member(row, self.paths[row], int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
+    def member(self, row: int) -> PictureFile:
+        return PictureFile(row, self.paths[row], int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PackEstimate:
     tried: int
     folder_bytes: int
     pack_bytes: int
-    members: tuple[Member, ...]  # those that were tried
+    members: tuple[PictureFile, ...]  # those that were tried
     packed: tuple[bytes, ...]  # what became of them
 
 
@@ -159,7 +159,7 @@ def _held(target: Path) -> Iterator[None]:
             yield
     except OSError as error:
         mend = ("make room, then the same command goes on", "or name another folder: --to")
-        raise UserError(f"{target} can't be written: {error.strerror or error}", str(target), mend) from error
+        raise UserError(f"the packed copy can't be made: {error.strerror or error}", str(target), mend) from error
 
 
 def _refuse_strange(target: Path) -> None:

@@ -1,53 +1,136 @@
-"""One decoded picture to uint8 pixels of the size wanted, as worker processes do it.
+"""One picture to uint8 pixels of the size wanted, as worker processes do it.
 
 What `transforms` does for batches of equal pictures is done here for single pictures of any size, with the same
 draws. Where a picture has the wanted size already the result is the same to the last bit.
+
+A JPEG is decoded by torchvision where that makes Pillow's pixels in less time; all else, and what it refuses, by
+Pillow. Of a JPEG that is many times larger than what is wanted libjpeg makes a smaller picture at once.
 """
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import cache
 
 import numpy
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from manyhands.data.crop import crop_box
+from manyhands.data.decode import PictureHeader, content_of, decode, probe
 from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, padding
 
+# What libjpeg makes smaller stays at least so many times as large as what is wanted, so that resizing decides how it
+# looks: Pillow's own measure for pictures that are as good as from the whole (`reducing_gap`).
+_GAP = 2
 
-def prepare(image: Image.Image, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
-    """Resizes, crops and mirrors a picture of mode "RGB" or "L" to uint8 [C, S, S]; without draws as for evaluation."""
+
+def read_picture(path: str, pixels: Pixels, draws: SampleDraws | None, content: bytes | None = None) -> Tensor:
+    """A picture file, or its `content`, to uint8 [C, S, S]; without draws as for evaluation.
+
+    Raises CorruptImageError: it can't be read.
+    """
+    content = content_of(path) if content is None else content
+    header = probe(path, content)
+    scale = _scale(header, pixels, draws)
+    values = _decoded_jpeg(content, header, pixels.channels) if scale == 1 else None
+    if values is None:
+        values = to_tensor(decode(path, pixels.channels, content, scale))
+    return prepare(values, pixels, draws).expand(pixels.channels, -1, -1)
+
+
+def _scale(header: PictureHeader, pixels: Pixels, draws: SampleDraws | None) -> int:
+    """How many times smaller a picture may be decoded: 1, 2, 4 or 8."""
+    shorter, wanted = min(header.width, header.height), pixels.resized_to
+    if draws is not None and pixels.augment == "resized-crop-flip":
+        wanted = pixels.size
+        if shorter >= 2 * _GAP * wanted:
+            left, top, right, bottom = crop_box(header.width, header.height, draws)
+            shorter = min(right - left, bottom - top)
+    return next((scale for scale in (8, 4, 2) if shorter >= scale * _GAP * wanted), 1)
+
+
+def _decoded_jpeg(content: bytes, header: PictureHeader, channels: int) -> Tensor | None:
+    """A usual JPEG as uint8 [C or 1, H, W]; None for all others, and for what has to be looked at more closely."""
+    decoder = jpeg_decoder()
+    if decoder is None or not header.plain_jpeg or (channels == 1 and not header.grey):
+        return None
+    with contextlib.suppress(RuntimeError):
+        return decoder(content, 1 if header.grey else 3)
+    return None
+
+
+@cache
+def jpeg_decoder() -> Callable[[bytes, int], Tensor] | None:
+    """What makes uint8 [channels, H, W] of a JPEG in less time than Pillow, and to the same bits; None if nothing does.
+
+    torchvision's own function is deprecated, and the operator below it will go with it: then it is Pillow again.
+    """
+    try:
+        import torchvision  # noqa: F401 - brings the operator; a second that runs on other data don't need
+
+        operator = torch.ops.image.decode_jpeg
+    except (ImportError, OSError, AttributeError):
+        return None
+
+    def decoded(content: bytes, channels: int) -> Tensor:
+        return operator(torch.frombuffer(bytearray(content), dtype=torch.uint8), channels, False)
+
+    try:
+        return decoded if all(_is_exact(decoded, channels) for channels in (1, 3)) else None
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _is_exact(decoded: Callable[[bytes, int], Tensor], channels: int) -> bool:
+    """True where a decoder makes of a JPEG what Pillow's does; their libraries may be of different making."""
+    values = numpy.arange(channels * 41 * 57, dtype=numpy.uint32) * 2654435761 >> 24
+    picture = Image.fromarray(values.astype(numpy.uint8).reshape(41, 57, channels).squeeze())
+    stored = io.BytesIO()
+    picture.save(stored, "JPEG", quality=80)
+    with Image.open(stored) as image:
+        return torch.equal(decoded(stored.getvalue(), channels), to_tensor(image))
+
+
+def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
+    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]; without draws as for evaluation."""
     if draws is None or pixels.augment == "none":
-        return to_tensor(_middle(image, pixels))
+        return _middle(values, pixels)
     if pixels.augment == "resized-crop-flip":
-        box = crop_box(image.width, image.height, draws)
-        # Cut first: with `box=` Pillow would blend in what lies around the part.
-        image = image.crop(box).resize((pixels.size, pixels.size), Image.Resampling.BILINEAR)
+        left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
+        values = _resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
     else:
-        image = _shifted(_middle(image, pixels), draws)
-    if pixels.augment != "crop" and draws.below(DRAW_MIRROR, 2):
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return to_tensor(image)
+        values = _shifted(_middle(values, pixels), draws)
+    return values.flip(2) if pixels.augment != "crop" and draws.below(DRAW_MIRROR, 2) else values
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Copies a picture of mode "RGB" or "L" to uint8 [C, H, W]."""
+    """Copies a picture of mode "RGB" or "L" to uint8 [C, H, W], whose channels lie together."""
     values = numpy.array(image)
-    return torch.from_numpy(values[None] if values.ndim == 2 else values.transpose(2, 0, 1)).contiguous()
+    return torch.from_numpy(values[None] if values.ndim == 2 else values.transpose(2, 0, 1))
 
 
-def _middle(image: Image.Image, pixels: Pixels) -> Image.Image:
+def _resized(values: Tensor, height: int, width: int) -> Tensor:
+    if values.shape[1:] == (height, width):
+        return values
+    return functional.interpolate(values[None], (height, width), mode="bilinear", antialias=True)[0]
+
+
+def _middle(values: Tensor, pixels: Pixels) -> Tensor:
     """Resizes the shorter side and cuts out the middle."""
-    size, shorter = pixels.size, min(image.size)
-    wide, high = (round(side * pixels.resized_to / shorter) for side in image.size)
-    if (wide, high) != image.size:
-        image = image.resize((wide, high), Image.Resampling.BILINEAR)
+    size, shorter = pixels.size, min(values.shape[1:])
+    high, wide = (round(side * pixels.resized_to / shorter) for side in values.shape[1:])
     left, top = (wide - size) // 2, (high - size) // 2
-    return image.crop((left, top, left + size, top + size)) if (wide, high) != (size, size) else image
+    return _resized(values, high, wide)[:, top : top + size, left : left + size]
 
 
-def _shifted(image: Image.Image, draws: SampleDraws) -> Image.Image:
-    """Moves by up to `padding` rows and columns; Pillow fills with black what lies outside."""
-    margin = padding(image.width)
-    left = draws.below(DRAW_RIGHT, 2 * margin + 1) - margin
-    top = draws.below(DRAW_DOWN, 2 * margin + 1) - margin
-    return image.crop((left, top, left + image.width, top + image.height))
+def _shifted(values: Tensor, draws: SampleDraws) -> Tensor:
+    """Moves by up to `padding` rows and columns; what comes in is black."""
+    size = values.shape[2]
+    margin = padding(size)
+    left = draws.below(DRAW_RIGHT, 2 * margin + 1)
+    top = draws.below(DRAW_DOWN, 2 * margin + 1)
+    return functional.pad(values, (margin,) * 4)[:, top : top + size, left : left + size]

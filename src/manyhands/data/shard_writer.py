@@ -21,7 +21,7 @@ _TAR_BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Member:
+class PictureFile:
     """A picture that is to be packed."""
 
     row: int
@@ -37,7 +37,7 @@ class ShardTask:
 
     target: Path
     first: int  # the number of its first picture among all of its group
-    members: tuple[Member, ...]
+    members: tuple[PictureFile, ...]
     size: int  # the shorter side at most; 0: pictures as they are
     quality: int
 
@@ -92,7 +92,7 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
     return columns, size_bytes, digest.hexdigest()
 
 
-def packed_picture(member: Member, size: int, quality: int) -> tuple[str, bytes]:
+def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, bytes]:
     """The kind of file and its bytes, as they go into a pack."""
     content = _read(member)
     suffix = Path(member.path).suffix.lower()[1:]
@@ -113,7 +113,7 @@ def packed_picture(member: Member, size: int, quality: int) -> tuple[str, bytes]
     return "jpg", made.getvalue()
 
 
-def _read(member: Member) -> bytes:
+def _read(member: PictureFile) -> bytes:
     try:
         with open(member.path, "rb") as file:  # noqa: PTH123 - a million of these
             state = os.fstat(file.fileno())

@@ -17,9 +17,9 @@ from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plugins import code_digests
 from manyhands.core.trained import Pictures, TrainedNetwork, find_record
 from manyhands.core.world import World
-from manyhands.data.decode import decode, to_mode
+from manyhands.data.decode import to_mode
 from manyhands.data.on_demand import as_picture
-from manyhands.data.pictures import prepare
+from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.transforms import Normalise, Pixels
 from manyhands.models.build import settle
 from manyhands.parallel.apply import takes_mesh
@@ -172,11 +172,11 @@ class Transform:
         """
         if isinstance(picture, str | Path):
             self._refuse_own("a picture file")
-            return self._prepared(decode(str(picture), self._pixels.channels))
+            return self._normalised(read_picture(str(picture), self._pixels, None))
         image = as_picture(picture)
         if image is not None:
             self._refuse_own("a picture")
-            return self._prepared(to_mode(image, self._pixels.channels))
+            return self._normalised(prepare(to_tensor(to_mode(image, self._pixels.channels)), self._pixels, None))
         if not isinstance(picture, Tensor | numpy.ndarray):
             what = f"this is a {type(picture).__name__}, neither a picture nor its file"
             raise UserError(what, "", ("give a path, a PIL image, 8-bit pixels, or a tensor of the data set's own",))
@@ -187,8 +187,8 @@ class Transform:
             raise UserError(what, "", ("give the picture itself: a path, a PIL image, or uint8 [C, H, W]",))
         return torch.as_tensor(picture).to(self._device, self._dtype)
 
-    def _prepared(self, image: Any) -> Tensor:
-        return self._normalise(prepare(image, self._pixels, None)[None].to(self._device))[0]
+    def _normalised(self, values: Tensor) -> Tensor:
+        return self._normalise(values[None].to(self._device))[0]
 
     def _refuse_own(self, what: str) -> None:
         if self._pixels.own:

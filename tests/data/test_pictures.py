@@ -1,0 +1,111 @@
+"""Pictures in files: by whatever route they are decoded, their pixels are the same."""
+
+import io
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from manyhands.data import pictures
+from manyhands.data.crop import crop_box
+from manyhands.data.decode import CorruptImageError
+from manyhands.data.pictures import jpeg_decoder, read_picture
+from manyhands.data.random import SampleDraws
+from manyhands.data.transforms import DRAW_MIRROR, Pixels
+
+KINDS = ["RGB", "L", "CMYK", "progressive", "turned", "png"]
+
+
+def wanted(size=24, channels=3, augment="resized-crop-flip"):
+    return Pixels(size, channels, (0.5,) * channels, (0.2,) * channels, augment)
+
+
+def smooth(width, height, seed=0):
+    """A picture with something on it: noise of a few pixels made larger."""
+    values = numpy.random.default_rng(seed).integers(0, 256, (7, 9, 3), dtype=numpy.uint8)
+    return Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def stored(kind, width, height, seed=0):
+    picture, options = smooth(width, height, seed), {"quality": 85}
+    if kind == "turned":
+        options["exif"] = Image.Exif()
+        options["exif"][0x0112] = 6
+    picture = picture.convert(kind) if kind in ("L", "CMYK") else picture
+    content = io.BytesIO()
+    picture.save(content, "PNG" if kind == "png" else "JPEG", progressive=kind == "progressive", **options)
+    return content.getvalue()
+
+
+def by_pillow(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "jpeg_decoder", lambda: None)
+        return read_picture(*arguments)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(KINDS),
+    st.tuples(st.integers(3, 130), st.integers(3, 130)),
+    st.sampled_from([1, 3]),
+    st.sampled_from(["none", "crop", "crop-flip", "resized-crop-flip"]),
+    st.one_of(st.none(), st.integers(0, 99)),
+)
+def test_both_decoders_give_the_same_bits(kind, size, channels, augment, sample):
+    pixels, draws = wanted(channels=channels, augment=augment), None if sample is None else SampleDraws(7, sample)
+    arguments = ("a.jpg", pixels, draws, stored(kind, *size))
+    found = read_picture(*arguments)
+    assert (found.shape, found.dtype) == ((channels, 24, 24), torch.uint8)
+    assert torch.equal(found, by_pillow(*arguments))
+
+
+def test_the_faster_decoder_is_taken_here_for_usual_jpegs(monkeypatch):
+    assert jpeg_decoder() is not None, "NOT SHOWN: torchvision decodes otherwise than Pillow here"
+    monkeypatch.setattr(pictures, "decode", None)
+    for kind in ("RGB", "L", "progressive"):
+        read_picture("a.jpg", wanted(), None, stored(kind, 60, 40))
+
+
+@settings(max_examples=60)
+@given(st.floats(0, 1), st.integers(0, 255), st.booleans())
+def test_damaged_files_are_refused_or_read_alike(place, byte, cut):
+    content = bytearray(stored("RGB", 90, 70))
+    at = int(place * (len(content) - 1))
+    content[at:] = b"" if cut else bytes([byte]) + content[at + 1 :]
+    told = []
+    for way in (read_picture, by_pillow):
+        try:
+            told.append(way("a.jpg", wanted(), None, bytes(content)).tolist())
+        except CorruptImageError as error:
+            told.append(error.what)
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kind", ["RGB", "L", "turned"])
+@pytest.mark.parametrize("sample", [None, 1, 2, 3, 4])
+def test_a_much_larger_jpeg_looks_as_if_decoded_whole(monkeypatch, kind, sample):
+    content, draws = stored(kind, 900, 700), None if sample is None else SampleDraws(7, sample)
+    found = read_picture("a.jpg", wanted(), draws, content)
+    monkeypatch.setattr(pictures, "_scale", lambda *_: 1)
+    whole = read_picture("a.jpg", wanted(), draws, content)
+    # Of 255. A drawn box is rounded to the smaller picture's pixels, half of one of the result's; other boxes give 40
+    assert (found.int() - whole.int()).abs().float().mean() < (3 if sample is None else 12)
+
+
+@pytest.mark.parametrize("sample", range(6))
+def test_crops_are_those_of_pillow_to_a_level(real_data, sample):
+    """What the usual recipe does: cut, then resize with Pillow."""
+    path = sorted(real_data("imagenet-sample").rglob("*.JPEG"))[sample]
+    draws = SampleDraws(5, sample)
+    found = read_picture(str(path), wanted(224), draws)
+    with Image.open(path) as image:
+        image = image.convert("RGB")
+        box = crop_box(image.width, image.height, draws)
+        image = image.crop(box).resize((224, 224), Image.Resampling.BILINEAR)
+    if draws.below(DRAW_MIRROR, 2):
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    expected = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+    assert (found.int() - expected.int()).abs().max() <= 1
