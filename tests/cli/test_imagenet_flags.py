@@ -238,9 +238,11 @@ def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
     assert caught.value.mend or where == "job"
 
 
-def test_several_processes_on_each_node_need_an_address():
-    with pytest.raises(UserError, match="meet at an address"):
-        meeting_of(ImagenetFlags(world_size=2, rank=0, dist_url="file:///mnt/meet"), 4, {})
+def test_several_processes_on_each_node_meet_by_a_file_too():
+    flags = ImagenetFlags(world_size=2, rank=1, dist_url="file:///mnt/meet")
+    assert meeting_of(flags, 4, {}) == Meeting((4, 4), 1, file="file:///mnt/meet")
+    with pytest.raises(UserError, match="meet at an address or by a file"):
+        meeting_of(ImagenetFlags(), 4, {})
 
 
 @pytest.mark.parametrize("wrong", [{"train.schedule": "cosine"}, {"train.optimizer": "adamw"}])

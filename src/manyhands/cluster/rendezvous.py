@@ -235,11 +235,17 @@ def _with_others(
     return Participation(membership, origins=origins)
 
 
-def worker_membership(options: ClusterOptions, variables: Mapping[str, str]) -> Membership:
-    """The place of a process that manyhands' own agent started; the agent serves the store."""
-    membership, _ = _from_environment(options, variables)
+def worker_membership(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> Membership:
+    """The place of a process that manyhands' own agent started; the agent serves the store, unless a file is one."""
+    membership, _ = _from_environment(options, {**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
     device = number(variables, DEVICE_INDEX, -1)
-    return replace(membership, started_by="manyhands", init="env://", device_index=device if device >= 0 else None)
+    return replace(
+        membership,
+        started_by="manyhands",
+        init=file or "env://",
+        agent_store=membership.agent_store and not file,
+        device_index=device if device >= 0 else None,
+    )
 
 
 def _seen_url(options: ClusterOptions) -> str:

@@ -134,11 +134,12 @@ def place_of(job: Job) -> Participation:
 
 def _among_machines(job: Job, meeting: Meeting, *, quiet: bool) -> Job:
     """This machine's part of a job whose processes meet those that other machines start; rank 0's keeps the run."""
-    if meeting.machine == 0:
+    if meeting.machine == 0 and not meeting.file:
         # Said only of what can be opened; the agent opens it.
         listen(meeting.address, meeting.port, "MASTER_ADDR and MASTER_PORT, or the description").close()
         if not quiet:
             say(describe_exposure(meeting.address, meeting.port))
+    if meeting.machine == 0:
         return job
     out = f"{job.run.out}.node{meeting.machine}" if job.run.out else ""
     return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})

@@ -42,7 +42,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     argument = take_orders(orders, scratch, agent)
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
-    membership = worker_membership(job.cluster, os.environ)
+    membership = worker_membership(job.cluster, os.environ, orders.meeting.file)
     # Where the user's own process finds the modules that its objects are from, in its order.
     found = argument.get("paths", [])
     sys.path[:] = [*found, *(path for path in sys.path if path not in found)]

@@ -267,7 +267,7 @@ class Agent:
             from manyhands.cluster.agents.elastic import preload, run
 
             preload(orders)
-        if self._listener is None and orders.meeting.machine == 0:
+        if self._listener is None and orders.meeting.machine == 0 and not orders.meeting.file:
             self._listener = listen(orders.meeting.address, orders.meeting.port)
         listener, self._listener = self._listener, None
         ended = run(orders, self, listener)

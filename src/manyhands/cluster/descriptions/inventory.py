@@ -104,6 +104,7 @@ class Meeting:
     address: str = "127.0.0.1"  # where the store listens, on the first machine
     port: int = 0  # of the store; 0 for a free one
     devices: tuple[int, ...] = ()  # numbers of the devices of this machine's processes; empty for 0, 1, 2 …
+    file: str = ""  # file:///PATH on a disk that all share, in place of a store at an address
 
 
 @dataclass(frozen=True)

@@ -103,14 +103,18 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
 def meeting_of(flags: ImagenetFlags, processes_per_node: int, environment: Mapping[str, str] | None = None) -> Meeting:
     """This node among the others, each with so many processes of its own. Raises UserError: they couldn't meet."""
     nodes = nodes_of(flags, environment)
+    sizes = (processes_per_node,) * nodes.count
+    if nodes.url.startswith("file://"):
+        return Meeting(sizes, nodes.rank, file=nodes.url)
     match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)
     if not match:
         _refuse(
-            f"several processes on each node meet at an address, found {nodes.url or 'one node'}",
+            f"several processes on each node meet at an address or by a file, found {nodes.url or 'one node'}",
             "--dist-url",
             "--dist-url tcp://ADDRESS_OF_NODE_0:8090",
+            "or file:///PATH",
         )
-    return Meeting((processes_per_node,) * nodes.count, nodes.rank, match["v6"] or match["name"], int(match["port"]))
+    return Meeting(sizes, nodes.rank, match["v6"] or match["name"], int(match["port"]))
 
 
 def folder_of(flags: ImagenetFlags) -> str:

@@ -1,0 +1,47 @@
+"""Nodes of several processes each meet by a file on a shared disk, as main.py's do with --dist-url file://…"""
+
+import pytest
+
+from manyhands.report.read import read_run
+from tests.e2e.command import finish, start
+
+# What `manyhands imagenet --multiprocessing-distributed` does where it finds two accelerators; here they are processes.
+NODE = """
+import sys
+
+from manyhands.cluster.descriptions.formats.imagenet import ImagenetFlags, meeting_of
+from manyhands.config.load import load_job
+from manyhands.core.errors import ManyhandsError
+from manyhands.run.train import train
+
+if __name__ == "__main__":
+    node, url, batch = sys.argv[1:]
+    values = {"data.name": "digits", "model.name": "mlp", "train.epochs": 1, "train.batch": int(batch),
+              "run.out": "run", "run.report": False, "cluster.device": "cpu", "data.workers": 0}
+    flags = ImagenetFlags(world_size=2, rank=int(node), dist_url=url, multiprocessing_distributed=True)
+    try:
+        sys.exit(train(load_job(values, environment={}).job, meeting=meeting_of(flags, 2, {})).exit_code)
+    except ManyhandsError as error:
+        sys.exit(str(error))
+"""
+
+
+def nodes(here, *batches):
+    url = f"file://{here}/meet"
+    return [finish(by) for by in [start(n, url, batch, program=("-c", NODE)) for n, batch in enumerate(batches)]]
+
+
+def test_two_nodes_of_two_processes_meet_by_a_file_and_train_as_one(here):
+    ended = nodes(here, 64, 64)
+    assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
+    run = read_run(here / "run")
+    assert run.environment["processes"] == 4
+    assert run.evaluations[-1].top1 > 0.5
+    assert not (here / "meet").exists()
+
+
+@pytest.mark.slow
+def test_nodes_that_differ_say_in_what(here):
+    for each in nodes(here, 64, 32):
+        assert each.code
+        assert "differ in the job (flags or job.toml): train.batch (" in each.err
