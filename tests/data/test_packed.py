@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from manyhands.data.decode import CorruptImageError
 from manyhands.data.loader import Loader
 from manyhands.data.open import open_data, open_whole
 from manyhands.data.options import DataOptions
-from manyhands.data.packed import PackedSet, open_pack
+from manyhands.data.packed import PackedSet, columns_digest, digest_of, open_pack, read_columns, write_columns
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.data.splits import ImageFiles, ImagesInMemory
 
@@ -199,6 +200,77 @@ def test_an_altered_pack_is_refused(tmp_path, harm):
     assert any("--replace" in line for line in caught.value.mend)
     batches(root, packed=False)
     batches(packed(root, replace=True).folder)
+
+
+def with_other_head(**values):
+    """Alters the index by hand, with a digest that fits."""
+
+    def alter(folder):
+        head = json.loads((folder / "pack.json").read_text())
+        content = {name: value for name, value in (head["set"] | values).items() if value is not None}
+        (folder / "pack.json").write_text(json.dumps({"digest": digest_of(content), "set": content}))
+
+    return alter
+
+
+def with_other_columns(name, **values):
+    def alter(folder):
+        columns = {**read_columns(folder / name), **values}
+        with (folder / name).open("wb") as file:
+            write_columns(file, {word: value for word, value in columns.items() if value is not None})
+        if name == "samples.npz":
+            with_other_head(samples_sha256=columns_digest(read_columns(folder / name)))(folder)
+
+    return alter
+
+
+def as_one_array(folder):
+    with (folder / "folder.npz").open("wb") as file:
+        numpy.save(file, numpy.zeros(3))
+
+
+ZEROS = numpy.zeros(12, numpy.uint32)
+ALTERED = [
+    with_other_head(shards=None),
+    with_other_head(shards=[["../outside.tar", 12, 20_000, ""]]),
+    with_other_head(shards=[["all-000000.tar", "many"]]),
+    with_other_head(shards=[]),
+    with_other_head(groups=[["", 0, 13]]),
+    with_other_head(groups=[["", -3, 12]]),
+    with_other_head(groups=[["../..", 0, 12]]),
+    with_other_head(groups=[]),
+    with_other_head(classes=["cat"]),
+    with_other_head(classes=7),
+    with_other_head(size="large"),
+    with_other_columns("samples.npz", names=None),
+    with_other_columns("samples.npz", names=numpy.zeros(3, numpy.uint8)),
+    with_other_columns("samples.npz", crc=None),
+    with_other_columns("samples.npz", offset=numpy.zeros(12)),
+    with_other_columns("samples.npz", length=numpy.zeros(3, numpy.uint32)),
+    with_other_columns("samples.npz", shard=ZEROS + 9),
+    with_other_columns("folder.npz", time=None),
+    with_other_columns("folder.npz", bytes=numpy.zeros((12, 12), numpy.int64)),
+    as_one_array,
+]
+
+
+@pytest.mark.parametrize("alter", ALTERED)
+def test_an_index_that_somebody_wrote_otherwise_is_refused(tmp_path, alter):
+    """Also where its digest is made to fit: what it says never leads outside of the pack, or to a traceback."""
+    root = make(tmp_path / "set", count=6, size=(90, 70))
+    pack = packed(root, shard_bytes=1 << 20)
+    alter(pack.folder)
+    with pytest.raises(UserError, match="packed copy was altered"):
+        batches(root)
+    packed(root, replace=True)
+
+
+def test_columns_beside_those_that_are_known_change_nothing(tmp_path):
+    root = make(tmp_path / "set", count=6, size=(90, 70))
+    pack = packed(root)
+    with_other_columns("folder.npz", label=ZEROS, offset=ZEROS)(pack.folder)
+    same(root, root, packed=True)
+    assert batches(root)[0].train.labels.unique().numel() == 2
 
 
 def changed_folders(root):

@@ -19,37 +19,61 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, NamedTuple
 
 import numpy
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import read_object
 
 FORMAT = 1
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
+# The columns of samples.npz beside the names, and those of folder.npz; with the kinds that numpy's numbers have.
+_OF_SAMPLES, _OF_STATE = dict.fromkeys(("label", "shard", "offset", "length", "crc"), "u"), {"bytes": "i", "time": "i"}
 _OPEN_SHARDS = 256  # mapped at once in each process; a mapping holds a descriptor
 
 Columns = dict[str, numpy.ndarray]
 
 
-@dataclass(frozen=True)
-class PackedGroup:
+class PackedGroup(NamedTuple):
     """The pictures of one part of a folder, such as train/; rows of the pack that follow each other."""
 
-    word: str  # the part's name; empty where the folder isn't divided
-    start: int
-    stop: int
+    word: Annotated[str, Field(pattern="^[a-z]*$")]  # the part's name; empty where the folder isn't divided
+    start: NonNegativeInt
+    stop: NonNegativeInt
 
 
-@dataclass(frozen=True)
-class ShardEntry:
+class ShardEntry(NamedTuple):
     """One tar file."""
 
-    name: str
-    samples: int
-    size_bytes: int
+    name: Annotated[str, Field(pattern=r"^[a-z]+-[0-9]{6,}\.tar$")]
+    samples: NonNegativeInt
+    size_bytes: NonNegativeInt
     sha256: str
+
+
+class _Index(BaseModel):
+    """What pack.json says of the set, of which it has the digest."""
+
+    classes: tuple[str, ...]
+    groups: tuple[PackedGroup, ...]
+    shards: tuple[ShardEntry, ...]
+    size: NonNegativeInt
+    quality: NonNegativeInt
+    samples_sha256: str
+
+    def fits(self, columns: Columns, count: int) -> bool:
+        """Whether so many pictures with these columns are what is said here."""
+        places = [0, *(group.stop for group in self.groups)]
+        return (
+            all(name in columns and columns[name].shape == (count,) and columns[name].dtype.kind == kind
+                for name, kind in (_OF_SAMPLES | _OF_STATE).items())
+            and [group.start for group in self.groups] == places[:-1]
+            and sorted({*places, count}) == places
+            and int(columns["label"].max()) < len(self.classes)
+            and int(columns["shard"].max()) < len(self.shards)
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,15 +162,19 @@ def open_pack(folder: Path) -> PackedSet:
     if content.get("format") != FORMAT:
         mend = ("use the version of manyhands that packed it, or pack the folder anew: --replace",)
         raise UserError(f"the packed copy has format {content.get('format')}", str(folder), mend)
-    samples = _columns(folder / SAMPLES)
-    if columns_digest(samples) != content["samples_sha256"]:
+    try:
+        index = _Index.model_validate(content)
+    except ValidationError as error:
+        raise altered(folder / HEAD, "its index isn't whole") from error
+    samples, state = _columns(folder / SAMPLES), _columns(folder / STATE)
+    if columns_digest(samples) != index.samples_sha256:
         raise altered(folder / SAMPLES, "it isn't the one that was written")
-    names = bytes(samples.pop("names")).decode(errors="surrogateescape").split("\0")
-    shards = tuple(ShardEntry(*entry) for entry in content["shards"])
-    groups = tuple(PackedGroup(*entry) for entry in content["groups"])
-    columns = samples | _columns(folder / STATE)
-    made = content["size"], content["quality"]
-    return PackedSet(folder, tuple(content["classes"]), groups, shards, *made, head["digest"], columns, tuple(names))
+    columns = samples | {name: state[name] for name in _OF_STATE if name in state}
+    names = bytes(columns.pop("names", numpy.zeros(0))).decode(errors="surrogateescape").split("\0")
+    if not index.fits(columns, len(names)):
+        raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't go together")
+    made = index.size, index.quality, head["digest"]
+    return PackedSet(folder, index.classes, index.groups, index.shards, *made, columns, tuple(names))
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -165,14 +193,20 @@ def columns_digest(columns: Columns) -> str:
 def _columns(path: Path) -> Columns:
     try:
         return read_columns(path)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         raise altered(path, str(error)) from error
 
 
 def read_columns(path: Path) -> Columns:
-    """Raises OSError, ValueError, EOFError or BadZipFile: it can't be read."""
-    with numpy.load(path, allow_pickle=False) as found:
-        return {name: found[name] for name in found.files}
+    """Raises OSError, ValueError: it can't be read."""
+    try:
+        found = numpy.load(path, allow_pickle=False)
+        if isinstance(found, numpy.ndarray):
+            raise ValueError("it is one array alone")
+        with found:
+            return {name: found[name] for name in found.files}
+    except (EOFError, RuntimeError, zipfile.BadZipFile) as error:  # what zipfile gives for bytes that are no zip's
+        raise ValueError(str(error)) from error
 
 
 def write_columns(file: IO[bytes], columns: Columns) -> None:
