@@ -313,6 +313,31 @@ def test_a_pack_is_never_overwritten_silently(tmp_path):
         packed(other.with_name("set"))
 
 
+def test_files_of_others_stay_where_they_are(tmp_path):
+    """Making a pack anew removes its own shards, and nothing else that ends in .tar."""
+    root = make(tmp_path / "set", count=5, size=(90, 70))
+    pack = packed(root)
+    (pack.folder / "backup.tar").write_text("dear")
+    packed(root, replace=True)
+    assert (pack.folder / "backup.tar").read_text() == "dear"
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pack.json").write_text('{"name": "mine"}')
+    (project / "index.js").write_text("")
+    request = PackRequest(root, project)
+    with pytest.raises(UserError, match=r"other things, such as index\.js"):
+        make_pack(read_contents(root), request, processes=1, replace=True, progress=lambda *_: None)
+    assert (project / "pack.json").read_text() == '{"name": "mine"}'
+
+
+@pytest.mark.parametrize("size", [(8, 8), (60, 40)])
+def test_shards_of_small_pictures_are_no_larger_than_those_of_large_ones(tmp_path, size):
+    """What tar adds to each picture counts."""
+    root = make(tmp_path / "set", count=100, size=size)
+    pack = packed(root, shard_bytes=60_000)
+    assert all(30_000 <= shard.size_bytes <= 90_000 for shard in pack.shards)
+
+
 PACKING = """
 import sys
 from pathlib import Path

@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -74,8 +75,12 @@ def forked(*arguments, cwd=None, **variables):
 
 
 def _call_main(arguments, variables):
-    """In the fork, which ends here. It closes what the tests' own process has open, subprocess's pipe among it."""
+    """In the fork, which ends here. It closes what the tests' own process has open, subprocess's pipe among it.
+
+    A test in this process may have had multiprocessing start its tracker, whose pipe is closed here too.
+    """
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
     os.environ.clear()
     os.environ.update(variables)
     warnings.resetwarnings()

@@ -83,6 +83,34 @@ def test_a_dry_run_writes_nothing_and_what_is_there_is_not_overwritten(folder):
     assert "1 added" in refused("pack", folder, "--to", place)
 
 
+def test_a_pack_alone_is_checked_too(folder):
+    did("pack", folder, "--size", 20)
+    pack = folder.with_name("宠物.pack")
+    folder.rename(folder.with_name("away"))
+    assert "is whole: 22 pictures" in did("pack", pack, "--check").out
+    (pack / "val-000000.tar").write_bytes(b"")
+    assert "val-000000.tar isn't what was written" in refused("pack", pack, "--check")
+
+
+def test_what_is_proposed_makes_the_same_kind_of_copy(folder, tmp_path):
+    """A copy of smaller pictures is made anew as one, by a line that a shell takes as it is."""
+    place = folder.rename(tmp_path / "my pets")
+    did("pack", place, "--size", 20, "--quality", 80)
+    Image.new("RGB", (90, 70)).save(place / "train/猫/new.png")
+    said = did("train", place, *JOB, cwd=tmp_path).err
+    line = f"manyhands pack '{place}' --size 20 --quality 80 --replace"
+    assert line in " ".join(said.split())
+
+
+def test_a_place_that_cannot_be_written_is_told_with_what_helps(folder, tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        said = refused("pack", folder, "--to", place)
+        assert "can't be written" in said
+        assert "--to" in said
+        assert "--data-dir" not in said
+
+
 def test_what_cannot_be_packed_is_said(folder, tmp_path):
     assert "there is no folder" in refused("pack", tmp_path / "none")
     assert "no way to make pictures smaller" in refused("pack", folder, "--quality", 90)

@@ -31,9 +31,10 @@ def pack(  # noqa: PLR0913 - one argument for each flag
     from manyhands.run.pack import check_pack, forecast, request_of
     from manyhands.run.pack import pack as make
 
-    request = request_of(folder.expanduser(), to, size, quality)
-    if check:
-        content, lines = _checked(check_pack(request.target))
+    folder, to = folder.expanduser(), to and to.expanduser()
+    request = None if check else request_of(folder, to, size, quality)
+    if request is None:
+        content, lines = _checked(check_pack(folder, to))
     elif dry_run:
         content, lines = _forecast(forecast(request), request.target)
     else:

@@ -10,26 +10,27 @@ from filelock import FileLock
 from manyhands.core.errors import UserError
 from manyhands.core.private import usual_files
 
+_MEND = ("name a folder that can be written: --data-dir for data, MANYHANDS_CACHE for the cache",)
+
 
 @contextmanager
-def one_at_a_time(path: Path) -> Generator[None]:
+def one_at_a_time(path: Path, mend: tuple[str, ...] = _MEND) -> Generator[None]:
     """Holds the lock beside `path` and makes its folder; the system frees the lock when a process dies.
 
     Raises:
-        UserError: the folder can't be written.
+        UserError: the folder can't be written; `mend` says what helps.
     """
-    with usual_files(), _locked(path):
+    with usual_files(), _locked(path, mend):
         yield
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[None]:
+def _locked(path: Path, mend: tuple[str, ...]) -> Generator[None]:
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except OSError as error:
-        mend = ("name a folder that can be written: --data-dir for data, MANYHANDS_CACHE for the cache",)
         raise UserError(f"{path.parent} can't be written: {error.strerror or error}", str(path), mend) from error
     try:
         yield

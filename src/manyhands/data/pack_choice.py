@@ -1,6 +1,7 @@
 """Whether a folder's packed copy is there and up to date, and its pictures in the place of the folder's. No torch."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,8 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
     pack = open_pack(place)
     if changed := difference(pack, root, listings):
         note = f"the packed copy {place.name} isn't read, since the folder has changed ({changed}):"
-        return listings, (f"{note} manyhands pack {root} --replace packs it anew",)
+        how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
+        return listings, (f"{note} manyhands pack {shlex.quote(str(root))}{how} --replace packs it anew",)
     if 0 < pack.size < options.image_size:
         return listings, (f"the packed copy {place.name} isn't read, since its pictures are smaller ({pack.made})",)
     groups = {group.word: group for group in pack.groups}

@@ -29,6 +29,7 @@ from manyhands.core.outside import read_object
 
 FORMAT = 1
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
+SHARD_NAME = r"[a-z]+-[0-9]{6,}\.tar"
 # The columns of samples.npz beside the names, and those of folder.npz; with the kinds that numpy's numbers have.
 _OF_SAMPLES, _OF_STATE = dict.fromkeys(("label", "shard", "offset", "length", "crc"), "u"), {"bytes": "i", "time": "i"}
 _OPEN_SHARDS = 256  # mapped at once in each process; a mapping holds a descriptor
@@ -47,7 +48,7 @@ class PackedGroup(NamedTuple):
 class ShardEntry(NamedTuple):
     """One tar file."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z]+-[0-9]{6,}\.tar$")]
+    name: Annotated[str, Field(pattern=f"^{SHARD_NAME}$")]
     samples: NonNegativeInt
     size_bytes: NonNegativeInt
     sha256: str

@@ -4,6 +4,8 @@ import functools
 import json
 import multiprocessing
 import os
+import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +27,7 @@ from manyhands.data.packed import (
     FORMAT,
     HEAD,
     SAMPLES,
+    SHARD_NAME,
     STATE,
     Columns,
     PackedSet,
@@ -36,7 +39,9 @@ from manyhands.data.packed import (
 )
 from manyhands.data.shard_writer import PictureFile, ShardTask, packed_picture, write_shard, written
 
-SHARD_BYTES = 40 << 20  # a set of this size or more has shards of 27 to 60 MB
+# What tar adds to a picture: its two headers, its label, and the rests of blocks.
+_TAR_ADDS = 3 * 512 + 256
+SHARD_BYTES = 40 << 20  # a set of this size or more has shards of 30 to 60 MB
 _SEED = 0
 _BEGUN = "unfinished.json"
 _TRIED = 64
@@ -77,11 +82,18 @@ class PackEstimate:
     """What a packed copy would be, by some of its pictures."""
 
     pictures: int
-    tried: int
     folder_bytes: int
-    pack_bytes: int
     members: tuple[PictureFile, ...]  # those that were tried
     packed: tuple[bytes, ...]  # what became of them
+
+    @property
+    def ratio(self) -> float:
+        """Of the pictures' bytes packed to those now."""
+        return sum(map(len, self.packed)) / max(1, sum(member.size_bytes for member in self.members))
+
+    @property
+    def pack_bytes(self) -> int:
+        return round(self.folder_bytes * self.ratio) + _TAR_ADDS * self.pictures
 
 
 def read_contents(root: Path) -> _Contents:
@@ -107,11 +119,7 @@ def estimate(contents: _Contents, request: PackRequest) -> PackEstimate:
     """Packs some pictures, spread over the folder, in memory."""
     chosen = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
     packed = tuple(packed_picture(member, request.size, request.quality)[1] for member in chosen)
-    total = int(contents.sizes.sum())
-    ratio = sum(map(len, packed)) / max(1, sum(member.size_bytes for member in chosen))
-    overhead = 3 * 512 + 256  # a picture's two headers, its label, and the rests of blocks
-    size_bytes = round(total * ratio) + overhead * len(contents.sizes)
-    return PackEstimate(len(contents.sizes), len(chosen), total, size_bytes, tuple(chosen), packed)
+    return PackEstimate(len(contents.sizes), int(contents.sizes.sum()), tuple(chosen), packed)
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
@@ -123,7 +131,7 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
         return False
     pack = open_pack(request.target)
     changed = difference(pack, request.root, contents.listings)
-    mend = (f"manyhands pack {request.root} … --replace makes it anew", "or name another place: --to")
+    mend = (f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew", "or name another place: --to")
     if changed:
         raise UserError(f"there is a packed copy of the folder as it was: {changed}", str(request.target), mend)
     if (pack.size, pack.quality) != (request.size, request.quality):
@@ -155,7 +163,7 @@ def make_pack(
 @contextmanager
 def _held(target: Path) -> Iterator[None]:
     try:
-        with one_at_a_time(target / HEAD):
+        with one_at_a_time(target / HEAD, ("name a folder that can be written: --to",)):
             yield
     except OSError as error:
         mend = ("make room, then the same command goes on", "or name another folder: --to")
@@ -164,12 +172,16 @@ def _held(target: Path) -> Iterator[None]:
 
 def _refuse_strange(target: Path) -> None:
     """Raises UserError: the folder holds something that isn't a pack."""
-    if (target / HEAD).exists() or (target / _BEGUN).exists():
+    if (target / SAMPLES).exists() or (target / _BEGUN).exists():
         return
-    strange = sorted(path.name for path in target.iterdir() if not path.name.startswith("."))
+    strange = sorted(path.name for path in target.iterdir() if not (path.name.startswith(".") or _is_ours(path)))
     if strange:
         what = f"the folder holds other things, such as {strange[0]}"
         raise UserError(what, str(target), ("name another place: --to",))
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name in {HEAD, SAMPLES, STATE, _BEGUN} or re.fullmatch(SHARD_NAME, path.name) is not None
 
 
 def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
@@ -177,10 +189,9 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
     key = _key(contents, request)
     begun = read_object(request.target / _BEGUN)
     if begun is None or begun.get("key") != key or not isinstance(begun.get("ratio"), float):
-        for path in (*request.target.glob("*.tar"), *request.target.glob(".*.tar*")):
+        for path in (*filter(_is_ours, request.target.glob("*.tar")), *request.target.glob(".*.tar*")):
             path.unlink(missing_ok=True)
-        whole = estimate(contents, request) if request.size else None
-        begun = {"key": key, "ratio": whole.pack_bytes / max(1, whole.folder_bytes) if whole else 1.0}
+        begun = {"key": key, "ratio": estimate(contents, request).ratio if request.size else 1.0}
         _write_json(request.target / _BEGUN, begun)
     for path in request.target.glob(".*.part"):
         path.unlink(missing_ok=True)
@@ -200,7 +211,7 @@ def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[
     start = 0
     for word, listing in zip(contents.words, contents.listings, strict=True):
         order = start + numpy.array(_shuffled(len(listing), word), numpy.int64)
-        upto = numpy.cumsum(contents.sizes[order] * ratio)
+        upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)
         count = min(len(listing), max(1, round(float(upto[-1]) / request.shard_bytes)))
         ends = numpy.searchsorted(upto, upto[-1] * numpy.arange(1, count) / count, side="right")
         first = 0

@@ -1,5 +1,6 @@
 """Makes a packed copy of a folder of pictures, says what it would be, or checks one."""
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,11 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
     if is_pack(root):
-        raise UserError(f"{root} is a packed copy already", str(root), (f"manyhands train {root}",))
+        raise UserError(f"{root} is a packed copy already", str(root), (f"manyhands train {shlex.quote(str(root))}",))
     if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
         mend = (f"--size: pixels, such as 256; --quality: 1 to {MOST_QUALITY}, together with --size",)
         raise UserError(f"--size {size} --quality {quality} is no way to make pictures smaller", "--size", mend)
-    target = (target or place_of_pack(root)).expanduser()
+    target = target or place_of_pack(root)
     if target.resolve().is_relative_to(root.resolve()):
         mend = ("name a place outside of it; without --to it goes beside the folder",)
         raise UserError("the packed copy would lie in the folder itself, among its classes", str(target), mend)
@@ -65,10 +66,10 @@ def forecast(request: PackRequest) -> PackForecast:
     found = estimate(contents, request)
     paths = [member.path for member in found.members]
     folder_s = _seconds(paths, [None] * len(paths))
-    pack_s = _seconds(paths, list(found.packed)) if request.size else folder_s
-    per_ms = 1e3 / max(1, found.tried)
+    pack_s = _seconds(paths, found.packed)
+    per_ms = 1e3 / len(paths)
     return PackForecast(
-        found.pictures, found.tried, found.folder_bytes, found.pack_bytes, folder_s * per_ms, pack_s * per_ms
+        found.pictures, len(paths), found.folder_bytes, found.pack_bytes, folder_s * per_ms, pack_s * per_ms
     )
 
 
@@ -86,8 +87,9 @@ def _seconds(paths: list[str], contents: Sequence[bytes | None]) -> float:
     return min(taken)
 
 
-def check_pack(place: Path) -> PackedSet:
-    """Reads all of a pack. Raises UserError: there is none, or it was altered."""
+def check_pack(folder: Path, target: Path | None) -> PackedSet:
+    """Reads all of a pack, named itself or by its folder. Raises UserError: there is none, or it was altered."""
+    place = target or (folder if is_pack(folder) else place_of_pack(folder))
     if not is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("manyhands pack FOLDER makes one",))
     pack = open_pack(place)
