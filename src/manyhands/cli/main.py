@@ -1,5 +1,6 @@
 """The command `manyhands`: finds the command's file, and turns errors into one screen and an exit code."""
 
+import gc
 import os
 import re
 import sys
@@ -102,6 +103,8 @@ def _leave(code: int, *, whole_process: bool) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if whole_process:
+        gc.freeze()  # all ends with the process: looking through torch's modules for garbage takes half a second
     sys.exit(code)
 
 

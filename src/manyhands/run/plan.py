@@ -1,6 +1,8 @@
 """Plans for a job: found, shown, proven and timed. Tensors are the worker's affair; its processes are started here."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,20 @@ def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) 
     Raises:
         ManyhandsError: a wish can't be fulfilled, or timing failed.
     """
-    return load_worker("plan_search").search_plan(job, wishes, out, run_by_agent, force=force)
+    with _uncollected():
+        return load_worker("plan_search").search_plan(job, wishes, out, run_by_agent, force=force)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Looks for no garbage meanwhile: a search, and what it imports, make many small objects and keep nearly all."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def show_plan(path: Path, flags: Mapping[str, Any]) -> "Shown":
