@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import lzma
 import os
 import pickle
@@ -13,12 +14,16 @@ import numpy
 import torch
 from PIL import Image
 
+from bench.fuzz_mutations import spoil_tree
 from manyhands.data.archive import unpack_once
 from manyhands.data.datasets import cifar
 from manyhands.data.decode import decode, probe
-from manyhands.data.folder import list_splits
+from manyhands.data.folder import divided, list_parts
 from manyhands.data.idx import read_pair, write_idx
 from manyhands.data.options import DataOptions
+from manyhands.data.pack_choice import folder_listings, of_pack, place_of_pack, with_pack
+from manyhands.data.packed import HEAD, SAMPLES, STATE, columns_digest, digest_of, read_columns, write_columns
+from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.data.pictures import prepare
 from manyhands.data.transforms import Pixels
 
@@ -77,6 +82,55 @@ def read_cifar(folder: Path) -> None:
     cifar.open("cifar10", DataOptions(name="cifar10", dir=str(folder), download=False))
 
 
+def write_packed(folder: Path, _rng: random.Random) -> None:
+    """A folder of two pictures and its packed copy."""
+    for number, name in enumerate(("cat", "dog")):
+        path = folder / "pets" / name / f"{number}.png"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (9, 7)).save(path)
+    root = folder / "pets"
+    make_pack(
+        read_contents(root),
+        PackRequest(root, place_of_pack(root)),
+        processes=1,
+        replace=False,
+        progress=lambda *_: None,
+    )
+
+
+def seal_packed(folder: Path, rng: random.Random) -> None:
+    """Gives a packed copy another value now and then, columns that fit it, and the digests of both."""
+    place = place_of_pack(folder / "pets")
+    content = json.loads((place / HEAD).read_bytes())["set"]
+    if rng.random() < 0.6:
+        content = spoil_tree(content, rng)
+    else:
+        file = place / rng.choice((SAMPLES, STATE))
+        columns = read_columns(file)
+        name = rng.choice(sorted(columns))
+        values = (
+            columns[name][:-1],
+            columns[name].astype(numpy.float64),
+            columns[name].astype(numpy.int64) + 2**40,
+            None,
+        )
+        columns[name] = rng.choice(values)
+        with file.open("wb") as stream:
+            write_columns(stream, {key: value for key, value in columns.items() if value is not None})
+        content["samples_sha256"] = columns_digest(read_columns(place / SAMPLES))
+    (place / HEAD).write_text(json.dumps({"digest": digest_of(content), "set": content}))
+
+
+def read_packed(folder: Path) -> None:
+    for listings, _ in (
+        of_pack(place_of_pack(folder / "pets")),
+        with_pack(folder / "pets", folder_listings(folder / "pets"), DataOptions(name=str(folder / "pets"))),
+    ):
+        for listing in listings:
+            for index in range(len(listing)):
+                probe(listing.path(index), listing.packed.content(index) if listing.packed else None)
+
+
 def write_archive(folder: Path, _rng: random.Random) -> None:
     with tarfile.open(folder / "pictures.tar", "w", format=tarfile.GNU_FORMAT) as archive:
         for name in ("train/a/1.png", "train/b/2.png", "test/a/3.png"):
@@ -120,7 +174,7 @@ def write_pictures(folder: Path, rng: random.Random) -> None:
 
 def read_pictures(folder: Path) -> None:
     pixels = Pixels(8, 3, (0.5,) * 3, (0.5,) * 3, "none")
-    for listing in list_splits(folder, 0.3):
+    for listing in divided(list_parts(folder), 0.3):
         for index in range(len(listing)):
             probe(listing.path(index))
             prepare(decode(listing.path(index), 3), pixels, None)

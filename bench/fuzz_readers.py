@@ -30,6 +30,7 @@ import psutil
 
 from bench.fuzz_mutations import spoil_bytes, spoil_json
 from manyhands.core.errors import ManyhandsError
+from manyhands.data.packed import DAMAGED
 
 MEMORY_BYTES = 1_000_000_000
 PATIENCE_S = 20.0  # of a busy machine; a picture of a report takes a second
@@ -117,7 +118,7 @@ def one_case(reader: Reader, seed: int, number: int, folder: Path) -> str:
         spoil(folder, reader, rng)
         ordinary = all(path.is_dir() or (path.is_file() and not path.is_symlink()) for path in folder.rglob("*"))
         if reader.finish and ordinary and rng.random() < 0.9:
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            with suppress(OSError, AttributeError, *DAMAGED):
                 reader.finish(folder, rng)
         reader.read(folder)
     except ManyhandsError as error:

@@ -361,6 +361,7 @@ READERS = [
     Reader("idx", data.write_idx_pair, data.read_idx, data.pack_idx),
     Reader("cifar", data.write_cifar, data.read_cifar, data.pack_cifar),
     Reader("archive", data.write_archive, data.read_archive, data.pack_archive),
+    Reader("packed", data.write_packed, data.read_packed, data.seal_packed, "*.pack/*"),
     Reader("pictures", data.write_pictures, data.read_pictures),
     Reader("report", write_run, read_report),
     Reader("run-files", write_run, read_small_files),

@@ -229,6 +229,24 @@ def as_one_array(folder):
         numpy.save(file, numpy.zeros(3))
 
 
+def encrypted(folder):
+    """As zipfile understands the flag of the first column."""
+    content = (folder / "folder.npz").read_bytes()
+    at = content.index(b"PK\x01\x02") + 8
+    (folder / "folder.npz").write_bytes(content[:at] + b"\x01" + content[at + 1 :])
+
+
+def pipe(folder):
+    (folder / "samples.npz").unlink()
+    os.mkfifo(folder / "samples.npz")
+
+
+def pipe_for_pictures(folder):
+    shard = next(folder.glob("*.tar"))
+    shard.unlink()
+    os.mkfifo(shard)
+
+
 ZEROS = numpy.zeros(12, numpy.uint32)
 ALTERED = [
     with_other_head(shards=None),
@@ -251,6 +269,9 @@ ALTERED = [
     with_other_columns("folder.npz", time=None),
     with_other_columns("folder.npz", bytes=numpy.zeros((12, 12), numpy.int64)),
     as_one_array,
+    encrypted,
+    pipe,
+    pipe_for_pictures,
 ]
 
 
@@ -262,6 +283,8 @@ def test_an_index_that_somebody_wrote_otherwise_is_refused(tmp_path, alter):
     alter(pack.folder)
     with pytest.raises(UserError, match="packed copy was altered"):
         batches(root)
+    with pytest.raises(UserError, match="packed copy was altered"):
+        batches(pack.folder)
     packed(root, replace=True)
 
 

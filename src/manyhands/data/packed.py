@@ -25,7 +25,7 @@ import numpy
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import read_object
+from manyhands.core.outside import open_file, read_object
 
 FORMAT = 1
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
@@ -35,6 +35,9 @@ _OF_SAMPLES, _OF_STATE = dict.fromkeys(("label", "shard", "offset", "length", "c
 _OPEN_SHARDS = 256  # mapped at once in each process; a mapping holds a descriptor
 
 Columns = dict[str, numpy.ndarray]
+
+# What a damaged .npz raises: zipfile, zlib and numpy's own header each have words of their own.
+DAMAGED = (ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 class PackedGroup(NamedTuple):
@@ -143,7 +146,7 @@ def altered(path: Path, reason: str) -> UserError:
 @lru_cache(maxsize=_OPEN_SHARDS)
 def _mapped(path: str, size_bytes: int) -> mmap.mmap:
     """Raises OSError or ValueError: it is gone, or not as long as it was."""
-    with open(path, "rb") as file:  # noqa: PTH123 - the cache's key is text
+    with open_file(Path(path)) as file:
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(view) != size_bytes:
         raise ValueError(f"it has {len(view):,} bytes, and had {size_bytes:,}")
@@ -201,12 +204,13 @@ def _columns(path: Path) -> Columns:
 def read_columns(path: Path) -> Columns:
     """Raises OSError, ValueError: it can't be read."""
     try:
-        found = numpy.load(path, allow_pickle=False)
-        if isinstance(found, numpy.ndarray):
-            raise ValueError("it is one array alone")
-        with found:
-            return {name: found[name] for name in found.files}
-    except (EOFError, RuntimeError, zipfile.BadZipFile) as error:  # what zipfile gives for bytes that are no zip's
+        with open_file(path) as file:
+            found = numpy.load(file, allow_pickle=False)
+            if isinstance(found, numpy.ndarray):
+                raise ValueError("it is one array alone")
+            with found:
+                return {name: found[name] for name in found.files}
+    except DAMAGED as error:
         raise ValueError(str(error)) from error
 
 
@@ -217,7 +221,8 @@ def write_columns(file: IO[bytes], columns: Columns) -> None:
 
 def altered_shards(pack: PackedSet) -> list[str]:
     """Reads every shard; the names of those that aren't what was written."""
-    return [entry.name for entry in pack.shards if file_digest(pack.folder / entry.name) != entry.sha256]
+    shards = [(pack.folder / entry.name, entry) for entry in pack.shards]
+    return [entry.name for path, entry in shards if not path.is_file() or file_digest(path) != entry.sha256]
 
 
 def file_digest(path: Path) -> str:
