@@ -35,7 +35,7 @@ TIMM = (
 MODES = ("single", "data", "fsdp", "semi", "auto")
 CLASSES, BATCH, STEPS = 5, 4, 2
 # The smallest pictures that each takes, where that isn't 64 pixels.
-SIZES = {"inception_v3": 96, "alexnet": 64}
+SIZES = {"inception_v3": 299, "alexnet": 64}
 # Names that timm's networks call what they draw with: shares of values, branches and positions that are dropped.
 SHARES = ("p", "dropout", "attention_dropout", "drop_prob", "attn_drop_rate", "attn_drop_p", "drop_rate")
 
