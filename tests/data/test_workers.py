@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import random
 import signal
@@ -90,6 +91,7 @@ def test_reading_here_leaves_the_generators_alone():
 
 
 def test_a_consumer_may_stop_early(files):
+    before = {*multiprocessing.active_children()}
     loader = Loader(files, PIXELS, train=True, seed=5, workers=2)
     endless = (torch.tensor([number % 12]) for number in range(10**9))
     for batch in loader.batches(0, endless):
@@ -100,10 +102,12 @@ def test_a_consumer_may_stop_early(files):
     alone = list(Loader(files, PIXELS, train=True, seed=5).batches(1, requests()))
     assert all(torch.equal(left.images, right.images) for left, right in zip(again, alone, strict=True))
     next(loader.batches(2, requests()))
-    workers = psutil.Process().children()
+    workers = {*multiprocessing.active_children()} - before
+    assert len(workers) == 2
     loader.close()
-    psutil.wait_procs(workers, timeout=10)
-    assert not [worker for worker in workers if worker.is_running()]
+    for worker in workers:
+        worker.join(60)
+    assert not [worker for worker in workers if worker.is_alive()]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -173,9 +177,9 @@ def test_pictures_of_any_kind_become_pixels():
 def test_plain_tensors_need_no_worker():
     source = UserSamples(TensorDataset(torch.arange(12.0).view(12, 1), torch.arange(12)))
     loader = Loader(source, PIXELS, train=True, seed=0, workers=4)
-    before = psutil.Process().children()
+    before = multiprocessing.active_children()
     batches = list(loader.batches(0, requests()))
-    assert psutil.Process().children() == before
+    assert multiprocessing.active_children() == before
     assert [batch.images.flatten().tolist() for batch in batches] == REQUESTS
 
 

@@ -2,8 +2,10 @@
 
 import collections
 import copy
+import dataclasses
 import functools
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 import manyhands
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.save import save
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
 from manyhands.train.own_schedule import make_schedule
@@ -133,6 +137,44 @@ def test_another_schedule_may_take_over_and_the_optimizer_keeps_its_state(tmp_pa
     manyhands.fit(network(), DATA, DATA, schedule="constant", **again)
     assert "starts anew" not in (tmp_path / "run" / "events.jsonl").read_text()
     assert rates(tmp_path / "run")[6] == 0.2
+
+
+def session(out):
+    here = network()
+    with manyhands.session(out=out) as s:
+        sgd = torch.optim.SGD(here.parameters(), 0.1)
+        model, optimizer, batches = s.prepare(here, sgd, DATA, batch=24, scheduler=lr_scheduler.StepLR(sgd, 1))
+        for _epoch in s.epochs(1):
+            for x, y in batches:
+                s.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+
+
+def fitted(out):
+    options = {**OPTIONS, "epochs": 1, "checkpoint__resume": "auto"}
+    manyhands.fit(network(), DATA, DATA, optimizer=own_sgd, schedule=cosine, out=out, **options)
+
+
+OTHER_TEXTS = ["x", "null", "3", "[]", '{"last_epoch": "x"}', '{"dict": []}']
+
+
+@pytest.mark.parametrize(
+    ("train", "changes"),
+    [
+        (fitted, [{"schedule": text} for text in OTHER_TEXTS]),
+        (session, [{"session": {"scheduler": text}} for text in OTHER_TEXTS]),
+    ],
+)
+def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, changes, tmp_path):
+    train(tmp_path)
+    (path,) = (tmp_path / "checkpoints").glob("step-*")
+    good = load(path)
+    for change in changes:
+        shutil.rmtree(path)
+        save(path.parent, 1, dataclasses.replace(good, state={**good.state, **change}))
+        with pytest.raises(UserError, match="the scheduler's state in this checkpoint can't be used") as caught:
+            train(tmp_path)
+        assert caught.value.where == str(path)
 
 
 OWN = """

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.optim import lr_scheduler, swa_utils
 
-from manyhands.train.scheduler_state import as_plain_data, from_plain_data, restore_scheduler, scheduler_state
+from manyhands.core.errors import UserError
+from manyhands.train.own_schedule import OwnScheduler
+from manyhands.train.scheduler_state import (
+    as_plain_data,
+    from_plain_data,
+    reading_of,
+    restore_scheduler,
+    scheduler_state,
+)
 
 SCHEDULERS = [
     lambda o: lr_scheduler.StepLR(o, 2),
@@ -59,3 +67,47 @@ def test_it_goes_on_as_one_that_never_stopped(make, before):
 def test_data_comes_back_as_it_was():
     value = {"a": [1, (2.5, None)], 3: {"dict": "x", (1, 2): True}, "best": float("inf"), "f": print}
     assert from_plain_data(json.loads(json.dumps(as_plain_data(value)))) == {k: v for k, v in value.items() if k != "f"}
+
+
+JUNK = [None, "x", [], {}, [1], {"list": "x"}, {"list": ["x", None, {}]}, {"dict": [[{"list": []}, 1]]}, {"other": []}]
+
+
+def spoilt(tree):
+    """All trees like this one, but with something of another kind in one place."""
+    yield from (2.5 if type(tree) is type(junk) is str else junk for junk in JUNK)
+    for key, one in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        for other in spoilt(one):
+            again = copy.copy(tree)
+            again[key] = other
+            yield again
+    if isinstance(tree, dict):
+        yield from ({**tree, name: "x"} for name in ("step", "optimizer", "lr_lambdas", "params", "foreach"))
+        yield from ({key: one for key, one in tree.items() if key != left_out} for left_out in tree)
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_junk_of_any_kind_anywhere_is_refused_in_words_or_does_no_harm(make):
+    optimizer = sgd()
+    scheduler = OwnScheduler(make(optimizer), optimizer)
+    for step in range(3):
+        optimizer.step()
+        scheduler(step)
+        scheduler.evaluated(1.0)
+    refused = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for saved in spoilt(json.loads(scheduler.saved())):
+            optimizer = sgd()
+            again = OwnScheduler(make(optimizer), optimizer)
+            try:
+                with reading_of("runs/a/checkpoints/step-3"):
+                    again.go_on(json.dumps(saved), 3)
+            except UserError as error:
+                refused += error.where == "runs/a/checkpoints/step-3"
+                continue
+            for step in range(3, 6):
+                optimizer.step()
+                again(step)
+                again.evaluated(1.0)
+                assert isinstance(optimizer.param_groups[0]["lr"], float)
+    assert refused

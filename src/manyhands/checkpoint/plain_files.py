@@ -21,6 +21,12 @@ class _Best(_Plain):
     figure: float | None = None
 
 
+class _Session(_Plain):
+    epochs: _Count = 0
+    scheduler: str = ""
+    losses: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(default_factory=list[list[float]])
+
+
 class _State(_Plain):
     step: _Count = 0
     epoch: _Count = 0
@@ -35,6 +41,7 @@ class _State(_Plain):
     classes: list[str] = Field(default_factory=list)
     sync: dict[str, Any] | None = None
     schedule: str = ""
+    session: _Session | None = None
     scaler: dict[str, float | int | None] | None = None
 
 

@@ -48,6 +48,7 @@ from manyhands.train.recover import (
     training_digest,
 )
 from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, time_step, warm_up
+from manyhands.train.scheduler_state import reading_of
 from manyhands.train.state import Progress, restore
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -365,7 +366,8 @@ def resume(trainer: Trainer, found: Resumable) -> None:
         trainer.update.gradients.scaler.load_state_dict(found.snapshot.state["scaler"])
     load_rank_state(trainer, found.path)
     if isinstance(trainer.update.set_rates, OwnScheduler) and found.snapshot.state.get("schedule"):
-        trainer.update.set_rates.go_on(found.snapshot.state["schedule"], trainer.progress.step)
+        with reading_of(where):
+            trainer.update.set_rates.go_on(found.snapshot.state["schedule"], trainer.progress.step)
     for note in (*found.notes, *filter(None, [anew])):
         trainer.journal.event("warning", note, trainer.progress.step)
     step = trainer.progress.step

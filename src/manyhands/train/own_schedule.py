@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.config.job import TrainOptions
@@ -16,7 +17,13 @@ from manyhands.core.errors import UserError
 from manyhands.train.objects import brought
 from manyhands.train.optimize import learning_rate
 from manyhands.train.own_optimizer import set_learning_rate, with_own_rate
-from manyhands.train.scheduler_state import as_plain_data, from_plain_data, restore_scheduler, scheduler_state
+from manyhands.train.scheduler_state import (
+    as_plain_data,
+    from_plain_data,
+    refuse_other_kinds,
+    restore_scheduler,
+    scheduler_state,
+)
 
 # Sets the learning rates for an update, by its number, counted from 0.
 SetRates = Callable[[int], None]
@@ -152,18 +159,25 @@ class OwnScheduler:
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def go_on(self, saved: str, step: int) -> None:
-        """Is put where it was when `saved` was made, where that fits a run that has made so many updates."""
-        found = json.loads(saved)
-        before, now = found["as_made"], found["now"]
-        changed, made = _changed(before["state"], now["state"]), self._as_made["state"]
-        alike = all(made.get(name) == one for name, one in before["state"].items() if name not in changed)
-        if found["kind"] != self._kind or not (self.waits or (alike and found["made"] == max(0, step - 1))):
+        """Is put where it was when `saved` was made, where that fits a run that has made so many updates.
+
+        Raises:
+            Exception: nobody has saved this; see `reading_of`.
+        """
+        found = _SavedScheduler.model_validate(json.loads(saved))
+        before, now = found.as_made, found.now
+        changed, made = _changed(before.state, now.state), self._as_made["state"]
+        alike = all(made.get(name) == one for name, one in before.state.items() if name not in changed)
+        if found.kind != self._kind or not (self.waits or (alike and found.made == max(0, step - 1))):
             return
         restore_scheduler(self._scheduler, changed)
-        if not self.waits or before["groups"] == self._as_made["groups"]:
-            for live, *both in zip(self._optimizer.param_groups, before["groups"], now["groups"], strict=True):
-                live.update({name: from_plain_data(one) for name, one in _changed(*both).items()})
-        self._made = found["made"]
+        if not self.waits or before.groups == self._as_made["groups"]:
+            places = zip(self._optimizer.param_groups, self._as_made["groups"], before.groups, now.groups, strict=True)
+            for live, kept, *both in places:
+                values = {name: from_plain_data(one) for name, one in _changed(*both).items()}
+                refuse_other_kinds(values, kept, live.__contains__)
+                live.update(values)
+        self._made = found.made
 
     def _now(self) -> dict[str, Any]:
         groups = [
@@ -176,6 +190,20 @@ class OwnScheduler:
         while self._made < step:
             self._scheduler.step()
             self._made += 1
+
+
+class _SavedPlace(BaseModel):
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+class _SavedScheduler(BaseModel):
+    """What `OwnScheduler.saved` gives."""
+
+    kind: str
+    made: int
+    as_made: _SavedPlace
+    now: _SavedPlace
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from manyhands.train.own_schedule import OwnScheduler, make_schedule
 from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
 from manyhands.train.rehearse import warm_up
-from manyhands.train.scheduler_state import restore_scheduler
+from manyhands.train.scheduler_state import reading_of, restore_scheduler
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -241,5 +241,6 @@ def _go_on(trainer: Trainer, found: Resumable, own: OwnParts) -> dict[str, Any]:
     resume(trainer, found)
     noted = found.snapshot.state.get(SESSION, {})
     if own.scheduler and noted.get("scheduler"):
-        restore_scheduler(own.scheduler, json.loads(noted["scheduler"]))
+        with reading_of(str(found.path)):
+            restore_scheduler(own.scheduler, json.loads(noted["scheduler"]))
     return {"epochs": trainer.progress.epoch, **noted}
