@@ -1,5 +1,7 @@
 """Loops as users write them: where they step, clear, clip and leave, and what a session can't take is said."""
 
+import contextlib
+import io
 import math
 import signal
 
@@ -7,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.core.errors import EXIT_SAVED, UserError
 from tests.processes.ranks import run_on_ranks
-from tests.processes.test_session import _data, _network, _weights
+from tests.processes.test_session import _data, _network, _session, _weights
 
 PLACES = ("first", "before the optimizer", "last")
 
@@ -213,3 +216,55 @@ def test_what_a_session_would_leave_unheard_is_refused():
             here.all_reduce(torch.ones(1), "avg")
         here.prepare(net, sgd, _data(), batch=16)
         assert math.isnan(here.mean_loss())
+
+
+def _other_network(world, change):
+    layers = [nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)]
+    if world.rank == 1:
+        change(layers)
+    net = nn.Sequential(*layers)
+    data = TensorDataset(torch.arange(32.0).view(8, 4), torch.arange(8) % 3)
+    with contextlib.closing(_session(world)) as s, pytest.raises(UserError) as caught:
+        s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=4)
+    return caught.value.what
+
+
+def _freeze(layers):
+    layers[2].requires_grad_(False)
+
+
+def _widen(layers):
+    layers[1:3] = nn.Linear(4, 6), nn.Linear(6, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "other"),
+    [
+        (_freeze, "2.weight [5, 5] where it has 2.weight [5, 5] frozen"),
+        (_widen, "1.weight [5, 4] where it has 1.weight [6, 4]"),
+        (list.pop, "3.weight [3, 5] where it has nothing"),
+    ],
+)
+def test_a_process_that_trains_another_network_is_named_in_place_of_mixing_gradients_up(change, other):
+    wanted = f"rank 1's network is another one than rank 0's, which has {other}"
+    assert run_on_ranks(_other_network, 3, change) == [wanted] * 3
+
+
+def _copied(world, folder):
+    """The network of a session that notes its outputs: copied, pickled, and as it is afterwards."""
+    net = _plain()
+    with contextlib.closing(_session(world, folder)) as s:
+        model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=16)
+        average = torch.optim.swa_utils.AveragedModel(net)
+        torch.save(net, io.BytesIO())
+        for x, y in batches:
+            s.backward(F.cross_entropy(model(x), y))
+            average(x)
+            optimizer.step()
+            average.update_parameters(net)
+    return len(net._forward_hooks)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_network_in_a_session_can_be_copied_and_keeps_nothing_of_it(size, tmp_path):
+    assert run_on_ranks(_copied, size, str(tmp_path)) == [0] * size

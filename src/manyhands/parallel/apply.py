@@ -1,6 +1,7 @@
 """Finds a parallel mode by its name, and proves that replicas are equal."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from manyhands.core.plugins import load_choice, module_names, unknown_choice
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE
+from manyhands.parallel.plain import gather_plain
 
 # Values of a tensor that are widened to 64 bits at a time, three times over: 100 MB.
 CHECKED_AT_ONCE = 1 << 22
@@ -127,3 +129,17 @@ def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) 
     for tensor in named.values():
         dist.broadcast(tensor, src=0)
     return True
+
+
+def refuse_other_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
+    """Raises UserError where a process has other tensors than rank 0, or trains others: gradients would be mixed up."""
+    if world.alone:
+        return
+    frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    mine = [f"{name} {list(one.shape)}{' frozen' if name in frozen else ''}" for name, one in named.items()]
+    first, *others = gather_plain(mine, world)
+    for rank, theirs in enumerate(others, 1):
+        for one, other in zip_longest(first, theirs, fillvalue="nothing"):
+            if one != other:
+                what = f"rank {rank}'s network is another one than rank 0's, which has {one} where it has {other}"
+                raise UserError(what, "model", ("build, and freeze, the same network on all processes",))

@@ -16,7 +16,14 @@ from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing, Order
 from manyhands.data.splits import Splits
-from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, one_process, takes_mesh
+from manyhands.parallel.apply import (
+    apply_mode,
+    make_equal,
+    normalises_in_groups,
+    one_process,
+    refuse_other_networks,
+    takes_mesh,
+)
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
@@ -345,9 +352,13 @@ def start_equal(
     """Proves that all processes start from the same network, or (always, if asked to) gives them rank 0's.
 
     Of a network that its author has split over a grid, what is cut is left out.
+
+    Raises:
+        UserError: the processes have other tensors, or train others.
     """
     cut = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
     named = {name: tensor for name, tensor in model.state_dict().items() if name not in cut}
+    refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
         journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
 

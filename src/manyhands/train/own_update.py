@@ -1,10 +1,11 @@
 """One update whose forward passes and losses are the user's own; all else is `Updater`'s, as in `fit`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import MicroBatch
@@ -13,6 +14,22 @@ from manyhands.train.loss import something
 from manyhands.train.step import Updater
 
 _LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
+
+
+class OutputHook:
+    """Shows what a network gives, as a forward hook; a copy of the network, such as a moving average, shows nothing."""
+
+    def __init__(self, show: Callable[[Any], None] | None = None) -> None:
+        self._show = show
+
+    def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Called after each forward."""
+        if self._show:
+            self._show(output)
+
+    @override
+    def __reduce__(self) -> tuple[type["OutputHook"], tuple[()]]:
+        return OutputHook, ()
 
 
 class OwnUpdate:

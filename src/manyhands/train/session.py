@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, UserError
@@ -32,7 +33,7 @@ from manyhands.train.evaluators import make_evaluator
 from manyhands.train.loop import updates
 from manyhands.train.objects import metric_words
 from manyhands.train.own_metrics import make_metrics
-from manyhands.train.own_update import OwnUpdate
+from manyhands.train.own_update import OutputHook, OwnUpdate
 from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepare_trainer
 from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back
 from manyhands.train.saving import record_evaluation, save
@@ -80,6 +81,7 @@ class Session(Subgroup):
         self._trainer: Trainer | None = None
         self._scheduler: LRScheduler | None = None
         self._own: OwnUpdate | None = None
+        self._hook: RemovableHandle | None = None
         # Epochs whose end the user's loop has come to; and where this process is in the one that goes on.
         self._concluded, self._begun, self._owed = 0, False, False
         self._loss: list[Tensor] = []
@@ -144,7 +146,7 @@ class Session(Subgroup):
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
         trainer.noted = self._noted
         if self._folder:
-            trainer.network.call.register_forward_hook(self._saw)
+            self._hook = trainer.network.call.register_forward_hook(OutputHook(self._saw))
             self._give_account(trainer)
         if scheduler:
             scheduler_state(scheduler)  # refused before anything is trained
@@ -271,9 +273,11 @@ class Session(Subgroup):
 
     def close(self) -> None:
         """Gives back what `prepare` took; the network stays as it is."""
+        if self._hook:
+            self._hook.remove()
         if self._trainer:
             self._trainer.release()
-        self._trainer = None
+        self._trainer = self._hook = None
 
     def _of_prepared(self, model: nn.Module) -> Trainer | None:
         trainer = self._trainer
@@ -326,7 +330,7 @@ class Session(Subgroup):
         if self._own.finish():
             self._ready().count_update()
 
-    def _saw(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _saw(self, output: Any) -> None:
         if self._own is not None:
             self._own.saw(output)
 
