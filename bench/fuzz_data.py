@@ -17,14 +17,15 @@ from PIL import Image
 from bench.fuzz_mutations import spoil_tree
 from manyhands.data.archive import unpack_once
 from manyhands.data.datasets import cifar
-from manyhands.data.decode import decode, probe
+from manyhands.data.decode import probe
 from manyhands.data.folder import divided, list_parts
 from manyhands.data.idx import read_pair, write_idx
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import folder_listings, of_pack, place_of_pack, with_pack
 from manyhands.data.packed import HEAD, SAMPLES, STATE, columns_digest, digest_of, read_columns, write_columns
 from manyhands.data.packing import PackRequest, make_pack, read_contents
-from manyhands.data.pictures import prepare
+from manyhands.data.pictures import read_picture
+from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import Pixels
 
 
@@ -173,8 +174,9 @@ def write_pictures(folder: Path, rng: random.Random) -> None:
 
 
 def read_pictures(folder: Path) -> None:
-    pixels = Pixels(8, 3, (0.5,) * 3, (0.5,) * 3, "none")
+    pixels = Pixels(8, 3, (0.5,) * 3, (0.5,) * 3, "resized-crop-flip")
     for listing in divided(list_parts(folder), 0.3):
         for index in range(len(listing)):
             probe(listing.path(index))
-            prepare(decode(listing.path(index), 3), pixels, None)
+            for draws in (None, SampleDraws(0, index)):
+                read_picture(listing.path(index), pixels, draws)
