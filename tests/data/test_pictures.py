@@ -1,6 +1,7 @@
 """Pictures in files: by whatever route they are decoded, their pixels are the same."""
 
 import io
+import resource
 
 import numpy
 import pytest
@@ -109,3 +110,19 @@ def test_crops_are_those_of_pillow_to_a_level(real_data, sample):
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     expected = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
     assert (found.int() - expected.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("size", [(900, 7), (7, 900), (501, 30), (30, 501)])
+def test_the_ends_of_a_long_picture_change_nothing(monkeypatch, size):
+    content = stored("png", *size)
+    found = read_picture("a.png", wanted(augment="none"), None, content)
+    monkeypatch.setattr(pictures, "_MOST_TIMES", 1000)
+    whole = read_picture("a.png", wanted(augment="none"), None, content)
+    assert (found.int() - whole.int()).abs().max() <= 4
+
+
+@pytest.mark.parametrize("size", [(60_000, 1), (1, 60_000)])
+def test_a_very_long_picture_takes_no_gigabytes(size):
+    pixels, content = wanted(224, augment="none"), stored("png", *size)
+    read_picture("a.png", pixels, None, content)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KB; resized as a whole it is 9 GB

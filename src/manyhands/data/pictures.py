@@ -27,6 +27,10 @@ from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels
 # looks: Pillow's own measure for pictures that are as good as from the whole (`reducing_gap`).
 _GAP = 2
 
+# A picture may be so many times as long as it is wide before its ends, which aren't seen, are left out unresized: one
+# of 60,000 x 1 pixels would take gigabytes.
+_MOST_TIMES = 16
+
 
 def read_picture(path: str, pixels: Pixels, draws: SampleDraws | None, content: bytes | None = None) -> Tensor:
     """A picture file, or its `content`, to uint8 [C, S, S]; without draws as for evaluation.
@@ -120,8 +124,11 @@ def _resized(values: Tensor, height: int, width: int) -> Tensor:
 
 
 def _middle(values: Tensor, pixels: Pixels) -> Tensor:
-    """Resizes the shorter side and cuts out the middle."""
+    """Resizes the shorter side and cuts out the middle; the ends of a very long picture are left out before."""
     size, shorter = pixels.size, min(values.shape[1:])
+    most = _MOST_TIMES * shorter
+    top, left = (max(0, side - most) // 2 for side in values.shape[1:])
+    values = values[:, top : top + most, left : left + most]
     high, wide = (round(side * pixels.resized_to / shorter) for side in values.shape[1:])
     left, top = (wide - size) // 2, (high - size) // 2
     return _resized(values, high, wide)[:, top : top + size, left : left + size]

@@ -61,7 +61,6 @@ from manyhands.run.script import note_end, shown, stopping
 STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
 LOOPBACK = "127.0.0.1"
-# Ranks other than 0 learn from it where the run is kept.
 
 
 @dataclass(frozen=True)
