@@ -16,26 +16,33 @@ groups = st.integers(0, 40)
 micro_batches = st.integers(0, 64)
 
 
+# Of up to 9 processes; none: all the same.
+wanted_shares = st.lists(st.integers(1, 50), max_size=9).map(tuple)
+
+
+def _sharing(size, micro, group, wanted):
+    return BatchSharing(len(wanted) or size, micro, group, shares=wanted)
+
+
 def _micro_batches(count, cut):
     try:
         return cut.micro_batches(count)
     except UserError:
         # Only when a group can't fit into one pass.
         assert cut.group
-        assert cut.micro_batch * cut.processes < max(
-            b - a for a, b in itertools.pairwise(group_edges(count, cut.group))
-        )
+        assert cut.largest < max(b - a for a, b in itertools.pairwise(group_edges(count, cut.group)))
         return None
 
 
-@given(counts, processes, micro_batches, groups)
-def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, group):
-    micro_batches = _micro_batches(count, BatchSharing(size, micro, group))
+@given(counts, processes, micro_batches, groups, wanted_shares)
+def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, group, wanted):
+    sharing = _sharing(size, micro, group, wanted)
+    micro_batches = _micro_batches(count, sharing)
     if micro_batches is None:
         return
     position = 0
     for shares in micro_batches:
-        assert len(shares) == size
+        assert len(shares) == sharing.processes
         for share in shares:
             assert share.start == position
             assert not micro or share.count <= micro
@@ -43,9 +50,9 @@ def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, g
     assert position == count
 
 
-@given(counts, processes, micro_batches, groups)
-def test_normalisation_groups_do_not_depend_on_the_number_of_processes(count, size, micro, group):
-    micro_batches = _micro_batches(count, BatchSharing(size, micro, group))
+@given(counts, processes, micro_batches, groups, wanted_shares)
+def test_normalisation_groups_do_not_depend_on_who_computes_them(count, size, micro, group, wanted):
+    micro_batches = _micro_batches(count, _sharing(size, micro, group, wanted))
     if micro_batches is None or not group:
         return
     seen = []
@@ -103,6 +110,29 @@ def test_whole_groups_are_dealt_out_where_that_costs_little():
     assert not shares[0].shared_groups
     (shares,) = BatchSharing(3, 0, 32).micro_batches(128)
     assert [share.count for share in shares] == [42, 43, 43]
+    assert shares[0].shared_groups
+
+
+@given(wanted_shares.filter(bool))
+def test_a_batch_that_shares_add_up_to_is_shared_out_as_they_say(wanted):
+    (shares,) = BatchSharing(len(wanted), shares=wanted).micro_batches(sum(wanted))
+    assert tuple(share.count for share in shares) == wanted
+
+
+@given(counts, processes, micro_batches, groups, st.integers(1, 9))
+def test_equal_shares_are_those_of_nobody_who_said_anything(count, size, micro, group, one):
+    said = _micro_batches(count, BatchSharing(size, micro, group, shares=(one,) * size))
+    assert said == _micro_batches(count, BatchSharing(size, micro, group))
+
+
+def test_unequal_shares_are_whole_groups_where_that_costs_little():
+    (shares,) = BatchSharing(2, 0, 8, shares=(24, 8)).micro_batches(32)
+    assert [share.count for share in shares] == [24, 8]
+    assert not shares[0].shared_groups
+    (shares,) = BatchSharing(2, 0, 8, shares=(25, 7)).micro_batches(32)
+    assert [share.count for share in shares] == [24, 8]
+    (shares,) = BatchSharing(2, 0, 16, shares=(24, 8)).micro_batches(32)
+    assert [share.count for share in shares] == [24, 8]
     assert shares[0].shared_groups
 
 

@@ -57,7 +57,7 @@ def _alone(updates, norm, settings):
 
 
 def _compare(size, updates, mode, norm, settings, tolerance):
-    alone = _alone(updates, norm, tuple(settings.items()))
+    alone = _alone(updates, norm, tuple((key, value) for key, value in settings.items() if key != "cluster.shares"))
     several = run_on_ranks(_train, size, updates, mode, norm, settings)
     summed = [sum(losses) for losses in zip(*(result[0] for result in several), strict=True)]
     torch.testing.assert_close(torch.tensor(summed), torch.tensor(alone[0]), rtol=tolerance, atol=0)
@@ -104,3 +104,25 @@ def test_sharded_parameters_go_with_channels_last():
 
 def test_global_groups_are_torchs_synchronised_norm():
     _compare(3, 20, "data", True, {"train.precision": "fp64", "train.norm_group": "global"}, 1e-9)
+
+
+# Of 29: much to one, little to another; also cut into passes, and in groups that several processes hold.
+UNEQUAL = {2: [22, 7], 3: [20, 1, 8], 4: [3, 17, 5, 4]}
+
+
+@pytest.mark.parametrize("settings", ["plain", "accumulation", "large-groups", "backend"])
+@pytest.mark.parametrize("size", UNEQUAL)
+def test_unequal_shares_make_the_same_updates(size, settings):
+    base = {"train.precision": "fp64", "train.norm_group": 4, "cluster.shares": UNEQUAL[size]}
+    _compare(size, 20, "data", True, {**base, **SETTINGS[settings]}, 1e-9)
+
+
+def test_unequal_shares_of_sharded_parameters_make_the_same_updates():
+    settings = {"train.precision": "fp64", "train.norm_group": 4, "cluster.shares": UNEQUAL[3]}
+    _compare(3, 20, "fsdp", True, settings, 1e-9)
+
+
+def test_shares_go_with_bf16_gradients_on_the_way():
+    """The sum of weighted gradients is the batch's; the method rounds it, so one update is compared coarsely."""
+    settings = {"train.precision": "fp64", "train.norm_group": 4, "cluster.shares": UNEQUAL[2], "sync.method": "bf16"}
+    _compare(2, 1, "data", True, settings, 1e-2)

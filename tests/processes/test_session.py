@@ -104,8 +104,15 @@ def _assert_alike(found, wanted, tolerance=1e-9):
 
 @pytest.mark.parametrize(
     ("size", "settings"),
-    [(1, {"train.micro_batch": 5}), (2, {}), (2, {"train.micro_batch": 4}), (3, {}), (3, {"train.micro_batch": 4})],
-    ids=["1 in parts", "2", "2 in parts", "3", "3 in parts"],
+    [
+        (1, {"train.micro_batch": 5}),
+        (2, {}),
+        (2, {"train.micro_batch": 4}),
+        (3, {}),
+        (3, {"train.micro_batch": 4}),
+        (2, {"cluster.shares": [13, 4]}),
+    ],
+    ids=["1 in parts", "2", "2 in parts", "3", "3 in parts", "2 unequally"],
 )
 def test_an_own_loop_makes_the_same_updates(alone, size, settings):
     weights, losses, evaluated, _ = alone

@@ -1,6 +1,6 @@
 """The whole job as one typed tree. Each part's own section lies beside the code that reads it."""
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -172,6 +172,10 @@ class ClusterOptions(Options):
     file: str = Field(default="", description="a description of the cluster, in any known format (--cluster FILE)")
     rank_table: str = Field(default="", description="Ascend's rank table; this machine finds itself in it")
     on: Literal["", "slurm", "kubernetes"] = Field(default="", description="hand the job to this scheduler")
+    shares: Literal["equal"] | tuple[int, ...] = Field(
+        default="equal",
+        description="samples of each update that each process takes, by rank: [24, 8]; they add up to train.batch",
+    )
     interface: str = Field(default="", description="network interface between the machines; empty: found by trying")
     ssh: str = Field(default="ssh", description="the ssh command, with any options of your own")
     python: str = Field(default="", description="Python on the other machines; empty: found by trying")
@@ -180,6 +184,17 @@ class ClusterOptions(Options):
     join_warn_s: float = Field(default=30.0, gt=0.0, description="name the missing processes after so long")
     join_timeout_s: float = Field(default=600.0, gt=0.0, description="give up waiting for them after so long")
     collective_timeout_s: float = Field(default=600.0, gt=0.0, description="give up on a silent peer after so long")
+
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _are_shares(cls, given: object) -> object:
+        """Raises ValueError in one sentence, where each of the kinds would have its own."""
+        if given == "equal":
+            return given
+        numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
+        if not numbers or not all(type(one) is int and one > 0 for one in numbers):
+            raise ValueError("should be equal, or a list of whole numbers above zero, one for each process: [24, 8]")
+        return tuple(numbers)
 
 
 class SubmitOptions(Options):

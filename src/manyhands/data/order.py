@@ -60,6 +60,17 @@ class BatchSharing:
     # shares may be of whole groups; False: of equal size, so that a share's halves are the shares of twice as many
     # processes
     aligned: bool = True
+    shares: tuple[int, ...] = ()  # what each process takes, in proportion; empty: all the same
+
+    @functools.cached_property
+    def edges(self) -> tuple[int, ...]:
+        """Sums of the shares before each process, and of all."""
+        return tuple(itertools.accumulate(self.shares or (1,) * self.processes, initial=0))
+
+    @property
+    def largest(self) -> int:
+        """Most samples that fit into one micro-batch of all processes; 0 for no limit."""
+        return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
         """For each micro-batch of `count` samples, each process's share. Raises UserError: a group doesn't fit in."""
@@ -79,7 +90,7 @@ def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], proce
 @functools.lru_cache(maxsize=64)
 def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share, ...], ...]:
     edges = group_edges(count, batch_sharing.group)
-    limit = batch_sharing.micro_batch * batch_sharing.processes or count
+    limit = batch_sharing.largest or count
     return tuple(
         _shares(batch_sharing, edges, start, stop) for start, stop in _micro_batch_bounds(edges, limit, batch_sharing)
     )
@@ -128,13 +139,19 @@ def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int
 
 
 def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Contiguous shares of equal size, or of whole groups where that costs little."""
-    first, count, groups, processes = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.processes
-    fair = [first + count * rank // processes for rank in range(processes + 1)]
-    aligned = [edges[groups * rank // processes] for rank in range(processes + 1)]
-    largest_fair, largest_aligned = (max(b - a for a, b in itertools.pairwise(cuts)) for cuts in (fair, aligned))
-    most = min(ALIGNED_SHARE_LIMIT * largest_fair, batch_sharing.micro_batch or count)
-    return list(itertools.pairwise(aligned if batch_sharing.aligned and largest_aligned <= most else fair))
+    """Contiguous shares of the wanted sizes, or of whole groups where that costs little."""
+    first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.edges
+    fair = list(itertools.pairwise(first + count * cut // cuts[-1] for cut in cuts))
+    aligned = list(itertools.pairwise(edges[groups * cut // cuts[-1]] for cut in cuts))
+    largest = max(stop - start for start, stop in aligned)
+    if not batch_sharing.aligned or largest > (batch_sharing.micro_batch or count):
+        return fair
+    wanted = batch_sharing.shares or (1,) * batch_sharing.processes
+    longest_fair, longest = (
+        max((stop - start) / share for (start, stop), share in zip(bounds, wanted, strict=True))
+        for bounds in (fair, aligned)
+    )
+    return aligned if longest <= ALIGNED_SHARE_LIMIT * longest_fair else fair
 
 
 def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[Span, ...]:

@@ -14,8 +14,6 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.world import World
-from manyhands.data.order import BatchSharing, Order
-from manyhands.data.splits import Splits
 from manyhands.parallel.apply import (
     apply_mode,
     make_equal,
@@ -27,7 +25,7 @@ from manyhands.parallel.apply import (
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import GroupedNorm, group_batch_norms, leave_batch_norms
+from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
 from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.parallel.plan import Plan
@@ -56,6 +54,7 @@ from manyhands.train.recover import (
 )
 from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, time_step, warm_up
 from manyhands.train.scheduler_state import reading_of
+from manyhands.train.sharing import order_and_cut, refuse_small_micro_batches
 from manyhands.train.state import Progress, restore
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -108,7 +107,7 @@ def build(
     _tell_of_mode(network, len(classes), journal)
     classes = _name_all(classes, max(rehearsed.outputs, network.outputs), journal)
     order, cut = order_and_cut(
-        job, samples.splits, world, mode, network, together=not synced.synchronizer.own_statistics
+        job, samples.splits, world, mode, network, journal, own=synced.synchronizer.own_statistics, goes_on=bool(found)
     )
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
@@ -191,24 +190,6 @@ def _refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal,
         raise UserError("main.py's files hold a whole network, and here it is cut", "checkpoint.pth_tar", mend)
     if job.train.compile:
         raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
-
-
-def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
-    """Raises UserError where a pass has fewer samples than some op shares out: not all ops know what nothing is."""
-    parts, counts = network.most_parts, {min(order.batch, order.length)}
-    if not order.drop_last:
-        counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)
-    for count in counts:
-        least = min(shares[-1].stop - shares[0].start for shares in batch_sharing.micro_batches(count))
-        if least < parts:
-            raise UserError(
-                f"a pass of {least} sample(s) can't be shared out among {parts} processes, as some op does",
-                "train.batch",
-                (
-                    f"another --batch: {order.length} samples in batches of {order.batch} end with one of {least}",
-                    "or leave that one out: --train.drop-last",
-                ),
-            )
 
 
 def _rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World, journal: Journal) -> RehearsalResult:
@@ -294,41 +275,6 @@ def release(
     samples.close()
     network.release()
     restore_norms()
-
-
-def order_and_cut(
-    job: Job, splits: Splits, world: World, mode: str, network: ParallelNetwork, *, together: bool = True
-) -> tuple[Order, BatchSharing]:
-    """Which samples make up an update, and how processes share them.
-
-    Args:
-        job: says how many.
-        splits: the data.
-        world: who takes part.
-        mode: the parallel mode in force.
-        network: under it.
-        together: False where each process trains by itself, so that BatchNorm's groups are its own.
-    """
-    options = job.train
-    sharing = network.replicas(world.size)
-    if options.batch < sharing:
-        raise UserError(
-            f"train.batch is {options.batch}, and there are {sharing} processes to share it",
-            "train.batch",
-            (f"--batch {sharing} or more", "or fewer processes"),
-        )
-    batch = min(options.batch, len(splits.train))
-    group = 0
-    # A network without BatchNorm has no groups that a pass would have to hold whole.
-    layers = any(isinstance(module, GroupedNorm) for module in network.inner.modules())
-    grouped = together and normalises_in_groups(mode) and layers
-    if isinstance(options.norm_group, int) and grouped:
-        group = options.norm_group
-    elif options.norm_group == "global" and grouped:
-        group = batch
-    return Order(len(splits.train), batch, options.seed, options.drop_last), BatchSharing(
-        sharing, options.micro_batch, group, aligned=not network.together
-    )
 
 
 def grid_of(job: Job, world: World, mode: str) -> Grid | None:

@@ -31,7 +31,7 @@ from manyhands.sync.choose import BY_MODE
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.data_setup import DataSetup, first_picture, open_samples
 from manyhands.train.feed import Feed
-from manyhands.train.job import order_and_cut, refuse_small_micro_batches, release, resume, start_equal
+from manyhands.train.job import release, resume, start_equal
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_own, mark_own
@@ -40,6 +40,7 @@ from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
 from manyhands.train.rehearse import warm_up
 from manyhands.train.scheduler_state import reading_of, restore_scheduler
+from manyhands.train.sharing import order_and_cut, refuse_small_micro_batches
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -131,7 +132,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     samples = open_samples(job, world, objects, journal)
     start_equal(model, world, journal)
     network, restore_norms = _under_mode(mode, job, world, own, samples)
-    order, cut = order_and_cut(job, samples.splits, world, mode, network)
+    order, cut = order_and_cut(job, samples.splits, world, mode, network, journal, goes_on=bool(found))
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
         model.compile()

@@ -1,0 +1,110 @@
+"""How each update's samples are shared among the processes of a run."""
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.journal import Journal
+from manyhands.core.world import World
+from manyhands.data.order import BatchSharing, Order
+from manyhands.data.splits import Splits
+from manyhands.parallel.apply import normalises_in_groups
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.norm import GroupedNorm
+
+_WHERE, _EQUAL = "cluster.shares", "--set cluster.shares=equal"
+
+
+def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
+    job: Job,
+    splits: Splits,
+    world: World,
+    mode: str,
+    network: ParallelNetwork,
+    journal: Journal,
+    *,
+    own: bool = False,
+    goes_on: bool = False,
+) -> tuple[Order, BatchSharing]:
+    """Which samples make up an update, and how processes share them.
+
+    Args:
+        job: says how many.
+        splits: the data.
+        world: who takes part.
+        mode: the parallel mode in force.
+        network: under it.
+        journal: told of shares that aren't equal.
+        own: each process trains by itself, so that BatchNorm's groups are its own.
+        goes_on: from a checkpoint, which may be of another number of processes.
+    """
+    options = job.train
+    sharing = network.replicas(world.size)
+    if options.batch < sharing:
+        raise UserError(
+            f"train.batch is {options.batch}, and there are {sharing} processes to share it",
+            "train.batch",
+            (f"--batch {sharing} or more", "or fewer processes"),
+        )
+    batch = min(options.batch, len(splits.train))
+    group = 0
+    # A network without BatchNorm has no groups that a pass would have to hold whole.
+    layers = any(isinstance(module, GroupedNorm) for module in network.inner.modules())
+    grouped = not own and normalises_in_groups(mode) and layers
+    if isinstance(options.norm_group, int) and grouped:
+        group = options.norm_group
+    elif options.norm_group == "global" and grouped:
+        group = batch
+    shares = _shares(job, sharing, journal, goes_on=goes_on)
+    if shares:
+        _refuse_unequal(job, mode, network, own=own)
+    return Order(len(splits.train), batch, options.seed, options.drop_last), BatchSharing(
+        sharing, options.micro_batch, group, aligned=not network.together, shares=shares
+    )
+
+
+def _shares(job: Job, sharing: int, journal: Journal, *, goes_on: bool) -> tuple[int, ...]:
+    """What the job says of each process's samples, for so many processes; empty where they share equally."""
+    shares = job.cluster.shares
+    if isinstance(shares, str):
+        return ()
+    if sum(shares) != job.train.batch:
+        what = f"cluster.shares {list(shares)} add up to {sum(shares)}, and train.batch is {job.train.batch}"
+        raise UserError(what, _WHERE, (f"--batch {sum(shares)}", "or other shares", f"or {_EQUAL}"))
+    if len(shares) == sharing:
+        told = f"of each update's {job.train.batch} samples the processes take {', '.join(map(str, shares))}"
+        journal.event("shares", told, 0, shares=list(shares))
+        return shares
+    what = f"cluster.shares are of {len(shares)} process(es), and there are {sharing}"
+    if not goes_on:
+        raise UserError(what, _WHERE, ("one number for each process", f"or {_EQUAL}"))
+    journal.event("warning", f"{what}, which share equally", 0)
+    return ()
+
+
+def _refuse_unequal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> None:
+    """Raises UserError where the mode or the sync method can't share unequally."""
+    why = ""
+    if network.together:
+        why = f"under {mode} processes compute each batch together, in equal parts"
+    elif own:
+        why = f"with {job.sync.method} each process normalises its own samples, so other shares train another network"
+    if why:
+        mend = ("--parallel data --sync allreduce", f"or {_EQUAL}")
+        raise UserError(f"cluster.shares can't be kept: {why}", _WHERE, mend)
+
+
+def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
+    """Raises UserError where a pass has fewer samples than some op shares out: not all ops know what nothing is."""
+    parts, counts = network.most_parts, {min(order.batch, order.length)}
+    if not order.drop_last:
+        counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)
+    for count in counts:
+        least = min(shares[-1].stop - shares[0].start for shares in batch_sharing.micro_batches(count))
+        if least < parts:
+            raise UserError(
+                f"a pass of {least} sample(s) can't be shared out among {parts} processes, as some op does",
+                "train.batch",
+                (
+                    f"another --batch: {order.length} samples in batches of {order.batch} end with one of {least}",
+                    "or leave that one out: --train.drop-last",
+                ),
+            )

@@ -1,0 +1,53 @@
+"""Processes take unequal shares of each update: what is recorded, what is refused, and going on elsewhere."""
+
+import json
+
+import pytest
+
+from tests.e2e.command import QUICK, assert_one_screen, events, final_weights, run
+
+COMMON = ["train", "digits", "mlp", "--batch", "32", "--epochs", "1", "--train.precision", "fp64", *QUICK]
+
+
+def train(out, *arguments):
+    return run(*COMMON, "--out", out, *arguments)
+
+
+def shared(folder):
+    return json.loads((folder / "plan.json").read_text())["shares"]
+
+
+def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
+    uneven, alone = tmp_path / "uneven", tmp_path / "alone"
+    ended = train(uneven, "-n", "2", "--set", "cluster.shares=[24,8]")
+    assert ended.code == 0, ended.err
+    assert train(alone).code == 0
+    assert shared(uneven) == [[24, 8]]
+    (told,) = (event for event in events(uneven) if event["kind"] == "shares")
+    assert told["data"]["shares"] == [24, 8]
+    assert told["message"] == "of each update's 32 samples the processes take 24, 8"
+    wanted, got = final_weights(alone), final_weights(uneven)
+    assert all((got[name] - wanted[name]).abs().max() <= 1e-9 for name in wanted)
+
+    ended = run("resume", uneven, "-n", "3", "--epochs", "2", *QUICK)
+    assert ended.code == 0, ended.err
+    assert "cluster.shares are of 2 process(es), and there are 3, which share equally" in ended.err
+    assert shared(uneven) == [[10, 11, 11]]
+
+
+@pytest.mark.parametrize(
+    ("shares", "more", "what"),
+    [
+        ("[24,9]", (), "cluster.shares [24, 9] add up to 33, and train.batch is 32"),
+        ("[32]", (), "cluster.shares are of 1 process(es), and there are 2"),
+        ("[32,0]", (), "cluster.shares: should be equal, or a list of whole numbers above zero"),
+        ("fast", (), 'found "fast"'),
+        ("[24,8]", ("--sync", "local"), "each process normalises its own samples"),
+        ("[24,8]", ("--parallel", "semi"), "under semi processes compute each batch together"),
+    ],
+)
+def test_what_can_not_be_is_refused_in_one_screen(shares, more, what, tmp_path):
+    ended = train(tmp_path / "run", "-n", "2", "--set", f"cluster.shares={shares}", *more)
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    assert what in ended.err
