@@ -1,5 +1,7 @@
 """How long a job trains, and how much its optimizer keeps: figures that plans, sync methods and training share."""
 
+import functools
+
 import pytest
 import torch
 
@@ -34,3 +36,35 @@ def test_slots_are_what_the_optimizer_keeps(options):
     model = torch.nn.Linear(3, 2)
     state = make_optimizer(model, train, sharded=False).state[model.weight]
     assert slots_of(train) == sum(tensor.shape == model.weight.shape for tensor in state.values())
+
+
+def _after_updates(model, optimizer):
+    """Weights after five updates between which the state goes through `state_dict`; hooks are called in each."""
+    torch.manual_seed(0)
+    inputs, hooked = torch.randn(8, 3), []
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(inputs).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert len(hooked) == 5
+    return [*model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "torchs"),
+    [
+        ({"momentum": 0.9}, functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True)),
+        ({"optimizer": "adamw"}, functools.partial(torch.optim.AdamW, lr=0.01)),
+    ],
+)
+def test_our_optimizers_are_torchs_own(options, torchs):
+    ours, others = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    train = TrainOptions(lr=0.01, weight_decay=0.02, decay_norm_and_bias=True, **options)
+    optimizer, other = make_optimizer(ours, train, sharded=False), torchs(others.parameters(), weight_decay=0.02)
+    assert type(optimizer).__name__ == type(other).__name__
+    assert isinstance(optimizer, type(other))
+    torch.testing.assert_close(_after_updates(ours, optimizer), _after_updates(others, other), rtol=1e-6, atol=1e-7)

@@ -46,6 +46,11 @@ def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
     return replace(splits, held_out=source, description=text)
 
 
+def is_published(name: str) -> bool:
+    """True for a data set that a file of choices names in full: its samples are in memory, or made up."""
+    return any(name in load_choice(_CHOICES, module).NAMES for module in module_names(_CHOICES))
+
+
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders that isn't divided into train/ and others."""
     place = Path(name).expanduser()

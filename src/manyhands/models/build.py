@@ -53,6 +53,12 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
+def is_own(name: str) -> bool:
+    """True where a network is of this program's own making, neither the user's nor torchvision's."""
+    own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
+    return any(name in choice.names() for choice in own)
+
+
 def settle(options: ModelOptions, size: int) -> ModelOptions:
     """The same network by a name and arguments that mean it for pictures of any size, without published weights.
 
@@ -75,15 +81,18 @@ def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
     named = next((choice for choice in choices if _prefix(choice) and options.name.startswith(_prefix(choice))), None)
     prefix = _prefix(named) if named else ""
     name = options.name.removeprefix(prefix)
-    candidates = [choice for choice in ([named] if named else choices) if name in choice.names()]
-    if not candidates:
-        known = {prefix + word for choice in ([named] if named else choices) for word in choice.names()}
-        raise unknown_choice("network", options.name, known, "model.name")
-    if not named:
-        published = [choice for choice in candidates if hasattr(choice, "build_pretrained")]
-        fitting = [choice for choice in candidates if _max_size(choice) >= size]
-        candidates = published if options.pretrained and published else fitting
-    return name, min(candidates, key=_max_size)
+    asked = [named] if named else sorted(choices, key=lambda choice: _place(choice, options.pretrained))
+    for choice in asked:  # one by one: torchvision's file takes a second to say its names
+        may = named or (options.pretrained and hasattr(choice, "build_pretrained")) or _max_size(choice) >= size
+        if may and name in choice.names():
+            return name, choice
+    known = {prefix + word for choice in asked for word in choice.names()}
+    raise unknown_choice("network", options.name, known, "model.name")
+
+
+def _place(choice: ModuleType, pretrained: bool) -> tuple[bool, float]:
+    """Files are asked in this order: where weights are wanted those that have some, then those for small pictures."""
+    return pretrained and not hasattr(choice, "build_pretrained"), _max_size(choice)
 
 
 def _choices() -> list[ModuleType]:
@@ -92,7 +101,7 @@ def _choices() -> list[ModuleType]:
 
 def _for_smaller(name: str, size: int) -> ModuleType | None:
     """The choice file that has this network for pictures smaller than these alone."""
-    return next((choice for choice in _choices() if name in choice.names() and _max_size(choice) < size), None)
+    return next((choice for choice in _choices() if _max_size(choice) < size and name in choice.names()), None)
 
 
 def _prefix(choice: ModuleType) -> str:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.utils as nn_utils
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
@@ -17,6 +16,7 @@ from manyhands.core.shares import Share
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.norm import NormGroups, norms_of
 from manyhands.parallel.plan import Plan
+from manyhands.parallel.spread import whole
 
 NothingToSync = contextlib.nullcontext
 
@@ -141,9 +141,8 @@ class ParallelNetwork:
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """All tensors whole, on the CPU, under the network's own names; a collective where processes hold pieces."""
-        state = dict(self.inner.state_dict().items())
-        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
-        return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
+        state = {name: whole(one) for name, one in self.inner.state_dict().items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def counted(self, part: MicroBatch, labels: Tensor) -> int:  # noqa: ARG002 - of those who compute the same loss
         """Samples of a loss that this process reports, of `labels` that it has computed it for."""
@@ -162,8 +161,7 @@ class ParallelNetwork:
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm [] of all gradients of the whole network, whoever holds them; a collective unless all are here."""
-        norm = nn_utils.get_total_norm([one.grad for one in self.inner.parameters() if one.grad is not None])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole(nn_utils.get_total_norm([one.grad for one in self.inner.parameters() if one.grad is not None]))
 
     def first_holder(self, name: str, rank: int) -> int:  # noqa: ARG002 - of pieces
         """The first process that must have the same of a tensor as process number `rank`."""

@@ -163,7 +163,8 @@ def _set_determinism(job: Job) -> None:
     if job.train.deterministic:
         # Without it torch refuses matrix products on CUDA. Source: the documentation of the function below.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(job.train.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:
+        torch.use_deterministic_algorithms(job.train.deterministic)  # imports torch's compiler
 
 
 def is_cross_entropy(job: Job, objects: Objects) -> bool:

@@ -1,6 +1,8 @@
 """The optimizer and the learning rate, which is a pure function of the step."""
 
+import inspect
 import math
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,23 @@ from torch import Tensor, nn
 from manyhands.config.job import TrainOptions
 from manyhands.data.order import Order
 from manyhands.train.own_optimizer import MakeOptimizer, make_own, own_maker
+
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+_WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+
+
+def _without_compiler(kind: type[Kind]) -> type[Kind]:
+    """The same optimizer without what torch.compile has wrapped around its methods.
+
+    The wrappers keep compiled code from going into them, which we never have call them, and import all of the compiler
+    at the first call: as long as torch itself takes. Where torch has none, the methods are as they are.
+    """
+    methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
+    plain = type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(inspect.unwrap(kind.step))})
+    return cast(type[Kind], plain)
+
+
+_SGD, _AdamW = _without_compiler(torch.optim.SGD), _without_compiler(torch.optim.AdamW)
 
 
 def make_optimizer(
@@ -26,11 +45,12 @@ def make_optimizer(
     groups = _groups(model, options)
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
+    optimizer: torch.optim.Optimizer
     if options.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
+        optimizer = _AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
     else:
         nesterov = options.nesterov and options.momentum > 0
-        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
+        optimizer = _SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = start_state(optimizer, parameter)

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
+from manyhands.parallel.spread import is_spread, spread_like
 from manyhands.train.objects import brought
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -125,8 +125,6 @@ def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.
 
 def _like(value: Any, parameter: Tensor) -> Any:
     """A saved tensor in the layout of its parameter, where it has the parameter's shape."""
-    if isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        # Every process has the whole, so nothing is sent.
-        own = value.to(parameter.device)
-        return distribute_tensor(own, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    if isinstance(value, Tensor) and is_spread(parameter) and value.shape == parameter.shape:
+        return spread_like(value.to(parameter.device), parameter)
     return value.clone() if isinstance(value, Tensor) else value

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from manyhands.checkpoint.pieces import OPTIMIZER, NetworkLayout
 from manyhands.checkpoint.save import save_pieces, save_whole
@@ -17,6 +16,7 @@ from manyhands.checkpoint.together import SavingGroup
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.spread import is_spread, spread_like
 from manyhands.train.optimize import start_state
 from manyhands.train.own_optimizer import is_own, restore_own
 
@@ -116,8 +116,6 @@ def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
 
 def _like(value: Tensor, parameter: Tensor, fresh: Tensor) -> Tensor:
     """A saved optimizer tensor on the device, in the dtype and layout of one that starts."""
-    if isinstance(parameter, DTensor) and isinstance(fresh, DTensor):
-        value = value.to(fresh.device, fresh.dtype)
-        # Every process has the whole, so nothing is sent.
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    if is_spread(parameter) and is_spread(fresh):
+        return spread_like(value.to(fresh.device, fresh.dtype), parameter)
     return fresh.copy_(value)

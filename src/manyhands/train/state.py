@@ -8,12 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
 
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import Source
@@ -23,8 +17,6 @@ from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.sharded_state import restore_optimizer, restore_pieces
-
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
@@ -76,13 +68,20 @@ def capture(
 ) -> Snapshot:
     """The whole state on the CPU, or of a cut network this process's pieces; with a sharded one all must call it."""
     if network.sharded:
-        model = cast(dict[str, Tensor], get_model_state_dict(network.inner, options=FULL))
-        optimizer_state = cast(dict[str, Any], get_optimizer_state_dict(network.inner, optimizer, options=FULL))
+        model, optimizer_state = _gathered(network.inner, optimizer)
     else:
         model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
         optimizer_state = named_optimizer(network.inner, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
     return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra}, network.endless)
+
+
+def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What FSDP has spread, whole on the CPU; a collective."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    found = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return cast(tuple[dict[str, Tensor], dict[str, Any]], found)
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -133,9 +132,10 @@ def restore(
         return progress, restore_pieces(opened, network, optimizer)
     check_fits(snapshot.model, network.inner, where)
     if network.sharded:
-        set_model_state_dict(
-            network.inner, dict[str, Any](snapshot.model), options=StateDictOptions(full_state_dict=True)
-        )
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        whole_state = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(network.inner, dict[str, Any](snapshot.model), options=whole_state)
     else:
         network.inner.load_state_dict(snapshot.model)
     if optimizer and snapshot.optimizer:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,6 @@ def _in_comment(value: Any) -> str:
 def own_environment(world: Any) -> dict[str, Any]:
     """Versions, device and host of this process."""
     import torch
-    import torchvision
 
     kind = world.device.partition(":")[0]
     name = torch.get_device_module(kind).get_device_name() if kind not in {"cpu", "mps"} else platform.processor()
@@ -119,7 +119,7 @@ def own_environment(world: Any) -> dict[str, Any]:
         "manyhands": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": version("torchvision"),
         "system": platform.platform(),
         "host": platform.node(),
         "device": world.device,

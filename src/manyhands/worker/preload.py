@@ -1,5 +1,27 @@
-"""Imports what every worker needs, so that workers forked afterwards start at once."""
+"""Imports what workers need before they are forked, so that they start at once and share its memory."""
 
-import torchvision  # noqa: F401 - the import is the purpose
+import importlib
 
-import manyhands.train.loop  # noqa: F401
+import manyhands.train.loop  # noqa: F401 - the import is the purpose
+from manyhands.cluster.agents.orders import Orders
+from manyhands.config.job import Job
+from manyhands.data.open import is_published
+from manyhands.models.build import is_own
+from manyhands.parallel.options import USUAL_MODE
+
+
+def preload(orders: Orders | None = None) -> None:
+    """Imports torchvision, and with it torch's compiler, where workers are going to use either, or nobody knows yet.
+
+    Both take as long as torch itself. A worker that needs one after all imports it then.
+    """
+    if orders is None or not _does_without(orders):
+        importlib.import_module("torchvision")
+
+
+def _does_without(orders: Orders) -> bool:
+    """True where network, data and optimizer are ours, and gradients go through memory: DDP asks the compiler."""
+    job = Job.model_validate(orders.argument["job"])
+    own = is_own(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
+    through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and len(orders.meeting.sizes) == 1
+    return orders.argument["task"] == "train" and own and through_memory

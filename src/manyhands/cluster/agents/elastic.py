@@ -242,7 +242,7 @@ def prepare(device: str) -> Prepared:
     """Imports what the workers need, and says what "auto" means here."""
     kind, count = _devices(device, 1)
     if kind == "cpu":
-        importlib.import_module(PRELOAD)
+        importlib.import_module(PRELOAD).preload()
     return Prepared(kind, count)
 
 
@@ -256,7 +256,7 @@ def _devices(wanted: str, processes: int) -> tuple[str, int]:
 def preload(orders: Orders) -> None:
     """Imports what workers need that are to be forked."""
     if not orders.script and _devices(orders.device, sum(orders.meeting.sizes))[0] == "cpu":
-        importlib.import_module(PRELOAD)
+        importlib.import_module(PRELOAD).preload(orders)
 
 
 def _settle(orders: Orders, listener: socket.socket | None) -> Orders:

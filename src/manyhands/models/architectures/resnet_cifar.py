@@ -6,12 +6,12 @@ Source: He et al. 2015, arXiv:1512.03385, section 4.2 (the stem); widths and dep
 from typing import Any
 
 from torch import nn
-from torchvision import models
 
 from manyhands.models.construct import construct
 from manyhands.models.needs import ModelNeeds
 
 PREFIX = "cifar:"
+TORCHVISION = True
 # Twice the side is four times the work, and photographs of 64 px are recognised with the original stem as well.
 MAX_SIZE = 32
 DIFFERS = "keeps every pixel (3x3 stem, no max-pool), for about 16 times the work"
@@ -30,6 +30,8 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:  # noqa: ARG001 one shape for all
+    from torchvision import models
+
     model = construct(getattr(models, name), name, arguments, {"weights": None, "num_classes": num_classes})
     model.conv1 = nn.Conv2d(channels, _STEM_WIDTH, kernel_size=3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")

@@ -1,9 +1,9 @@
 """Every classification network of torchvision, as it is published there."""
 
+from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torchvision import models
 
 from manyhands.core.errors import UserError
 from manyhands.models.construct import construct
@@ -11,6 +11,7 @@ from manyhands.models.needs import ModelNeeds
 from manyhands.models.pretrained import fetch_weights
 
 PREFIX = "torchvision:"
+TORCHVISION = True
 _PUBLISHED_CLASSES = 1000
 # Networks that take one size only, and the argument that sets it; the auxiliary head of inception_v3 asks for 299.
 _SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception": ("", 299)}
@@ -21,7 +22,7 @@ _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
 
 
 def names() -> list[str]:
-    return models.list_models(module=models)
+    return _models().list_models(module=_models())
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
@@ -45,7 +46,7 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:  # noqa: ARG001 one shape for all
     if name in _WITH_OPEN_DEFAULT:
         arguments = {"init_weights": True, **arguments}
-    return construct(models.get_model_builder(name), name, arguments, {"weights": None, "num_classes": num_classes})
+    return construct(_models().get_model_builder(name), name, arguments, {"weights": None, "num_classes": num_classes})
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) 
     path = fetch_weights(weights.url)
     try:
         fixed = {"weights": weights, "progress": False}
-        model = construct(models.get_model_builder(name), name, arguments, fixed)
+        model = construct(_models().get_model_builder(name), name, arguments, fixed)
     except RuntimeError as error:
         raise UserError(f"{path.name} holds another network's weights", str(path), ("delete it",)) from error
     if num_classes != _PUBLISHED_CLASSES:
@@ -79,8 +80,15 @@ def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) 
     return model
 
 
-def _published(name: str) -> models.WeightsEnum:
-    return models.get_model_weights(name)["DEFAULT"]
+def _published(name: str) -> Any:
+    return _models().get_model_weights(name)["DEFAULT"]
+
+
+def _models() -> ModuleType:
+    """Imported when asked for: it takes a second that runs of other networks don't need."""
+    from torchvision import models
+
+    return models
 
 
 def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
