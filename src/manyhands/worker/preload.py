@@ -2,7 +2,8 @@
 
 import importlib
 
-import manyhands.train.loop  # noqa: F401 - the import is the purpose
+import manyhands.train.job
+import manyhands.train.loop  # noqa: F401 - the imports are the purpose
 from manyhands.cluster.agents.orders import Orders
 from manyhands.config.job import Job
 from manyhands.data.open import is_published

@@ -9,6 +9,7 @@ import atexit
 import base64
 import binascii
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -254,7 +255,7 @@ class Agent:
 
     def _prepare(self, request: Prepare) -> Prepared:
         set_threads(request.threads, request.size)
-        with ended_with_head(0, self._until_gone.close):
+        with ended_with_head(0, self._until_gone.close), importing():
             from manyhands.cluster.agents.elastic import prepare
 
             return prepare(request.device)
@@ -263,7 +264,7 @@ class Agent:
         self._probes.close()
         orders = request.orders
         set_threads(orders.threads, orders.meeting.sizes[orders.meeting.machine])
-        with ended_with_head(0, self._until_gone.close):
+        with ended_with_head(0, self._until_gone.close), importing():
             from manyhands.cluster.agents.elastic import preload, run
 
             preload(orders)
@@ -274,6 +275,20 @@ class Agent:
         while self.send_records():
             pass
         return replace(ended, host=platform.node())
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Looks for no garbage meanwhile: among torch's modules that takes a quarter of a second, and there is none.
+
+    Nor later among what is there by then, so that workers that are forked go on sharing its memory.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def set_threads(threads: int, size: int) -> None:
