@@ -65,10 +65,10 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def environment():
+def environment(source=None):
     """One thread for each process, everything on loopback, this checkout importable, the venv's own commands found."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": path}
+    here = {"PYTHONPATH": str(source or ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": path}
     return {**os.environ, **here, "PYTHONWARNINGS": "ignore"}
 
 
@@ -88,11 +88,17 @@ def prepare(data_dir, scratch):
         write_idx(raw / f"{word}-labels-idx1-ubyte", split.labels.to(torch.uint8))
 
 
-def run(command, scratch):
-    """Runs to the end; standard output, or None with the reason on the screen."""
+def run(command, scratch, source=None):
+    """Runs to the end, by the packages in `source` if given; standard output, or None with the reason on the screen."""
     try:
         done = subprocess.run(
-            command, env=environment(), cwd=scratch, capture_output=True, text=True, timeout=LONGEST_S, check=False
+            command,
+            env=environment(source),
+            cwd=scratch,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         say(f"  took more than {LONGEST_S} s: {' '.join(command[:6])} …")
@@ -110,8 +116,8 @@ def run_script(contender, steps, scratch):
     return json.loads(lines[-1]) if lines else {}
 
 
-def run_manyhands(data_dir, steps, scratch):
-    """Trains the same job; the folder of the run, or None."""
+def run_manyhands(data_dir, steps, scratch, source=None):
+    """Trains the same job, by the packages in `source` if given; the folder of the run, or None."""
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
     settings = {
         "train.momentum": 0, "train.nesterov": "false", "train.weight_decay": 0, "train.schedule": "constant",
@@ -121,7 +127,7 @@ def run_manyhands(data_dir, steps, scratch):
     command += ["--batch", str(BATCH * PROCESSES), "--lr", str(RATE), "--out", str(folder)]
     command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     command += ["--data-dir", data_dir] if data_dir else []
-    return folder if run(command, scratch) is not None else None
+    return folder if run(command, scratch, source) is not None else None
 
 
 def rate_of(folder):
