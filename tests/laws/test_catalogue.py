@@ -5,6 +5,7 @@ import sys
 from html import unescape
 
 import pytest
+from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
 from hypothesis import HealthCheck, given, settings
@@ -93,6 +94,18 @@ def test_a_translation_has_the_values_of_its_text(tmp_path, said):
         write_mo(file, texts)
     with pytest.raises(ValueError, match="has other values than"):
         catalogue.read_catalogue(str(tmp_path / "wrong.mo"))
+
+
+@pytest.mark.parametrize(
+    "text", ["{} of {}", "{0} of {1}", "{a.b} of all", "{a[0]} of all", "{a:d} of all", "{a!x} of"]
+)
+def test_a_catalogue_of_another_program_s_is_refused_and_not_when_something_is_shown(tmp_path, text):
+    texts = Catalog()
+    texts.add(text, text)
+    with (tmp_path / "other.mo").open("wb") as file:
+        write_mo(file, texts)
+    with pytest.raises(ValueError, match=r"is no catalogue|nvalid|nknown"):
+        catalogue.read_catalogue(str(tmp_path / "other.mo"))
 
 
 @pytest.mark.slow

@@ -114,4 +114,5 @@ def _key(source: str, said: str) -> _Key:
             fixed.append("")
     if set(names) != {name for _, name, _, _ in string.Formatter().parse(said) if name is not None}:
         raise ValueError(f'"{said}" has other values than "{source}"')
+    said.format(**dict.fromkeys(names, ""))  # a catalogue of another program's may have fields without a name
     return _Key(tuple(fixed), tuple(names), said)
