@@ -63,8 +63,6 @@ class OwnUpdate:
         updater.begin(self._step)
         for number, part in enumerate(parts):
             last = self.at_last = number == len(parts) - 1
-            if last:
-                updater.synchronizer.before_last_micro_batch()
             micro_batch = part.micro_batch(self._update.count, updater.pass_seed(self._step, number))
             inputs, labels = updater.network.begin(micro_batch)
             labels = updater.network.own_labels(labels)
@@ -118,23 +116,38 @@ class OwnUpdate:
                 updater.measured.guess(self._output[:reported], labels[:reported])
             else:
                 updater.measured.unguessed()
-        with updater.gradients.not_forward():
-            updater.gradients.backward_of(loss, share, last=last)
-            if last:
-                updater.gradients.finish()
-                self._divide()
+        self._add_gradients(loss, share, last=last)
         self._gradients, self._output = last, None
         if not last or updater.gradients.scaler or updater.network.together:
             found = ((one, one.grad) for one in updater.parameters)
             self._added = [(one, grad, grad._version) for one, grad in found if grad is not None]
         return detached * counts, counts
 
-    def _divide(self) -> None:
-        """Divides by what all samples of the update count for, which is known now; a collective."""
-        if not self._weights:
-            return
+    def _add_gradients(self, loss: Tensor, share: Tensor | float, *, last: bool) -> None:
+        """Backward; after the last one, what is left for them to be the update's, on all processes alike."""
+        updater = self._updater
+        whole = self._whole() if last and self._weights else None
+        # A sync method may send them as the last backward pass comes to them, so they are divided before it.
+        early = whole if updater.network.runs_alone else None
+        with updater.gradients.not_forward():
+            if early is not None:
+                self._divide(early)
+                share = share / early
+            if last:
+                updater.synchronizer.before_last_micro_batch()
+            updater.gradients.backward_of(loss, share, last=last)
+            if last:
+                updater.gradients.finish()
+                updater.synchronizer.on_gradients()
+            if whole is not None and early is None:
+                self._divide(whole)
+
+    def _whole(self) -> Tensor:
+        """What all samples of the update count for, which is known with the last weight; a collective."""
         mine = torch.stack(self._weights).sum()
-        whole = something(self._updater.synchronizer.added_up(mine, self._updater.world))
+        return something(self._updater.synchronizer.added_up(mine, self._updater.world))
+
+    def _divide(self, whole: Tensor) -> None:
         for parameter in self._updater.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(whole.to(parameter.grad.dtype))

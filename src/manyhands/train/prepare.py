@@ -1,6 +1,5 @@
 """Builds what a loop of the user's own trains with: the same trainer as `fit`'s, around their network and optimizer."""
 
-import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,17 +20,14 @@ from manyhands.core.mesh import parse_mesh
 from manyhands.core.shown import say
 from manyhands.core.world import World
 from manyhands.data.objects import has_targets
-from manyhands.parallel.apply import apply_mode, follows_plan, normalises_in_groups, resolve_mode, takes_mesh
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
+from manyhands.parallel.apply import follows_plan, resolve_mode
 from manyhands.parallel.options import MODE_OF_PLANS
 from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.rows import find_rows
-from manyhands.sync.choose import BY_MODE
-from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.data_setup import DataSetup, first_picture, open_samples
+from manyhands.parallel.shared_plan import shared_plan
+from manyhands.train.choose_sync import check_combination
+from manyhands.train.data_setup import open_samples
 from manyhands.train.feed import Feed
-from manyhands.train.job import release, resume, start_equal
+from manyhands.train.job import refuse_uncuttable, resume, set_determinism
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_own, mark_own
@@ -46,10 +42,11 @@ from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
 from manyhands.train.trained import describe_trained
 from manyhands.train.trainer import Trainer, seconds_between_saves
+from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
 
 # The key of a checkpoint's state for what a session alone knows.
 SESSION = "session"
-_SAID = {"note", "warning", "resumed", "stall", "changed", "stopped"}
+_SAID = {"note", "warning", "resumed", "stall", "sync", "changed", "stopped"}
 PlanLike = Plan | str | Path | Mapping[str, str]
 
 
@@ -123,16 +120,24 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         UserError: network, data, plan and job don't fit together.
     """
     journal = SpokenJournal(folder, world.rank)
-    mode = _mode(job, world, own.plan)
+    mode, plan = _mode_and_plan(job, world, own.plan)
+    if job.train.deterministic:
+        set_determinism(job)
+    refuse_uncuttable(job, plan, mode, journal, goes_on=folder is not None and folder.has_checkpoints())
     # Layers that the user has frozen, such as a pretrained network's BatchNorm.
     frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
     model, job = _placed(own.model, job, world)
     objects = Objects(model=model, train_set=own.train_set, test_set=own.train_set, targets=has_targets(own.train_set))
-    found = find_state(job, folder, world, in_pieces=own.plan is not None) if folder else None
+    found = find_state(job, folder, world, in_pieces=plan is not None) if folder else None
     samples = open_samples(job, world, objects, journal)
-    start_equal(model, world, journal)
-    network, restore_norms = _under_mode(mode, job, world, own, samples)
-    order, cut = order_and_cut(job, samples.splits, world, mode, network, journal, goes_on=bool(found))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    grid = grid_of(job, world, mode)
+    under = put_under_mode(BeforeMode(job, model, samples, mode, world, journal, plan=plan, grid=grid, found=found))
+    network, synced = under.network, under.synced
+    _follow_parameters(own, names)
+    order, cut = order_and_cut(
+        job, samples.splits, world, mode, network, journal, own=synced.synchronizer.own_statistics, goes_on=bool(found)
+    )
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
         model.compile()
@@ -145,7 +150,17 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     if isinstance(set_rates, OwnScheduler) and set_rates.waits:
         mend = ("session.prepare(…, scheduler=scheduler), and step it: scheduler.step(loss)",)
         raise UserError("in a loop of your own nothing evaluates unasked", "train.schedule", mend)
-    update = Updater(network, own.optimizer, None, job.train, world, set_rates)
+    update = Updater(
+        network,
+        own.optimizer,
+        None,
+        job.train,
+        world,
+        set_rates,
+        synchronizer=synced.synchronizer,
+        gradients_mean=job.parallel.gradients_mean,
+        unused=under.rehearsed.unused,
+    )
     warm_up(update, samples.train, min(2, order.length))
     for module in frozen:
         module.training = False
@@ -161,14 +176,19 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         network=network,
         update=update,
         evaluate=_not_by_itself,
-        status_round=StatusRound(world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every)),
+        status_round=StatusRound(
+            world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every
+        ),
         progress=Progress(),
         total_steps=total_steps(job.train, steps),
         digest=training_digest(job, order.length),
-        sync=BY_MODE,
+        sync=synced.cost,
         augment=samples.pixels.augment,
+        draws=under.rehearsed.draws,
+        watcher=under.watcher(world),
+        standing=synced.standing,
         own_loop=True,
-        release=functools.partial(release, samples, restore_norms, network, Synchronizer()),
+        release=lambda: under.release(samples),
     )
     noted = _go_on(trainer, found, own) if found else {}
     trainer.status_round.reset(trainer.progress.step)
@@ -184,15 +204,17 @@ def _not_by_itself(*_: object) -> Any:
     raise AssertionError("in a loop of the user's own, nothing is evaluated unasked")
 
 
-def _mode(job: Job, world: World, plan: Plan | None) -> str:
-    if job.sync.method != BY_MODE.method and not job.sync.is_auto:
-        mend = ("leave sync.method out", f"fit goes with {job.sync.method}")
-        raise UserError("a loop of one's own averages gradients in every update", "sync.method", mend)
+def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
+    """The parallel mode, and how ops are split: as `prepare` is told, or as the job says; a collective."""
     mode = MODE_OF_PLANS if plan else resolve_mode(job.parallel.mode, world)
-    if not plan and (follows_plan(mode) or takes_mesh(mode)):
-        mend = ('session.prepare(…, plan={"mesh": "dp=2", "fc": "o@dp"})',)
-        raise UserError(f"a loop of one's own says itself how the network is split, not {mode}", "parallel.mode", mend)
-    return mode
+    check_combination(job.sync.method, mode)
+    if plan or not follows_plan(mode):
+        return mode, plan
+    if job.parallel.searches:
+        what = f"{mode} times plans with a loss that the job names, and in a loop of your own the loss is yours"
+        mend = ("session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
+        raise UserError(what, "parallel.mode", mend)
+    return mode, shared_plan(job.parallel, world)
 
 
 def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
@@ -209,27 +231,14 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
     return model.train(), job.model_copy(update=changes)
 
 
-def _under_mode(
-    mode: str, job: Job, world: World, own: OwnParts, samples: DataSetup
-) -> tuple[ParallelNetwork, Callable[[], None]]:
-    """The network under its mode, whose optimizer has its parameters as they are then; and what undoes its norms."""
-    model, optimizer = own.model, own.optimizer
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(mode) else leave_batch_norms()
-    if own.plan:
-        request = ModeRequest(plan=own.plan, picture=first_picture(samples.train), cross_entropy=False)
-    else:
-        request = ModeRequest(shared_memory=job.parallel.shared_memory)
-        requests = [torch.arange(min(2, len(samples.splits.train)))]
-        find_rows(model, groups.layers, next(iter(samples.train.batches(0, requests))).images)
-    network = apply_mode(mode, model, world, request)
-    live = dict(model.named_parameters())
-    for group in optimizer.param_groups:
+def _follow_parameters(own: OwnParts, names: dict[int, str]) -> None:
+    """Gives the optimizer the network's parameters as they are under its mode; `names` are of those before it."""
+    live = dict(own.model.named_parameters())
+    for group in own.optimizer.param_groups:
         if any(id(parameter) not in names for parameter in group["params"]):
             mend = ("make it of model.parameters(), before session.prepare",)
             raise UserError("the optimizer has parameters that are not the network's", "session.prepare", mend)
         group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
-    return network, restore_norms
 
 
 def _go_on(trainer: Trainer, found: Resumable, own: OwnParts) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,11 @@ from manyhands.core.world import World
 from manyhands.data.loader import Batch, Loader
 from manyhands.data.order import Share
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
-from manyhands.parallel.network import ParallelNetwork, whole_batch
+from manyhands.parallel.network import LossFn, ParallelNetwork, whole_batch
 from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.rows import settle_rows, watching
 from manyhands.train.draws import drawing
-from manyhands.train.feed import LoadedMicroBatch, UpdateShare
-from manyhands.train.loss import LossFn
+from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.step import Updater
 
 # Samples of a share that are timed, and how often; the first time is slower.
@@ -39,7 +39,7 @@ class Rehearsal:
         model: the network, before its parallel mode.
         groups: of its BatchNorm layers.
         loader: of training samples.
-        loss_fn: the loss.
+        loss_fn: the loss; `sum_of_outputs` where it is the user's own.
         job: that it is for.
     """
 
@@ -95,7 +95,10 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
             given = rehearsal.gradients(world).forward_backward(
                 whole_batch(batch.images, batch.labels), count, heed=check
             )
-        unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+        unused = [name for name, gradient in trained.items() if gradient is None]
+        # Of an output of the user's own kind, in which no tensors are found, nothing is learnt.
+        unused = [] if len(unused) == len(trained) else unused
         found = RehearsalResult(unused, drawn(), given.logits.shape[1])
         settle_rows(model, seen, batch.images)
         return found
@@ -152,24 +155,19 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     if update.world.size < 3 or not update.network.runs_alone:
         return
     batch = _samples(loader, count)
-    part = LoadedMicroBatch(Share(0, count, (), ()), batch)
+    whole, options = Share(0, count, (), ()), update.options
+    loss_fn, smoothing = update.loss_fn or sum_of_outputs, options.label_smoothing
+    gradients = Gradients(update.network, update.world, loss_fn, smoothing=smoothing, precision=options.precision)
     with _unchanged(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
-        if update.loss_fn is None:
-            _of_outputs(update, part, count)
-        else:
-            update.add_gradients(UpdateShare([part], count), 0)
-    update.measured.take()
+        gradients.forward_backward(LoadedMicroBatch(whole, batch).micro_batch(count, 0), count)
+        gradients.finish()
 
 
-def _of_outputs(update: Updater, part: LoadedMicroBatch, count: int) -> None:
-    """Gradients of the sum of all outputs, where the loss is the user's."""
-    inputs, _ = update.network.begin(part.micro_batch(count, 0))
-    with update.gradients.autocast():
-        outputs = tree_leaves(update.network.call(inputs))
-    sums = [one.float().sum() for one in outputs if isinstance(one, Tensor) and one.requires_grad]
-    if sums:
-        update.gradients.backward_of(torch.stack(sums).sum())
-        update.gradients.finish()
+def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What stands for a loss of the user's own, which isn't known: the sum [] of all outputs; and no logits [n, 0]."""
+    leaves = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+    zero = torch.zeros((), device=labels.device, requires_grad=True)
+    return sum((one.float().sum() for one in leaves), zero), labels.new_zeros(len(labels), 0)
 
 
 def _samples(loader: Loader, count: int) -> Batch:

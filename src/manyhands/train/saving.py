@@ -1,7 +1,9 @@
 """Evaluating and saving, as the loop asks for them."""
 
+import contextlib
 import shlex
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
@@ -35,13 +37,20 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     progress, started = trainer.progress, time.perf_counter()
     trainer.phase = "evaluate"
     progress.owed = True
-    trainer.synchronizer.average_buffers(progress.step)
-    with trainer.synchronizer.averaged():
+    with agreed(trainer):
         found = trainer.evaluate(lambda: trainer.heart.beat() or stop)
     best = record_evaluation(trainer, found)
     trainer.status_round.leave_out(time.perf_counter() - started)
     trainer.phase = "train"
     return best
+
+
+@contextlib.contextmanager
+def agreed(trainer: Trainer) -> Iterator[None]:
+    """Has the network be the one that all processes have agreed on; begins with a collective."""
+    trainer.synchronizer.average_buffers(trainer.progress.step)
+    with trainer.synchronizer.averaged():
+        yield
 
 
 def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:

@@ -3,6 +3,7 @@
 Under plain `python` the session is one process; under torchrun or with `--init`'s variables it joins the group.
 """
 
+import contextlib
 import functools
 import json
 import time
@@ -36,7 +37,7 @@ from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_update import OutputHook, OwnUpdate
 from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepare_trainer
 from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back
-from manyhands.train.saving import record_evaluation, save
+from manyhands.train.saving import agreed, record_evaluation, save
 from manyhands.train.scheduler_state import scheduler_state
 from manyhands.train.stopping import StopSignal
 from manyhands.train.trainer import Trainer
@@ -84,6 +85,8 @@ class Session(Subgroup):
         self._hook: RemovableHandle | None = None
         # Epochs whose end the user's loop has come to; and where this process is in the one that goes on.
         self._concluded, self._begun, self._owed = 0, False, False
+        # Updates after which the loop ends, where it says so; and the last that left all processes with one network.
+        self._last_step, self._together_at = -1, 0
         self._loss: list[Tensor] = []
 
     @property
@@ -144,6 +147,7 @@ class Session(Subgroup):
         self._trainer, self._scheduler, self._loss = trainer, scheduler, self._losses_of(noted)
         self._concluded = int(noted.get("epochs", 0))
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
+        self._last_step, self._together_at = -1, trainer.progress.step
         trainer.noted = self._noted
         if self._folder:
             self._hook = trainer.network.call.register_forward_hook(OutputHook(self._saw))
@@ -157,7 +161,7 @@ class Session(Subgroup):
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs up to `count` that are left, 0 … count - 1 at a start; the run folder holds each one's end."""
         trainer = self._ready()
-        trainer.total_steps = count * trainer.feed.order.steps_per_epoch
+        trainer.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
         while self._concluded < count:
             epoch = self._concluded
             yield epoch
@@ -182,6 +186,8 @@ class Session(Subgroup):
                 yield from self._own.micro_batches()
             finally:
                 self._own = None
+            if trainer.progress.step == self._last_step:
+                self._bring_together(trainer)
         if trainer.stopped:
             step = trainer.progress.step
             trainer.journal.event("stopped", f"saved at step {step}; the same program goes on from there", step)
@@ -250,7 +256,8 @@ class Session(Subgroup):
             words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
             own = make_metrics(words, {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})})
             make = make_evaluator(loader, len(test_set), outputs, self.job, plain, self.world, own)
-            found = make(evaluated, autocast(precision, self.world.device))
+            with agreed(trainer) if trainer else contextlib.nullcontext():
+                found = make(evaluated, autocast(precision, self.world.device))
         finally:
             loader.close()
         if trainer and self._folder:
@@ -259,17 +266,23 @@ class Session(Subgroup):
         return found
 
     def whole_state_dict(self) -> dict[str, Tensor]:
-        """The prepared network's tensors, whole, on the CPU; a collective where processes hold pieces."""
-        return self._ready().network.whole_state_dict()
+        """The prepared network's tensors, whole and as all have agreed on them, on the CPU; a collective."""
+        trainer = self._ready()
+        with agreed(trainer):
+            return trainer.network.whole_state_dict()
 
     def finish(self) -> None:
-        """Saves what the loop has come to, where it left its epochs early; a collective, at the session's end."""
-        if self._trainer and self._folder and not self._owed:
+        """Leaves all with one network, and saves what the loop has come to; a collective, at the session's end."""
+        trainer = self._trainer
+        if not trainer or self._owed:
+            return
+        self._bring_together(trainer)
+        if self._folder:
             self._conclude()
-            step = self._trainer.progress.step
-            if step != self._trainer.progress.saved_step:
-                save(self._trainer)
-            self._trainer.journal.event("finished", step=step)
+            step = trainer.progress.step
+            if step != trainer.progress.saved_step:
+                save(trainer)
+            trainer.journal.event("finished", step=step)
 
     def close(self) -> None:
         """Gives back what `prepare` took; the network stays as it is."""
@@ -278,6 +291,12 @@ class Session(Subgroup):
         if self._trainer:
             self._trainer.release()
         self._trainer = self._hook = None
+
+    def _bring_together(self, trainer: Trainer) -> None:
+        """Leaves all processes with one network, after the loop's last update; a collective."""
+        if trainer.progress.step != self._together_at:
+            self._together_at = trainer.progress.step
+            trainer.synchronizer.finish(trainer.progress.step)
 
     def _of_prepared(self, model: nn.Module) -> Trainer | None:
         trainer = self._trainer

@@ -117,6 +117,7 @@ class Updater:
         """
         self.begin(step)
         self.add_gradients(update, step, before_last=self.synchronizer.before_last_micro_batch)
+        self.synchronizer.on_gradients()
         self.finish(update, step)
 
     def begin(self, step: int) -> None:
@@ -128,8 +129,7 @@ class Updater:
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
-        """Updates the parameters by the gradients of all micro-batches; raises as a call does."""
-        self.synchronizer.on_gradients()
+        """Updates the parameters by gradients that processes have agreed on; raises as a call does."""
         for parameter in self._used:
             if parameter.grad is None:
                 # Of a branch that this update left out: zero, as where another process has taken it.

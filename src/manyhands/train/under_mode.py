@@ -1,0 +1,188 @@
+"""A network under its parallel mode, and how its processes agree: of a job that `fit` does, or of a user's own loop."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.journal import Journal
+from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.world import World
+from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks, takes_mesh
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.marks import layouts_of
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
+from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.rows import find_rows
+from manyhands.sync.choose import BY_MODE, EXACT
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train.choose_sync import ChosenSync, SyncRequest, settle
+from manyhands.train.data_setup import DataSetup, first_picture
+from manyhands.train.loss import LossFn
+from manyhands.train.optimize import steps_to_make
+from manyhands.train.pacing import Watcher
+from manyhands.train.recover import Resumable
+from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_step
+
+
+@dataclass(frozen=True)
+class UnderMode:
+    """What became of a network.
+
+    Attributes:
+        network: under its mode.
+        synced: how processes agree.
+        rehearsed: what was learnt of it before.
+        restore_norms: gives the network its own BatchNorm back.
+    """
+
+    network: ParallelNetwork
+    synced: ChosenSync
+    rehearsed: RehearsalResult
+    restore_norms: Callable[[], None]
+
+    def watcher(self, world: World) -> Watcher | None:
+        """What says who is slow, and has the method keep in time with the link; a collective."""
+        if self.synced.synchronizer.timed is None:
+            return None
+        return Watcher(self.synced.synchronizer, self.synced.cost, world, gather_plain(platform.node(), world))
+
+    def release(self, samples: DataSetup) -> None:
+        """Gives back what a trainer took: processes of loaders, groups, hooks, and the network's own BatchNorm."""
+        self.synced.synchronizer.close()
+        samples.close()
+        self.network.release()
+        self.restore_norms()
+
+
+@dataclass(frozen=True)
+class BeforeMode:
+    """A network before its mode, and what it is for.
+
+    Attributes:
+        job: what the user asked for.
+        model: the network, on its device.
+        samples: the data.
+        mode: the parallel mode, resolved.
+        world: who takes part.
+        journal: is told what is decided.
+        loss_fn: None where the user computes the loss.
+        cross_entropy: the loss can be computed from parts of the classes.
+        classes: of the data; 0 where outputs are the user's.
+        plan: how ops are split, for modes that follow a plan.
+        grid: the processes as the network's author sees them, for modes that take a mesh.
+        found: what the run goes on from.
+    """
+
+    job: Job
+    model: nn.Module
+    samples: DataSetup
+    mode: str
+    world: World
+    journal: Journal
+    loss_fn: LossFn | None = None
+    cross_entropy: bool = False
+    classes: int = 0
+    plan: Plan | None = None
+    grid: Grid | None = None
+    found: Resumable | None = None
+
+
+def put_under_mode(before: BeforeMode) -> UnderMode:
+    """Proves that all start from the same, settles how they will agree, and has the network run; a collective.
+
+    Raises:
+        UserError: network, data, mode and sync method don't fit together.
+    """
+    model, world, plan = before.model, before.world, before.plan
+    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(before.mode) else leave_batch_norms()
+    if plan:
+        _start_equal(before)
+        # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
+        own = before.loss_fn.own if before.loss_fn else None
+        picture = first_picture(before.samples.train)
+        request = ModeRequest(plan=plan, picture=picture, cross_entropy=before.cross_entropy, loss=own)
+        synced, rehearsed = ChosenSync(BY_MODE, Synchronizer(), request), RehearsalResult([], draws=False)
+    else:
+        loss_fn = before.loss_fn or sum_of_outputs
+        rehearsal = Rehearsal(model, groups, before.samples.train, loss_fn, before.job)
+        rehearsed = _rehearsed(before, rehearsal)
+        synced = _settle(before, rehearsal, rehearsed.unused)
+    return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, rehearsed, restore_norms)
+
+
+def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
+    """Tries the network on two samples; a collective, since all must find the same."""
+    samples, world = before.samples, before.world
+    count, layers = min(2, len(samples.splits.train)), rehearsal.groups.layers
+    if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
+        # Nothing asks for more, and it isn't known how the user's own loop calls the network.
+        find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
+        return RehearsalResult([], draws=False)
+    try:
+        found = rehearse(rehearsal, before.classes, count, world)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if before.loss_fn:
+            raise
+        method = before.job.sync.method
+        what = f"sync.method = {method} tries the network on two samples first, as model(x), which failed: {error}"
+        mend = (f"have the data set or the network shape x; --sync {EXACT} tries nothing",)
+        raise UserError(what, "session.prepare", mend) from error
+    unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
+    for layer, each in zip(layers, rows, strict=True):
+        layer.rows_per_sample = each
+    if unused:
+        told = f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant"
+        before.journal.event("warning", told, 0)
+    return RehearsalResult(unused, draws, found.outputs)
+
+
+def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> ChosenSync:
+    """Proves that all start from the same, and settles how they will agree; a collective."""
+    job, world, samples = before.job, before.world, len(before.samples.splits.train)
+    _start_equal(before)
+    axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
+    share = -(-min(job.train.batch, samples) // world.size)
+    kept = before.found.snapshot.state.get("sync") if before.found else None
+    sync_request = SyncRequest(
+        job, before.mode, steps_to_make(job.train, samples), kept, lambda: time_step(rehearsal, share, world)
+    )
+    request = ModeRequest(bool(unused), grid=before.grid, samples=axes, shared_memory=job.parallel.shared_memory)
+    return settle(sync_request, before.model, unused, world, before.journal, request)
+
+
+def _start_equal(before: BeforeMode) -> None:
+    """Proves that all processes start from the same network, or (if asked to) gives them rank 0's.
+
+    Of a network that its author has split over a grid, what is cut is left out: the pieces differ.
+
+    Raises:
+        UserError: the processes have other tensors, or train others.
+    """
+    model, world, grid, always = before.model, before.world, before.grid, before.job.parallel.parameter_broadcast
+    cut = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
+    named = {name: tensor for name, tensor in model.state_dict().items() if name not in cut}
+    refuse_other_networks(model, named, world)
+    if make_equal(named, world, always=always) and not always:
+        before.journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
+
+
+def grid_of(job: Job, world: World, mode: str) -> Grid | None:
+    """The processes as the network's author sees them, where a mode takes a mesh; one axis dp unless the job says more.
+
+    Raises:
+        UserError: the mesh doesn't have as many places as there are processes.
+    """
+    if not takes_mesh(mode):
+        return None
+    mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
+    if mesh.size != world.size:
+        mend = (f"-n {mesh.size}", f"or a mesh of {world.size}")
+        raise UserError(f"the mesh {mesh} has {mesh.size} places for {world.size} processes", "parallel.mesh", mend)
+    return Grid(mesh, world)
