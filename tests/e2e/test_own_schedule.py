@@ -116,6 +116,22 @@ def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactl
     assert rates(tmp_path / "parted") == {step: pytest.approx(wanted[step], rel=1e-12) for step in range(1, 7)}
 
 
+def test_an_evaluation_where_a_run_was_cut_within_an_epoch_moves_no_rate(tmp_path):
+    def impatient(optimizer):
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=1.0)
+
+    options = {**OPTIONS, "batch": 8, "optimizer": own_sgd, "schedule": impatient}
+    whole = manyhands.fit(network(), DATA, DATA, out=tmp_path / "whole", **options)
+    for steps in (4, 8, 0):
+        manyhands.fit(network(), DATA, DATA, out=tmp_path / "parted", checkpoint__resume="auto", max_steps=steps,
+                      **options)  # fmt: skip
+    wanted, shown = rates(whole.path), rates(tmp_path / "parted")
+    common = wanted.keys() & shown.keys()
+    assert {1, 6, 9, 12, 15, 18} <= common  # ends of epochs are always there
+    assert {step: shown[step] for step in common} == {step: wanted[step] for step in common}
+    assert wanted[18] < wanted[1]
+
+
 def cosine(optimizer, total_steps):
     return lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
 

@@ -59,7 +59,7 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
-    if isinstance(trainer.update.set_rates, OwnScheduler):
+    if isinstance(trainer.update.set_rates, OwnScheduler) and trainer.evaluation_asked():
         trainer.update.set_rates.evaluated(found.loss)
     trainer.evaluated = EvaluationMetrics(
         time=time.time(),

@@ -129,10 +129,12 @@ class Trainer:
 
     def evaluation_due(self) -> bool:
         """True at the steps where an evaluation belongs; the last is one, so that what is saved there knows of it."""
-        if self.own_loop:
-            return False
+        return not self.own_loop and (self.done() or self.evaluation_asked())
+
+    def evaluation_asked(self) -> bool:
+        """True at the steps where train.evaluate_every wants an evaluation, wherever this run ends."""
         every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
-        return self.done() or (bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0)
+        return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
 
     def save_due_by_step(self) -> bool:
         """True at steps that checkpoint.every names as a number of steps or epochs."""
