@@ -19,7 +19,6 @@ from manyhands.core.errors import UserError
 from manyhands.core.shown import show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
-from manyhands.run.launch import launch, machines_to_reach
 from manyhands.run.load import load_worker
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
@@ -59,11 +58,21 @@ def run(
         else:
             show(lines)
         return 0
-    machines = machines_to_reach(job)
-    outcome = launch(job, machines, quiet=quiet) if machines else train(job, quiet=quiet, meeting=meeting)
+    if machines := _machines_to_reach(job):
+        from manyhands.run.launch import launch
+
+        outcome = launch(job, machines, quiet=quiet)
+    else:
+        outcome = train(job, quiet=quiet, meeting=meeting)
     if outcome.is_main:
         _tell(outcome, job, as_json=as_json, quiet=quiet)
     return outcome.exit_code
+
+
+def _machines_to_reach(job: Job) -> tuple[Machine, ...]:
+    """The machines that a job names; none where srun or the like has given this process its place already."""
+    machines = tuple(machines_of(job.cluster))
+    return () if machines and participate(job.cluster).membership else machines
 
 
 def _check_script(loaded: LoadedJob, *, to_go_on: bool) -> None:

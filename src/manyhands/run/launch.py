@@ -13,10 +13,8 @@ from manyhands.cluster.agents.protocol import Bind, FilePiece, OpenRun, RunOpene
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.supervise import supervise
 from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
-from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.questions import AskClock
-from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import Job
 from manyhands.core.claim import new_holder, run_id
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
@@ -34,12 +32,6 @@ NOT_BEGUN = "stopping: nothing trains yet"
 MOMENTARY = {"cpu", "jobs"}
 # What a slow line needs for the code of a folder.
 CODE_S = 120.0
-
-
-def machines_to_reach(job: Job) -> tuple[Machine, ...]:
-    """The machines that a job names; none where srun or the like has given this process its place already."""
-    machines = tuple(machines_of(job.cluster))
-    return () if machines and participate(job.cluster).membership else machines
 
 
 def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Outcome:

@@ -52,7 +52,6 @@ from manyhands.core.shown import say
 from manyhands.core.stops import ended_like_ctrl_c, saved_step, unsaved
 from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure, listen
-from manyhands.report.page import write_report
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
 from manyhands.run.load import load_worker
@@ -229,6 +228,8 @@ def report_on(job: Job, folder: RunFolder) -> None:
     """The page; a failure to draw it must not fail the run, and is said."""
     if not job.run.report or not folder.metrics.is_file():
         return
+    from manyhands.report.page import write_report
+
     try:
         write_report(folder.path)
     except (OSError, ValueError, RuntimeError) as error:
