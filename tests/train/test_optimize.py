@@ -1,6 +1,7 @@
 """How long a job trains, and how much its optimizer keeps: figures that plans, sync methods and training share."""
 
 import functools
+import pickle
 
 import pytest
 import torch
@@ -67,4 +68,5 @@ def test_our_optimizers_are_torchs_own(options, torchs):
     optimizer, other = make_optimizer(ours, train, sharded=False), torchs(others.parameters(), weight_decay=0.02)
     assert type(optimizer).__name__ == type(other).__name__
     assert isinstance(optimizer, type(other))
+    assert type(pickle.loads(pickle.dumps(optimizer))) is type(optimizer)
     torch.testing.assert_close(_after_updates(ours, optimizer), _after_updates(others, other), rtol=1e-6, atol=1e-7)

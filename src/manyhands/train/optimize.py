@@ -26,7 +26,8 @@ def _without_compiler(kind: type[Kind]) -> type[Kind]:
     return cast(type[Kind], plain)
 
 
-_SGD, _AdamW = _without_compiler(torch.optim.SGD), _without_compiler(torch.optim.AdamW)
+# By their own names, so that an optimizer can be pickled.
+SGD, AdamW = _without_compiler(torch.optim.SGD), _without_compiler(torch.optim.AdamW)
 
 
 def make_optimizer(
@@ -47,10 +48,10 @@ def make_optimizer(
     fused = None if sharded else True
     optimizer: torch.optim.Optimizer
     if options.optimizer == "adamw":
-        optimizer = _AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
+        optimizer = AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
     else:
         nesterov = options.nesterov and options.momentum > 0
-        optimizer = _SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
+        optimizer = SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = start_state(optimizer, parameter)
