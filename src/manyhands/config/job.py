@@ -17,6 +17,8 @@ BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
 OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
+# What a run decides once, by their dotted keys, where they are "auto"; its job.toml says what they became.
+DECIDED_ONCE = ("train.precision", "train.channels_last")
 # Stands in a job for what was an object in Python; object:NAME for one of several.
 OBJECT = "object"
 # What an evaluation finds anyway, and what of it is better.
@@ -54,10 +56,16 @@ class TrainOptions(Options):
     loss: str = Field(default="cross-entropy", description="cross-entropy, nll, or file.py:function")
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="for cross-entropy")
     clip: float = Field(default=0.0, ge=0.0, description="largest norm of all gradients together; 0: no limit")
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        default="fp32", description="bf16 and fp16 are autocast, fp16 with a loss scaler; fp64 is for tests"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32",
+        description="bf16 and fp16 are autocast, fp16 with a loss scaler; fp64 is for tests; auto: bf16 where all "
+        "machines compute it natively and a short measurement shows 1.3 times the speed, else fp32",
     )
-    channels_last: bool = Field(default=False, description="memory format of the network and its pictures")
+    channels_last: bool | Literal["auto"] = Field(
+        default=False,
+        description="memory format of the network and its pictures; auto: where a short measurement shows 1.05 times "
+        "the speed",
+    )
     compile: bool = Field(default=False, description="torch.compile the network")
     norm_group: int | Literal["global", "local"] = Field(
         default=32,
@@ -87,6 +95,11 @@ class TrainOptions(Options):
     def built_in(self) -> bool:
         """True where the optimizer is one of ours."""
         return self.optimizer in BUILT_IN_OPTIMIZERS
+
+    @property
+    def measured_precision(self) -> bool:
+        """True where precision or layout is still to be measured."""
+        return "auto" in (self.precision, self.channels_last)
 
     @property
     def own_code(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import torch
 
+from manyhands.core.processor import this_processor
+
 
 def accelerator() -> str:
     """The kind of this machine's accelerators, such as "cuda"; "cpu" where there is none."""
@@ -24,3 +26,14 @@ def wait_for(device: str | torch.device) -> None:
     """Returns once a device has done all that it was given; a CPU always has."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def computes_bf16(device: str) -> bool:
+    """True where a device multiplies bfloat16 itself, and doesn't make it of float32."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return this_processor().bf16
+    if kind == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    supported = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
+    return bool(supported and supported())

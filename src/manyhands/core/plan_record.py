@@ -48,6 +48,11 @@ class PlanRecord(BaseModel):
     shares: list[list[int]] = Field(default_factory=list[list[int]], description="samples by pass and process")
     passes: int = 0
     averages: str = Field(default="", description="how gradients are averaged, and why so")
+    precision: str = ""
+    channels_last: bool | str = False
+    precision_measured: list[dict[str, Any]] = Field(
+        default_factory=list[dict[str, Any]], description="seconds of each precision and layout, by kind of machine"
+    )
     norm_group: int | str = ""
     steps_per_epoch: int = 0
     total_steps: int = 0

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from manyhands.core.cores import Others, cores
 from manyhands.core.devices import wait_for
 from manyhands.core.once import replacing
 from manyhands.core.outside import parse_json, read_bytes
+from manyhands.core.processor import this_processor
 from manyhands.planner.timing import BUSY, Timing, quickest
 
 FORMAT = "op-times/2"
@@ -31,7 +31,7 @@ _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 def environment(device: str) -> dict[str, str]:
     """What seconds of an op depend on besides the op itself."""
-    name = platform.processor() or platform.machine()
+    name = this_processor().name
     if torch.device(device).type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {
@@ -104,6 +104,14 @@ class OpTimes:
                 return self.estimate(operations, moved_bytes)
         self._used[key] = self._seconds[key]
         return self._seconds[key].seconds
+
+    def kept(self, key: str) -> float | None:
+        """Seconds that were measured before, however busy the machine was; None where none are kept."""
+        return self._seconds[key].seconds if key in self._seconds else None
+
+    def keep(self, key: str, seconds: float) -> None:
+        """Notes seconds that somebody else has measured."""
+        self._seconds[key] = self._fresh[key] = OpTime(seconds, 0.0, 0.0, time.time())
 
     @property
     def spread(self) -> float:

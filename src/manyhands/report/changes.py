@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, Job
+from manyhands.config.job import DECIDED_ONCE, KEYS_OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.load import LoadedJob, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder, free_name
@@ -50,7 +50,7 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
     return [
         Change(key, former[key], value)
         for key, value in now.items()
-        if key in former and key not in _OF_THE_START and not _same(former[key], value)
+        if key in former and key not in _OF_THE_START and not _same(former[key], value) and not _kept(key, value)
     ]
 
 
@@ -120,6 +120,11 @@ def _listed(found: list[Change]) -> str:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _kept(key: str, value: Any) -> bool:
+    """True where the run has decided, and keeps to that."""
+    return key in DECIDED_ONCE and value == "auto"
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -52,7 +52,9 @@ def configuration(run: RunData) -> list[tuple[str, list[ReportRow]]]:
 def _became(run: RunData, section: str, row: ReportRow) -> str:
     """The value; of an option that left the choice to the program what it chose."""
     found = run.plan.resolved.get(f"{section}.{row.name}")
-    return row.value if found is None else f"{plain(shown(found))} (chosen; asked for: {row.value})"
+    if found is None or row.value == plain(shown(found)):
+        return row.value
+    return f"{plain(shown(found))} (chosen; asked for: {row.value})"
 
 
 def _meanings(section: str) -> dict[str, str]:

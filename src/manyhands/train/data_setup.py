@@ -53,9 +53,14 @@ class DataSetup:
             self.held_out.close()
 
 
-def open_samples(job: Job, world: World, objects: Objects, journal: Journal, outputs: int = 0) -> DataSetup:
-    """Opens the data, says what can't be read of it, and checks its labels; `outputs` as `class_names` has it."""
-    splits = open_splits(job, world, objects)
+def open_samples(
+    job: Job, world: World, objects: Objects, journal: Journal, outputs: int = 0, splits: Splits | None = None
+) -> DataSetup:
+    """Opens the data, if that wasn't done, says what can't be read of it, and checks its labels.
+
+    `outputs` is as `class_names` has it.
+    """
+    splits = splits or open_splits(job, world, objects)
     tell_of_skipped(splits, journal)
     smaller = told_of_batch(job.train.batch, len(splits.train))
     if smaller:
@@ -169,7 +174,7 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
         device=world.device,
         workers=loader_workers(job, source, world),
         dtype=DTYPES.get(job.train.precision, torch.float32),
-        channels_last=job.train.channels_last,
+        channels_last=job.train.channels_last is True,
         classes=classes,
     )
 

@@ -10,6 +10,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.world import World
+from manyhands.data.splits import Splits
 from manyhands.parallel.apply import one_process, takes_mesh
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE
@@ -45,7 +46,13 @@ from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
 
 
 def build(
-    job: Job, folder: RunFolder, world: World, mode: str, objects: Objects | None = None, plan: Plan | None = None
+    job: Job,
+    folder: RunFolder,
+    world: World,
+    mode: str,
+    objects: Objects | None = None,
+    plan: Plan | None = None,
+    splits: Splits | None = None,
 ) -> Trainer:
     """Builds all parts; a collective where there are several processes.
 
@@ -56,6 +63,7 @@ def build(
         mode: the parallel mode, resolved.
         objects: what the user brings instead of names.
         plan: how ops are split, for modes that follow a plan.
+        splits: the job's data, where that was opened before.
 
     Raises:
         UserError: data, model and job don't fit together.
@@ -66,7 +74,7 @@ def build(
     refuse_uncuttable(job, plan, mode, journal, goes_on=folder.has_checkpoints())
     loss_fn, metrics = make_loss_fn(job.train, objects.loss), make_metrics(job.train.metrics, objects.metrics)
     found = find_state(job, folder, world, in_pieces=plan is not None)
-    samples = open_samples(job, world, objects, journal, outputs_of(found.snapshot) if found else 0)
+    samples = open_samples(job, world, objects, journal, outputs_of(found.snapshot) if found else 0, splits)
     classes = samples.classes
     grid = grid_of(job, world, mode)
     starting = without_first_weights(job, samples.pixels.size, objects) if found else job

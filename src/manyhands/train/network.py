@@ -37,7 +37,7 @@ def make_model(
     if job.train.precision == "fp64":
         model = model.double()
     model = model.to(world.device)
-    if job.train.channels_last:
+    if job.train.channels_last is True:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
     return model.train()
 

@@ -218,17 +218,23 @@ def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan
 
 
 def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
-    """The network on this process's device, in training; and the job with the precision that its numbers have."""
-    changes: dict[str, Any] = {}
-    if job.train.precision == "fp64":
+    """The network on this process's device, in training; and the job with the precision that its numbers have.
+
+    What the loop computes beside the network can't be measured, so nothing is chosen for it.
+    """
+    options, changes = job.train, dict[str, Any]()
+    if options.precision == "fp64":
         model = model.double()
     elif any(parameter.dtype == torch.float64 for parameter in model.parameters()):
-        changes["train"] = job.train.model_copy(update={"precision": "fp64"})
-    changes["model"] = job.model.model_copy(update={"name": type(model).__name__})
+        changes["precision"] = "fp64"
+    elif options.precision == "auto":
+        changes["precision"] = "fp32"
+    changes["channels_last"] = options.channels_last is True
+    named = job.model.model_copy(update={"name": type(model).__name__})
     model = model.to(world.device)
-    if job.train.channels_last:
+    if job.train.channels_last is True:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
-    return model.train(), job.model_copy(update=changes)
+    return model.train(), job.model_copy(update={"model": named, "train": options.model_copy(update=changes)})
 
 
 def _follow_parameters(own: OwnParts, names: dict[int, str]) -> None:

@@ -45,7 +45,9 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     def write_files() -> None:
         write_json(folder.environment, own)
         write_json(folder.network, trainer.trained)
-        write_plan_record(folder.plan, plan.model_copy(update={**about, "resolved": became}))
+        write_plan_record(
+            folder.plan, plan.model_copy(update={**about, "resolved": became | about.get("resolved", {})})
+        )
 
     def write_on_first_update() -> None:
         for change in changes:
@@ -64,7 +66,8 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     """What became of options that leave the choice to the program, by dotted key; those the user has set are left out.
 
-    Values of the job stay what was asked for, so that a run that goes on elsewhere may choose anew.
+    Values of the job stay what was asked for, so that a run that goes on elsewhere may choose anew; but for
+    precision and layout, which are the same for a run's whole life.
     """
     job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync
     found: dict[str, Any] = {
@@ -157,6 +160,8 @@ def plan_of(trainer: Any) -> PlanRecord:
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
         "averages": trainer.network.averages,
+        "precision": trainer.job.train.precision,
+        "channels_last": trainer.job.train.channels_last,
         "norm_group": trainer.job.train.norm_group,
         "steps_per_epoch": order.steps_per_epoch,
         "total_steps": trainer.total_steps,

@@ -127,15 +127,16 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         if world.device == "cpu" and job.cluster.device == "auto":
             _tell_of_unused_accelerators(Journal(folder, world.rank))
     objects = load_objects(argument)
+    job, decided, splits = _settle_precision(job, folder, world, mode, objects)
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
-    trainer = build(job, folder, world, mode, objects, followed)
+    trainer = build(job, folder, world, mode, objects, followed, splits)
     for note in (*about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         trainer.journal.event("note", note)
     ranks = gather_plain(own_environment(world), world)
     if world.is_main:
-        give_account(trainer, ranks, about)
+        give_account(trainer, ranks, {**about, **decided})
     return trainer
 
 
@@ -146,6 +147,22 @@ def _tell_of_unused_accelerators(journal: Journal) -> None:
     told = unused_here()
     if told:
         journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
+
+
+def _settle_precision(
+    job: Job, folder: RunFolder, world: Any, mode: str, objects: Any
+) -> tuple[Job, dict[str, Any], Any]:
+    """The job with a precision and a layout, what plan.json says of them, and the data if it had to be opened."""
+    if not job.train.measured_precision:
+        return job, {}, None
+    from manyhands.train.objects import Objects
+    from manyhands.worker.precision import settle_precision
+
+    settled = settle_precision(job, folder, world, mode, objects or Objects())
+    if world.is_main:
+        for sentence in settled.said:
+            Journal(folder, world.rank).event("note", sentence)
+    return settled.job, settled.about, settled.splits
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:

@@ -11,6 +11,7 @@ from manyhands.config.job import Job
 from manyhands.config.load import load_on
 from manyhands.core.devices import device_kind
 from manyhands.core.errors import UserError
+from manyhands.core.folder import NOWHERE
 from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
@@ -33,6 +34,7 @@ from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
 from manyhands.worker.plan_costs import Costs
 from manyhands.worker.plan_sync import link_between, plan_sync
 from manyhands.worker.plan_trials import LINKS, MEASURE, make_network, norm_group, picture
+from manyhands.worker.precision import SettledPrecision, plain_precision, settle_precision
 
 # Has processes of a job do a task, and gives what the first of them returned: starting them is the head's affair.
 RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]
@@ -266,7 +268,6 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     """
     check_method(job.sync.method)
     modelled = device_model(request.device_model) if request.device_model else None
-    rates = modelled.rates(job.train.precision) if modelled else None
     if modelled:
         request = replace(request, measure=False, memory=request.memory or str(modelled.memory_bytes))
     network, device = (
@@ -276,6 +277,9 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     wish = _wish(job, request, network, device)
     between = link_between(job, request.link)
     ready()
+    settled = _precision(job, request, modelled=modelled is not None)
+    job = settled.job
+    rates = modelled.rates(job.train.precision) if modelled else None
     here = "cpu" if modelled else device
     model = make_network(job, network, here)
     graph = _described(model, job, network, here)
@@ -290,7 +294,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     times.save()
     smaller = told_of_batch(job.train.batch, network["samples"])
     said = modelled.said(job.train.precision) if modelled else ""
-    notes = (*filter(None, (said, smaller)), *times.notes, *times.doubts(), *found.notes, *graph.notes)
+    notes = (*filter(None, (*settled.said, said, smaller)), *times.notes, *times.doubts(), *found.notes, *graph.notes)
     planned = Planned(found, network, on_all, links, notes)
     planned = replace(planned, fewer=costs.fewer(found))
     planned = _timed(planned, run_task) if together else planned
@@ -301,6 +305,14 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     if not planned.found.pick.measured_seconds and (seconds := sync_seconds(planned.sync)):
         planned = replace(planned, found=planned.found.repicked(seconds))
     return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
+
+
+def _precision(job: Job, request: PlanRequest, *, modelled: bool) -> SettledPrecision:
+    """The job with a precision and a layout, measured where that is wished for and the device is here."""
+    if modelled:
+        return plain_precision(job)
+    world = World(device=device_kind(job.cluster.device, request.world_size))
+    return settle_precision(job, NOWHERE, world, job.parallel.mode, Objects(), measure=request.measure)
 
 
 def _wish(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:

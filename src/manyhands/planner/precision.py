@@ -1,0 +1,172 @@
+"""Which precision and layout a network is computed in: what decides it, and the short measurement that tells."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from manyhands.core.devices import wait_for
+
+EXACT, HALF = "fp32", "bf16"
+# How many times as fast bf16 must be for its rounding, and channels_last for the trouble of another layout.
+LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05
+# Rounds in turns after a first one: so many at least, more within the seconds; none begins after the last of them.
+_LEAST_ROUNDS, _MOST_ROUNDS, _WISHED_S, _MOST_S = 3, 40, 1.0, 8.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A precision, as a job names it, in one of two layouts."""
+
+    precision: str
+    channels_last: bool
+
+    def __str__(self) -> str:
+        return f"{self.precision} {'channels_last' if self.channels_last else 'contiguous'}"
+
+
+@dataclass(frozen=True)
+class KindOfMachine:
+    """What is known of all machines of a kind.
+
+    Attributes:
+        name: of the processor or card.
+        bf16: it computes that itself.
+        seconds: of an update's forward and backward, by variant; without those that failed.
+        failed: by variant, why the network can't run so.
+    """
+
+    name: str
+    bf16: bool
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    failed: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON data, of which the constructor makes it again."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class WishedPrecision:
+    """What a job says; "auto" is to be decided."""
+
+    precision: str
+    channels_last: bool | Literal["auto"]
+
+    def variants(self, *, bf16: bool) -> list[Variant]:
+        """All that may be chosen; `bf16`: all machines compute it themselves."""
+        precisions = [EXACT, *([HALF] if bf16 else [])] if self.precision == "auto" else [self.precision]
+        layouts = [False, True] if self.channels_last == "auto" else [self.channels_last]
+        return [Variant(precision, layout) for precision in precisions for layout in layouts]
+
+
+def choose_variant(wished: WishedPrecision, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
+    """What all machines of a run compute in, and a sentence on each thing decided.
+
+    The least gain of all kinds counts, so another kind of machine never makes a variant likelier.
+    """
+
+    def gain(before: Variant, after: Variant) -> float:
+        """How many times as fast the one is as the other; 0 where some kind can't run both."""
+        seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
+        return min(old / new if old and new else 0.0 for old, new in seconds)
+
+    def layout(precision: str) -> Variant:
+        if wished.channels_last != "auto":
+            return Variant(precision, wished.channels_last)
+        pays = gain(Variant(precision, False), Variant(precision, True)) >= LEAST_GAIN_OF_LAYOUT
+        return Variant(precision, pays)
+
+    taken, said = layout(EXACT if wished.precision == "auto" else wished.precision), list[str]()
+    if wished.precision == "auto":
+        half = layout(HALF)
+        gained = gain(taken, half)
+        said.append(_said_of_half(kinds, half, gained))
+        taken = half if all(kind.bf16 for kind in kinds) and gained >= LEAST_GAIN else taken
+    if wished.channels_last == "auto":
+        other = Variant(taken.precision, True)
+        said.append(_said_of_layout(kinds, other, gain(Variant(taken.precision, False), other)))
+    return taken, said
+
+
+def _said_of_half(kinds: Sequence[KindOfMachine], half: Variant, gained: float) -> str:
+    without = [kind.name for kind in kinds if not kind.bf16]
+    if without:
+        return f"train.precision is fp32: {without[0]} doesn't compute bf16 itself"
+    if not gained:
+        return f"train.precision is fp32: {_why_not(kinds, half)}"
+    if gained >= LEAST_GAIN:
+        return f"train.precision is bf16: {gained:.2f} times as fast as fp32 in a short measurement"
+    return f"train.precision is fp32: bf16 is {gained:.2f} times as fast, and only {LEAST_GAIN} pays"
+
+
+def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: float) -> str:
+    if not gained:
+        return f"train.channels_last is false: {_why_not(kinds, other)}"
+    if gained >= LEAST_GAIN_OF_LAYOUT:
+        return f"train.channels_last is true: {gained:.2f} times as fast in a short measurement"
+    return f"train.channels_last is false: true is {gained:.2f} times as fast, and only {LEAST_GAIN_OF_LAYOUT} pays"
+
+
+def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> str:
+    why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed]
+    return f"the network can't run otherwise ({why[0]})" if why else "nothing could be measured"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One variant of a network's update, to be timed.
+
+    Attributes:
+        ready: puts everything in place; isn't timed.
+        run: forward and backward; gives the loss [].
+    """
+
+    ready: Callable[[], None]
+    run: Callable[[], torch.Tensor]
+
+
+def time_variants(trials: Mapping[Variant, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
+    """(seconds by variant, reasons of those that failed): the quickest of several rounds in turns, on one thread.
+
+    One thread, whose own time counts on a CPU: what it takes depends neither on the number of processes nor on what
+    else the machine does.
+    """
+    clock = time.process_time if torch.device(device).type == "cpu" else time.perf_counter
+    seconds, failed, threads = dict[str, float](), dict[str, str](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for variant, trial in trials.items():
+            try:
+                if not torch.isfinite(_timed(trial, device, clock)[1]):
+                    failed[str(variant)] = "its loss isn't a number then"
+            except Exception as error:  # noqa: BLE001 - whatever a network says of a layout or type it doesn't know
+                failed[str(variant)] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        left = [(str(variant), trial) for variant, trial in trials.items() if str(variant) not in failed]
+        for _ in _rounds():
+            for name, trial in left:
+                taken = _timed(trial, device, clock)[0]
+                seconds[name] = min(taken, seconds.get(name, taken))
+    finally:
+        torch.set_num_threads(threads)
+    return seconds, failed
+
+
+def _rounds() -> Iterable[int]:
+    began = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        taken = time.perf_counter() - began
+        if number and (taken > _MOST_S or (number >= _LEAST_ROUNDS and taken > _WISHED_S)):
+            return
+        yield number
+
+
+def _timed(trial: Trial, device: str, clock: Callable[[], float]) -> tuple[float, torch.Tensor]:
+    trial.ready()
+    wait_for(device)
+    started = clock()
+    loss = trial.run()
+    wait_for(device)
+    return clock() - started, loss

@@ -1,0 +1,217 @@
+"""Has processes settle a precision or layout that the job leaves open: once in a run, alike, whatever their number."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from manyhands.config.job import DECIDED_ONCE, Job, TrainOptions
+from manyhands.config.load import written_values
+from manyhands.core.devices import computes_bf16
+from manyhands.core.folder import RunFolder
+from manyhands.core.plugins import code_digests
+from manyhands.core.world import World
+from manyhands.data.splits import Splits
+from manyhands.data.transforms import Pixels
+from manyhands.parallel.apply import takes_mesh
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.network import ParallelNetwork, whole_batch
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.planner.op_times import OpTimes, environment
+from manyhands.planner.precision import (
+    EXACT,
+    KindOfMachine,
+    Trial,
+    Variant,
+    WishedPrecision,
+    choose_variant,
+    time_variants,
+)
+from manyhands.train.data_setup import class_names, make_loader, open_splits, pixels_for
+from manyhands.train.loss import make_loss_fn
+from manyhands.train.objects import Objects
+from manyhands.worker.plan_trials import make_network
+
+# A measured pass has as many samples as make so many pixels, within these limits: 64 of CIFAR-10, 8 of ImageNet.
+_PIXELS, _FEWEST, _MOST = 64 * 32 * 32, 8, 64
+
+
+@dataclass(frozen=True)
+class SettledPrecision:
+    """What became of a job.
+
+    Attributes:
+        job: with a precision and a layout.
+        said: a sentence on each that was measured.
+        about: for plan.json: what of the job this decided, and each kind of machine's seconds.
+        splits: the data, where it had to be opened.
+    """
+
+    job: Job
+    said: list[str] = field(default_factory=list[str])
+    about: dict[str, Any] = field(default_factory=dict[str, Any])
+    splits: Splits | None = None
+
+
+def settle_precision(
+    job: Job, folder: RunFolder, world: World, mode: str, objects: Objects, *, measure: bool = True
+) -> SettledPrecision:
+    """The job with what its "auto" for precision and layout becomes; a collective.
+
+    A run that has trained keeps what it has. Else the kinds of machines decide, each by a measurement that it keeps,
+    of one process on one thread, so that the number of processes makes no difference.
+
+    Args:
+        job: as the user has it.
+        folder: where the run is kept.
+        world: who takes part.
+        mode: the parallel mode in force.
+        objects: what the user brings instead of names.
+        measure: False where nothing may be timed; what is known counts.
+    """
+    kept = broadcast_plain(_kept(folder) if world.is_main else None, world) or ["auto", "auto"]
+    now = _with(job, *(old if new == "auto" else new for old, new in zip(kept, _values(job), strict=True)))
+    if not now.train.measured_precision:
+        return SettledPrecision(now, about={"resolved": _resolved(job, now)})
+    wished = WishedPrecision(now.train.precision, now.train.channels_last)
+    splits = open_splits(job, world, objects)
+    measurement = _Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
+    mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
+    everybody = [KindOfMachine(**one) for one in gather_plain(mine.as_plain(), world)]
+    found = None
+    if everybody.index(mine) == world.rank and not takes_mesh(mode):
+        variants = wished.variants(bf16=all(one.bf16 for one in everybody))
+        found = _measured(measurement, mine, variants, measure=measure).as_plain()
+    kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
+    taken, said = choose_variant(wished, kinds)
+    settled = _with(job, taken.precision, taken.channels_last)
+    about = {"resolved": _resolved(job, settled), "precision_measured": [kind.as_plain() for kind in kinds]}
+    return SettledPrecision(settled, said, about, splits)
+
+
+def plain_precision(job: Job) -> SettledPrecision:
+    """The job in fp32 and the usual layout where it leaves them open, for a device that isn't here."""
+    plain = [EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True]
+    said = [f"{key} is {value}: nothing can be measured" for key, value in _resolved(job, _with(job, *plain)).items()]
+    return SettledPrecision(_with(job, *plain), said)
+
+
+def _values(job: Job) -> list[Any]:
+    return [job.train.precision, job.train.channels_last]
+
+
+def _with(job: Job, precision: str, channels_last: bool | str) -> Job:
+    update = {"precision": precision, "channels_last": channels_last}
+    return job.model_copy(update={"train": job.train.model_copy(update=update)})
+
+
+def _resolved(asked: Job, settled: Job) -> dict[str, Any]:
+    pairs = zip(DECIDED_ONCE, _values(asked), _values(settled), strict=True)
+    return {key: value for key, wish, value in pairs if wish == "auto"}
+
+
+def _kept(folder: RunFolder) -> list[Any] | None:
+    """Precision and layout of a run that has trained; "auto" for what its job.toml doesn't say."""
+    if not folder.exists() or not folder.has_trained():
+        return None
+    written = written_values(folder.job)
+    known = TrainOptions.model_fields
+    precision, channels_last = (written.get(key, "auto") for key in DECIDED_ONCE)
+    named = precision in get_args(known["precision"].annotation)
+    return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """What is measured: a job's network on a device, with the first samples of its data."""
+
+    job: Job
+    splits: Splits
+    device: str
+    objects: Objects
+    pixels: Pixels
+
+    def key(self) -> str:
+        """All that the seconds depend on but the kind of machine."""
+        job, objects = self.job, self.objects
+        words: list[Any] = [self._network(), self._count(), job.train.loss, job.train.label_smoothing]
+        words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.own_code))]
+        if isinstance(objects.model, nn.Module):
+            shapes = [[name, list(one.shape), str(one.dtype)] for name, one in objects.model.named_parameters()]
+            words += [str(objects.model), shapes]
+        return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def trials(self, variants: list[Variant]) -> dict[Variant, Trial]:
+        """What runs each of them, on one copy of the network."""
+        job, own = self.job, self.objects.model
+        copied = copy.deepcopy(own).to(self.device).train() if own is not None else None
+        model = copied if copied is not None else make_network(job, self._network(), self.device)
+        group_batch_norms(model)
+        loaded = job.model_copy(update={"data": job.data.model_copy(update={"workers": 0, "machine_workers": 0})})
+        world, plain = World(device=self.device), _with(loaded, EXACT, channels_last=False)
+        classes = self._network()["classes"]
+        loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
+        batch = next(iter(loader.batches(0, [torch.arange(self._count())])))
+        loader.close()
+        loss_fn, network = make_loss_fn(job.train, self.objects.loss), ParallelNetwork(model, model)
+
+        def trial(variant: Variant) -> Trial:
+            layout = torch.channels_last if variant.channels_last else torch.contiguous_format
+            gradients = Gradients(network, world, loss_fn, precision=variant.precision)
+            images = batch.images.to(memory_format=layout) if batch.images.ndim == 4 else batch.images
+            part = whole_batch(images, batch.labels)
+
+            def ready() -> None:
+                model.to(memory_format=layout)  # pyright: ignore[reportCallIssue] - missing in its types
+                for parameter in model.parameters():
+                    parameter.grad = None
+
+            return Trial(ready, lambda: gradients.forward_backward(part, len(batch.labels)).loss)
+
+        return {variant: trial(variant) for variant in variants}
+
+    def _network(self) -> dict[str, Any]:
+        classes = len(class_names(self.job, self.splits))
+        return {"channels": self.pixels.channels, "size": self.pixels.size, "classes": classes}
+
+    def _count(self) -> int:
+        """Samples of a pass; the number of processes has no part in it."""
+        most = max(_FEWEST, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
+        return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
+
+
+def _measured(
+    measurement: _Measurement, kind: KindOfMachine, variants: list[Variant], *, measure: bool
+) -> KindOfMachine:
+    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now."""
+    if len(variants) < 2:
+        return kind
+    times, key = _on_one_thread(lambda: OpTimes(measurement.device, 0.0)), measurement.key()
+    known = {str(one): times.kept(f"precision {key} {one}") for one in variants}
+    if not measure or all(known.values()):
+        return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
+    try:
+        with torch.random.fork_rng(devices=[]):
+            seconds, failed = time_variants(measurement.trials(variants), measurement.device)
+    except Exception as error:  # noqa: BLE001 - what is wrong with network or data is said where they are built
+        return replace(kind, failed={str(one): str(error).partition("\n")[0][:200] for one in variants})
+    for name, one in seconds.items():
+        times.keep(f"precision {key} {name}", one)
+    times.save()
+    return replace(kind, seconds=seconds, failed=failed)
+
+
+def _on_one_thread(make: Callable[[], OpTimes]) -> OpTimes:
+    """What is kept is of one thread, as it is measured."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return make()
+    finally:
+        torch.set_num_threads(threads)
