@@ -260,3 +260,24 @@ def _weighted(world, folder, settings):
 def test_weighted_means_are_divided_before_gradients_leave(name, tmp_path):
     for by_fit, weights in run_on_ranks(_weighted, 2, str(tmp_path), WEIGHTED[name]):
         torch.testing.assert_close(weights, by_fit, rtol=1e-9, atol=1e-12)
+
+
+def _shaped_by_the_loop(world):
+    flags = {"data.name": "objects", "train.precision": "fp64"}
+    here, net = Session(world, load_job(flags, environment={}).job), nn.Linear(64, 5)
+    data = TensorDataset(_data().tensors[0].double(), _data().tensors[1])
+    model, optimizer, samples = here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=16)
+    for x, y in samples:
+        here.backward(F.cross_entropy(model(x.flatten(1)), y))
+        optimizer.step()
+    loss = here.mean_loss()
+    here.close()
+    return loss
+
+
+def test_a_loop_may_shape_its_samples_on_three_processes():
+    wanted = []
+    for size in (1, 3):
+        torch.manual_seed(3)
+        wanted += run_on_ranks(_shaped_by_the_loop, size)
+    assert wanted == pytest.approx([wanted[0]] * 4, rel=1e-9)

@@ -81,6 +81,7 @@ class ParallelNetwork:
     outputs: int = 0  # how many classes it tells apart, where that is known from splitting it; else 0
     most_parts: int = 1  # into how many parts some op shares out the samples of a micro-batch
     draws: bool = False  # some op is known to draw random numbers in training
+    settles: bool = False  # its averaging takes the order of its sums from the first backward pass
     averages: str = ""  # how it averages gradients, and why so, in a sentence; empty where that isn't decided here
     norms: NormGroups = field(init=False)  # what its BatchNorm layers are told of each micro-batch
 

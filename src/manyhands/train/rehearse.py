@@ -152,7 +152,7 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
     """
-    if update.world.size < 3 or not update.network.runs_alone:
+    if update.world.size < 3 or not update.network.settles:
         return
     batch = _samples(loader, count)
     whole, options = Share(0, count, (), ()), update.options

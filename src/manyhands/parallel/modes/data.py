@@ -74,7 +74,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
     network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)
-    network.averages = f"gradients are averaged by {world.backend}: {sums}"
+    network.averages, network.settles = f"gradients are averaged by {world.backend}: {sums}", True
     if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         network.reach_all = functools.partial(_reach, trained)
