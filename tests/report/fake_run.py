@@ -14,7 +14,17 @@ import tomli_w
 
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, StepMetrics, append, write_json
+from manyhands.core.phases import PHASES
+from manyhands.core.records import (
+    EvaluationDetail,
+    EvaluationMetrics,
+    Event,
+    Failure,
+    PhaseMetrics,
+    StepMetrics,
+    append,
+    write_json,
+)
 
 START = 1_795_000_000.0
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -160,7 +170,15 @@ class FakeRun:
             if step % self.steps_per_epoch == 0:
                 self.evaluate(step)
                 self.save(step)
+                self.tell(step)
         return self
+
+    def tell(self, step):
+        """What the two processes spent the epoch on."""
+        shares = {"data": 1.1, "compute": 4.2, "communication": 0.9, "update": 0.4, "evaluation": 1.5, "saving": 0.1}
+        seconds = {phase: [self.random.gauss(shares.get(phase, 0.02), 0.01) for _ in range(2)] for phase in PHASES}
+        epoch = step // self.steps_per_epoch
+        append(self.folder.metrics, PhaseMetrics(time=self.time, epoch=epoch, step=step, seconds=seconds))
 
     def resume(self, step, pause=3600.0):
         self.time += pause

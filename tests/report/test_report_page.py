@@ -97,7 +97,7 @@ def test_the_page_needs_nothing_else(finished):
     assert "飞机" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert {file.name for file in (finished / "pictures").iterdir()} == {
-        f"{name}.png" for name in ("curves", "learning-rate", "throughput", "confusion", "classes")
+        f"{name}.png" for name in ("curves", "learning-rate", "throughput", "time", "confusion", "classes")
     }
 
 

@@ -12,6 +12,7 @@ from manyhands.core.records import (
     EvaluationDetail,
     EvaluationMetrics,
     Event,
+    PhaseMetrics,
     StepMetrics,
     append,
     append_line,
@@ -49,7 +50,7 @@ class Journal:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
-    def metrics(self, record: StepMetrics | EvaluationMetrics) -> None:
+    def metrics(self, record: StepMetrics | EvaluationMetrics | PhaseMetrics) -> None:
         """Records what was measured."""
         if self._rank == 0:
             self._keep(functools.partial(append, self._folder.metrics, record))

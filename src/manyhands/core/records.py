@@ -62,6 +62,15 @@ class StepMetrics(Record):
     asked: bool = Field(default=False, description="the user wants a line of this very step (run.log_steps)")
 
 
+class PhaseMetrics(Record):
+    """What each process spent its time on since the record of this kind before; see `core/phases.py`."""
+
+    kind: Literal["phases"] = "phases"
+    epoch: int = Field(ge=1, description="the epoch that was under way, counted from 1")
+    step: int = Field(ge=0, description="updates made so far")
+    seconds: dict[str, list[float]] = Field(description="by phase: of each rank; all phases add up to the time")
+
+
 class EvaluationMetrics(Record):
     """One evaluation; each sample of the test split was counted exactly once."""
 

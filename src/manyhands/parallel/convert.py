@@ -9,6 +9,7 @@ from torch import Tensor
 
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
+from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
 from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between
 
@@ -36,7 +37,10 @@ def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid
 def _take(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
     if grid.parts(step.axes) == 1:
         return tensor
-    return _STEPS[step.kind](step, tensor, extent, grid)
+    before = CLOCK.to(COMMUNICATION)
+    taken = _STEPS[step.kind](step, tensor, extent, grid)
+    CLOCK.to(before)
+    return taken
 
 
 def _sizes(step: Step, extent: Extent, grid: _Places) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
 from manyhands.parallel.network import LossFn, MicroBatch, ParallelNetwork
 
@@ -118,10 +119,13 @@ class Gradients:
             loss.backward(weight.expand_as(loss))
         else:
             loss.backward(torch.full_like(loss, weight))  # the same bits, two operations less
+        CLOCK.backward_ends()
 
     def finish(self) -> None:
         """Waits for what backward has not put in place yet; after an update's last micro-batch."""
+        before = CLOCK.to(COMMUNICATION)
         self.network.finish_gradients()
+        CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Undoes the loss's scale; `step` skips an update where a gradient overflowed, on all processes alike."""

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from manyhands.core.errors import UserError
+from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.shares import Span
 from manyhands.parallel.shared_norm import SharedNorm, accumulator_dtype, computed_dtype, moments_of
 
@@ -49,7 +50,9 @@ class NormGroups:
         # Every process takes part, also one that held no group's beginning: its statistics have weight zero.
         flat = torch.cat([layer.take_seen() for layer in layers])
         if size > 1 and not self.apart:
+            before = CLOCK.to(COMMUNICATION)
             dist.all_reduce(flat, group=self.processes)
+            CLOCK.to(before)
         position = 0
         for layer in layers:
             length = 2 * layer.num_features + 1

@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from manyhands.report.drawing import BLUE, GREEN, VERMILION, epochs_axis, new_figure, smooth, thin
+from manyhands.report.drawing import BLUE, GREEN, VERMILION, epochs_axis, new_figure, smooth, thin, time_unit
 from manyhands.report.read import RunData
 from manyhands.report.summary import best_evaluation, images_per_s, steps_per_epoch
 from manyhands.report.words import rate
@@ -81,7 +81,7 @@ def throughput(run: RunData) -> "Figure | None":
     """Images per second over the time worked, with the share of it that waited for data."""
     if not run.steps:
         return None
-    unit, size = _time_unit(sum(session.seconds for session in run.sessions))
+    unit, size = time_unit(sum(session.seconds for session in run.sessions))
     times, speeds, waits = _along_time(run, size)
     shows_waits = any(wait >= 1 for wait in waits)
     figure = new_figure(10, 3.9 if shows_waits else 2.7)
@@ -133,12 +133,6 @@ def _worked(run: RunData, time: float) -> tuple[int, float]:
             return number, done + time - session.start
         done += session.seconds
     return len(run.sessions), done
-
-
-def _time_unit(seconds: float) -> tuple[str, float]:
-    if seconds < 300:
-        return "s", 1.0
-    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
 
 
 def _spans_decades(values: list[float]) -> bool:

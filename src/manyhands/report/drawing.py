@@ -99,6 +99,13 @@ def epochs_axis(axes: "Axes", run: RunData) -> None:
         axes.axvline(mark, color=GREY, linewidth=1, linestyle=":", label="resumed" if number == 0 else None)
 
 
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit that an axis of so many seconds is marked in, and its seconds."""
+    if seconds < 300:
+        return "s", 1.0
+    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
+
+
 def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
     """The same curve with few enough points: means over equal runs of neighbours."""
     size = -(-len(xs) // _MOST_POINTS)

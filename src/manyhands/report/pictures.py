@@ -12,6 +12,7 @@ from manyhands.report.drawing import house_style, write_png
 from manyhands.report.fonts import fonts_for
 from manyhands.report.mistakes import confusion, per_class
 from manyhands.report.read import RunData
+from manyhands.report.time_stack import time_stack
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +31,7 @@ PICTURES = (
     Picture("curves", "Loss and accuracy", curves),
     Picture("learning-rate", "Learning rate", learning_rate),
     Picture("throughput", "Speed", throughput),
+    Picture("time", "Where the time goes", time_stack),
     Picture("confusion", "What is taken for what", confusion),
     Picture("classes", "Accuracy by class", per_class),
 )

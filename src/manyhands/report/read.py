@@ -12,7 +12,15 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.outside import parse_toml, read_bytes, read_object
 from manyhands.core.plan_record import PlanRecord, read_plan_record
-from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, Record, StepMetrics
+from manyhands.core.records import (
+    EvaluationDetail,
+    EvaluationMetrics,
+    Event,
+    Failure,
+    PhaseMetrics,
+    Record,
+    StepMetrics,
+)
 
 METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
 # The words of events that begin a session of work: everything between two of them ran without a pause.
@@ -46,6 +54,9 @@ class RunData:
     # rising in step; what a resumed run did again is there once, as it was done last
     steps: list[StepMetrics] = field(default_factory=list)
     evaluations: list[EvaluationMetrics] = field(default_factory=list)  # likewise
+    phases: list[PhaseMetrics] = field(
+        default_factory=list
+    )  # as they were written: what is done again takes time again
     events: list[Event] = field(default_factory=list)  # as they were written
     sessions: list[WorkPeriod] = field(default_factory=list)  # the stretches of work, the repeated parts included
     best: EvaluationDetail | None = None  # counts at the best evaluation
@@ -61,7 +72,9 @@ def read_run(path: Path) -> RunData:
     folder = RunFolder(path)
     if not folder.exists():
         raise no_run(path)
-    measured = [record for line in records.read_lines(folder.metrics) if (record := parse_metrics(line, folder))]
+    lines = list(records.read_lines(folder.metrics))
+    measured = [record for line in lines if (record := parse_metrics(line, folder))]
+    told = [line for line in lines if line.get("kind") == "phases"]
     events = [event for line in records.read_lines(folder.events) if (event := parse(Event, line, folder.events))]
     steps = [record for record in measured if isinstance(record, StepMetrics)]
     evaluations = [record for record in measured if isinstance(record, EvaluationMetrics)]
@@ -73,6 +86,7 @@ def read_run(path: Path) -> RunData:
         plan=_read_plan(folder.plan),
         steps=without_repeats(steps, events),
         evaluations=without_repeats(evaluations, events),
+        phases=[record for line in told if (record := parse(PhaseMetrics, line, folder.metrics))],
         events=events,
         sessions=sessions([record.time for record in measured], events),
         best=_read_record(EvaluationDetail, folder.evaluations / "best.json"),

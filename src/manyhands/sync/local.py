@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.sync.buffers import Buffers, MachineGroup
 from manyhands.sync.compress import Compressor
 from manyhands.sync.costs import Cost
@@ -187,7 +188,7 @@ class LocalSteps(Synchronizer):
         flight = self._flight
         if flight is None:
             return
-        began_s = time.perf_counter()
+        began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if flight.talk:
             mean, residual = flight.talk.result()
         else:
@@ -195,6 +196,7 @@ class LocalSteps(Synchronizer):
         if self.machine:
             dist.broadcast(mean, self.machine.leader, group=self.machine.group)
         self.waited_s += time.perf_counter() - began_s
+        CLOCK.to(before)
         self.exchange_s = flight.talk.seconds if flight.talk else 0.0
         if self.pace.momentum:
             self._speed.mul_(self.pace.momentum).add_(mean)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
+from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.seeds import mix
 from manyhands.sync.buffers import Buffers, MachineGroup
 from manyhands.sync.compress import LowRank, compute_alike
@@ -100,9 +101,10 @@ class PowerSgd:
             self.expect()
         self._offer(nothing_comes=True)
         self._expecting = False
-        began_s = time.perf_counter()
+        began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         error = self._ended.get()
         self.waited_s += time.perf_counter() - began_s
+        CLOCK.to(before)
         if error:
             raise error
         for parameter in self._rare:

@@ -6,6 +6,7 @@ from manyhands.checkpoint import layout
 from manyhands.checkpoint.verify import verify
 from manyhands.core.errors import UserError
 from manyhands.core.outside import read_object
+from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.records import EvaluationDetail
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.train.evaluate import Interrupted
@@ -18,6 +19,7 @@ from manyhands.train.trainer import Trainer
 BEST, LAST = "test-best", "test-last"
 
 
+@CLOCK.within(EVALUATION)
 def test_once(trainer: Trainer, stop: StopSignal) -> None:
     """Evaluates what was held out, unless that was done for these weights before; a collective.
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 from manyhands.core.folder import NOWHERE
+from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
 from manyhands.core.records import StepMetrics
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.epoch_end import tell_of_epoch
@@ -16,6 +17,7 @@ from manyhands.train.pth_tar import write_pth_tar
 from manyhands.train.saving import evaluate, save, save_last
 from manyhands.train.status import Status
 from manyhands.train.stopping import StopSignal, listening
+from manyhands.train.tell_time import tell_of_time
 from manyhands.train.trainer import Trainer
 
 
@@ -27,17 +29,20 @@ def fit(trainer: Trainer) -> str:
     """
     with listening() as stop, trainer.heart.beating(lambda: trainer.phase):
         try:
-            return _train(trainer, stop)
+            ended = _train(trainer, stop)
         except Interrupted:
             trainer.journal.event(
                 "stopping", "saving; the evaluation is made when the run goes on", trainer.progress.step
             )
             save_last(trainer)
-            return "stopped"
+            ended = "stopped"
+        tell_of_time(trainer)
+        return ended
 
 
 def _train(trainer: Trainer, stop: StopSignal) -> str:
     progress = trainer.progress
+    CLOCK.take()
     trainer.status_round.reset(progress.step)
     trainer.epoch_mean.whole = progress.step_in_epoch == 0
     if progress.owed and _conclude(trainer, stop):
@@ -64,18 +69,24 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
     found = trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch)
     while not (trainer.done() or trainer.stopped):
         started = time.perf_counter()
+        CLOCK.to(DATA)
         trainer.heart.beat(waiting=True)
         update = next(found, None)
         trainer.status_round.waiting_s += time.perf_counter() - started
+        CLOCK.to(COMPUTE)
         if update is None:
+            CLOCK.to(OTHER)
+            tell_of_time(trainer)
             return
         trainer.heart.beat()
         started = time.perf_counter()
         yield update
+        CLOCK.to(RECORDS)
         trainer.note_stall(trainer.heart.updated(trainer.progress.step), time.perf_counter() - started)
         if trainer.done():
             trainer.synchronizer.finish(trainer.progress.step)
         trainer.stopped = trainer.folder is not NOWHERE and attend(trainer, stop)
+    CLOCK.to(OTHER)
 
 
 def attend(trainer: Trainer, stop: StopSignal) -> bool:
@@ -115,7 +126,8 @@ def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
     """The evaluation that is owed after an update, and what follows an epoch; True when it is the best so far."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
     if trainer.progress.step_in_epoch == 0:
-        write_pth_tar(trainer, best=improved)
+        with CLOCK.within(SAVING):
+            write_pth_tar(trainer, best=improved)
     tell_of_epoch(trainer)
     return improved
 
@@ -124,6 +136,8 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
     progress = trainer.progress
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
+    if status.tell:
+        tell_of_time(trainer)
     if not status.samples:
         return
     trainer.epoch_mean.add(status)

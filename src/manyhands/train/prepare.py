@@ -17,6 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.mesh import parse_mesh
+from manyhands.core.phases import CLOCK
 from manyhands.core.shown import say
 from manyhands.core.world import World
 from manyhands.data.objects import has_targets
@@ -191,6 +192,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         release=lambda: under.release(samples),
     )
     noted = _go_on(trainer, found, own) if found else {}
+    CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
     trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
     return trainer, noted

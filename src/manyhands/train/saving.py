@@ -14,6 +14,7 @@ from manyhands.checkpoint.refuse import NotFiniteError, SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.core.errors import RunError
+from manyhands.core.phases import CLOCK, EVALUATION, SAVING
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.trained import STATE_KEY
 from manyhands.train.diagnose import explain_lost
@@ -28,6 +29,7 @@ from manyhands.train.trainer import Trainer
 SAVED, NOT_SAVED, NOT_FINITE = 1, 0, 2
 
 
+@CLOCK.within(EVALUATION)
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     """Evaluates on all processes and records it; True when it is the best so far.
 
@@ -97,6 +99,7 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
     )
 
 
+@CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
     """Commits a checkpoint; a full disk or the like costs the checkpoint, not the run, and is said loudly."""
     progress, started = trainer.progress, time.perf_counter()

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.objects import has_targets
@@ -40,6 +41,7 @@ from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back
 from manyhands.train.saving import agreed, record_evaluation, save
 from manyhands.train.scheduler_state import scheduler_state
 from manyhands.train.stopping import StopSignal
+from manyhands.train.tell_time import tell_of_time
 from manyhands.train.trainer import Trainer
 
 
@@ -190,6 +192,7 @@ class Session(Subgroup):
                 self._bring_together(trainer)
         if trainer.stopped:
             step = trainer.progress.step
+            tell_of_time(trainer)
             trainer.journal.event("stopped", f"saved at step {step}; the same program goes on from there", step)
             raise SystemExit(EXIT_SAVED)
 
@@ -240,6 +243,7 @@ class Session(Subgroup):
         if trainer.progress.step_in_epoch:
             save(trainer)
 
+    @CLOCK.within(EVALUATION)
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
@@ -282,6 +286,7 @@ class Session(Subgroup):
             step = trainer.progress.step
             if step != trainer.progress.saved_step:
                 save(trainer)
+            tell_of_time(trainer)
             trainer.journal.event("finished", step=step)
 
     def close(self) -> None:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
 from manyhands.core.world import World
 from manyhands.train.step import StepSums
 
 MOST_STEPS = 1000
 # No slow link is waited for longer: who asks a run to stop, or looks at its screen, waits as long.
 LONGEST_S = 10.0
+# In long epochs what the time goes to is told so often.
+TELL_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Status:
     Attributes:
         stop: somebody was asked to stop.
         save: it is time for a checkpoint.
+        tell: it is time to record what the time goes to.
         loss: mean over the samples since the last round.
         top1: share of them guessed right.
         samples: how many they were, over all processes.
@@ -41,6 +45,7 @@ class Status:
 
     stop: bool
     save: bool
+    tell: bool
     loss: float
     top1: float
     samples: int
@@ -93,7 +98,7 @@ class StatusRound:
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
         self._world, self._every_s, self._save_every_s = world, every_s, save_every_s
         self.multiple = multiple
-        self._last = self._saved = time.perf_counter()
+        self._last = self._saved = self._told = time.perf_counter()
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
 
@@ -122,17 +127,23 @@ class StatusRound:
         """
         now = time.perf_counter()
         more = extra(now - self._last, step - self._last_step) if extra else []
+        if self._world.device != "cpu":
+            CLOCK.to(COMPUTE)  # an accelerator finishes its updates before it tells what it measured
         own_loss, own_correct, own_samples = measured.take()
-        save = self._world.rank == 0 and now - self._saved > self._save_every_s
-        mine = [own_loss, own_correct, own_samples, float(stop), float(save), now - self._last, *more]
+        CLOCK.to(RECORDS)
+        main = self._world.rank == 0
+        save, tell = main and now - self._saved > self._save_every_s, main and now - self._told > TELL_S
+        mine = [own_loss, own_correct, own_samples, float(stop), float(save), float(tell), now - self._last, *more]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
-        began_s = time.perf_counter()
+        began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(total)
-        loss, correct, count, stops, saves, seconds_sum, *summed = total.tolist()
+        loss, correct, count, stops, saves, tells, seconds_sum, *summed = total.tolist()
+        CLOCK.to(before)
         waited_s = time.perf_counter() - began_s
+        self._told = now if tells else self._told
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
         wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
         free, latest = -(-wanted // self.multiple) * self.multiple, step + round(LONGEST_S / max(mean_s, 1e-6))
@@ -140,6 +151,7 @@ class StatusRound:
         status = Status(
             stop=stops > 0,
             save=saves > 0,
+            tell=tells > 0,
             loss=loss / max(1, count),
             top1=correct / max(1, count),
             samples=int(count),

@@ -10,6 +10,7 @@ import torch.nn.utils as nn_utils
 from torch import Tensor
 
 from manyhands.config.job import TrainOptions
+from manyhands.core.phases import CLOCK, COMPUTE, UPDATE
 from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
@@ -130,6 +131,7 @@ class Updater:
 
     def finish(self, update: UpdateShare, step: int) -> None:
         """Updates the parameters by gradients that processes have agreed on; raises as a call does."""
+        CLOCK.to(UPDATE)
         for parameter in self._used:
             if parameter.grad is None:
                 # Of a branch that this update left out: zero, as where another process has taken it.
@@ -138,6 +140,7 @@ class Updater:
         self._check_and_clip(update, step)
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
+        CLOCK.to(COMPUTE)
 
     def add_gradients(
         self, update: UpdateShare, step: int, *, averages: bool = True, before_last: Callable[[], None] = lambda: None

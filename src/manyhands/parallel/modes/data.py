@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
+from manyhands.core.phases import CLOCK
 from manyhands.core.world import World
 from manyhands.parallel.flat import FlatNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
@@ -71,6 +72,10 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         find_unused_parameters=request.unused,
         gradient_as_bucket_view=True,
     )
+    if world.device == "cpu":  # accelerators compute later than they are told to
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(CLOCK.computed)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
     network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)

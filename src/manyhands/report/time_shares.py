@@ -1,0 +1,169 @@
+"""What each process of a run spent its time on, and the one change that would help most."""
+
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.phases import PHASES
+from manyhands.report.read import RunData
+
+# More than this part of the time must go to agreeing before another way of it is worth a word.
+_TALKS = 1 / 3
+# A process is slow whose own work takes so many times as long as the others' median.
+_SLOW = 1.1
+# A change that saves less than this part of the time isn't worth making.
+_WORTH = 0.05
+
+Seconds = dict[str, float]  # by phase
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """Something that a user may change.
+
+    Attributes:
+        what: to do, and why, in a sentence.
+        gain: part of the time that it saves at most, 0 to 1; 0 where that can't be told.
+    """
+
+    what: str
+    gain: float = 0.0
+
+
+def seconds_by_rank(run: RunData) -> list[Seconds]:
+    """What each process spent on each phase; of a run that went on with another number of processes, since then."""
+    found: list[Seconds] = []
+    for record in run.phases:
+        ranks = len(next(iter(record.seconds.values()), []))
+        if ranks != len(found):
+            found = [dict.fromkeys(PHASES, 0.0) for _ in range(ranks)]
+        for phase in PHASES:
+            for one, seconds in zip(found, record.seconds.get(phase, ()), strict=False):
+                one[phase] += seconds
+    return found
+
+
+def shares_of(seconds: Mapping[str, float]) -> Seconds:
+    """The same as parts of their sum."""
+    whole = sum(seconds.values()) or 1.0
+    return {phase: value / whole for phase, value in seconds.items()}
+
+
+def mean_of(ranks: Sequence[Seconds]) -> Seconds:
+    return {phase: statistics.fmean(one[phase] for one in ranks) for phase in PHASES}
+
+
+def best_change(run: RunData) -> Improvement | None:
+    """The change that would save most; None where nothing was recorded."""
+    ranks = seconds_by_rank(run)
+    if not ranks or not any(sum(one.values()) for one in ranks):
+        return None
+    mean = shares_of(mean_of(ranks))
+    changes = [*_slow_rank(run, ranks), *_agreeing(run, ranks), *_data(run, mean), *_between_updates(run, mean)]
+    best = max(changes, key=lambda change: change.gain, default=Improvement(""))
+    return best if best.gain >= _WORTH else _computing(run, mean)
+
+
+def change_line(run: RunData) -> str:
+    """The same in words; empty where there is none."""
+    change = best_change(run)
+    return change.what + (f" (up to {change.gain:.0%} less time)" if change.gain else "") if change else ""
+
+
+def _option(run: RunData, section: str, key: str, default: Any) -> Any:
+    values = run.job.get(section)
+    found = values.get(key, default) if isinstance(values, dict) else default
+    return run.plan.resolved.get(f"{section}.{key}", found)
+
+
+def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
+    own_s = [sum(one.values()) - one["communication"] for one in ranks]
+    slowest = max(range(len(own_s)), key=own_s.__getitem__)
+    others_s = statistics.median([*own_s[:slowest], *own_s[slowest + 1 :]] or [own_s[slowest]])
+    if own_s[slowest] > _SLOW * others_s > 0:
+        who, times = f"rank {slowest}{_host(run, slowest)}", own_s[slowest] / others_s
+        yield Improvement(
+            f"{who} takes {times:.2f} times as long as the others, who wait for it: free its machine of other work, or "
+            "leave it out",
+            (own_s[slowest] - others_s) / sum(ranks[slowest].values()),
+        )
+
+
+def _host(run: RunData, rank: int) -> str:
+    ranks = run.environment.get("ranks")
+    own = ranks[rank] if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict) else {}
+    host = own.get("host")
+    return f" on {host}" if isinstance(host, str) else ""
+
+
+def _agreeing(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
+    # Who waits least waits for nobody: that is what agreeing itself takes.
+    share = min(shares_of(one)["communication"] for one in ranks)
+    if share <= _TALKS:
+        return
+    if _option(run, "sync", "method", "allreduce") == "allreduce":
+        what = (
+            f"agreeing takes {share:.0%} of the time: --sync auto sends less or less often, as the link wants it "
+            "(bf16, powersgd or local)"
+        )
+        yield Improvement(what, share)
+    else:
+        what = f"agreeing takes {share:.0%} of the time: {_larger(run)} has processes agree half as often"
+        yield Improvement(what, share / 2)
+
+
+def _data(run: RunData, mean: Seconds) -> Iterator[Improvement]:
+    name, share = str(_option(run, "data", "name", "")), mean["data"]
+    if Path(name).expanduser().is_dir() and not Path(f"{name.rstrip('/')}.pack").expanduser().is_dir():
+        place = shlex.quote(name)
+        what = (
+            f"waiting for data takes {share:.0%} of the time: manyhands pack {place} makes a copy that is read faster"
+        )
+    elif _option(run, "data", "workers", -1) == 0:
+        what = (
+            f"waiting for data takes {share:.0%} of the time: --set data.workers=-1 has processes of their own prepare "
+            "pictures"
+        )
+    else:
+        what = (
+            f"waiting for data takes {share:.0%} of the time: give data.workers more cores, or choose smaller pictures "
+            "(data.image_size) or a simpler data.augment"
+        )
+    yield Improvement(what, share)
+
+
+def _between_updates(run: RunData, mean: Seconds) -> Iterator[Improvement]:
+    """What isn't done in an update's forward and backward, and can be done less often."""
+    share, every = mean["evaluation"], _option(run, "train", "evaluate_every", 1.0)
+    if isinstance(every, int | float) and every > 0:
+        rarer = f"--set train.evaluate_every={2 * every:g}"
+        yield Improvement(f"evaluating takes {share:.0%} of the time: {rarer} evaluates half as often", share / 2)
+    share, every = mean["saving"], _option(run, "checkpoint", "every", "")
+    what = f"saving takes {share:.0%} of the time: a longer checkpoint.every than {every} saves less often"
+    yield Improvement(what, share / 2)
+    share = mean["update"] + mean["records"] + mean["other"]
+    what = (
+        f"what each update takes beside computing is {share:.0%} of the time: {_larger(run)} has half as many of them, "
+        "with a learning rate that suits it"
+    )
+    yield Improvement(what, share / 2)
+
+
+def _larger(run: RunData) -> str:
+    batch = _option(run, "train", "batch", 0)
+    return f"--batch {2 * batch}" if isinstance(batch, int) and batch > 0 else "a larger --batch"
+
+
+def _computing(run: RunData, mean: Seconds) -> Improvement:
+    share = mean["compute"] + mean["update"]
+    if _option(run, "train", "precision", "fp32") == "fp32":
+        return Improvement(
+            f"nothing stands in its way: computing takes {share:.0%} of the time; --set train.precision=bf16 where the "
+            "processor knows it, or more processes, would make it shorter"
+        )
+    return Improvement(
+        f"nothing stands in its way: computing takes {share:.0%} of the time; more processes would make it shorter"
+    )

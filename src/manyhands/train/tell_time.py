@@ -1,0 +1,25 @@
+"""Records what every process spent its time on."""
+
+import time
+
+from manyhands.core.folder import NOWHERE
+from manyhands.core.phases import CLOCK, PHASES
+from manyhands.core.records import PhaseMetrics
+from manyhands.parallel.plain import gather_plain
+from manyhands.train.trainer import Trainer
+
+
+def tell_of_time(trainer: Trainer) -> None:
+    """Records all processes' seconds by phase since the last call; a collective, unless nothing is recorded."""
+    if trainer.folder is NOWHERE:
+        return
+    progress = trainer.progress
+    taken = gather_plain([round(seconds, 6) for seconds in CLOCK.take()], trainer.world)
+    trainer.journal.metrics(
+        PhaseMetrics(
+            time=time.time(),
+            epoch=max(1, progress.epoch + bool(progress.step_in_epoch)),
+            step=progress.step,
+            seconds={phase: list(column) for phase, column in zip(PHASES, zip(*taken, strict=True), strict=True)},
+        )
+    )

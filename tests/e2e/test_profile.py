@@ -1,0 +1,45 @@
+"""`manyhands profile`: what a run's time went to."""
+
+import json
+import re
+
+import pytest
+
+from manyhands.core.phases import PHASES
+from manyhands.report.read import read_run
+from manyhands.report.time_shares import seconds_by_rank
+from tests.e2e.command import NETS, QUICK, finish, forked, start
+
+JOB = ("--epochs", "1", "--set", "data.train_samples=640", "--set", "train.max_steps=10", "--device", "cpu", *QUICK)
+SLEPT_S = 10 * 0.1
+
+
+def did(*arguments, by=forked, **others):
+    ended = finish(by(*arguments, **others))
+    assert not ended.code, ended.err
+    return ended.out
+
+
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_who_waits_and_who_is_waited_for(tmp_path, shared):
+    """Rank 1 sleeps in every forward pass: under shared memory and under DDP rank 0 waits for it, and it is named."""
+    net = f"{NETS}:SleepsOnRank1"
+    did("train", "digits", net, "-n", 2, "--out", "run", "--set", f"parallel.shared_memory={shared}", *JOB,
+        cwd=tmp_path, by=start)  # fmt: skip
+    first, second = seconds_by_rank(read_run(tmp_path / "run"))
+    assert second["compute"] >= SLEPT_S
+    assert first["communication"] >= 0.5 * SLEPT_S
+    # Both trained side by side.
+    assert sum(first.values()) == pytest.approx(sum(second.values()), rel=0.2)
+    text = did("profile", "run", cwd=tmp_path)
+    assert all(phase in text for phase in PHASES)
+    assert re.search(r"would help most: rank 1 takes [0-9.]+ times as long as the others", text)
+    told = json.loads(did("profile", "run", "--json", cwd=tmp_path))
+    assert told["ranks"][1]["compute"] >= SLEPT_S
+    assert 0 < told["change"]["gain"] <= 1
+
+
+def test_a_run_of_nothing_says_so(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "job.toml").write_text("")
+    assert "nothing is recorded yet" in did("profile", ".", cwd=tmp_path)

@@ -1,0 +1,105 @@
+"""Where the time of a run went, and the rules by which a change is named."""
+
+import pytest
+from fake_run import FakeRun
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.phases import PHASES
+from manyhands.core.records import PhaseMetrics, append
+from manyhands.report.read import read_run
+from manyhands.report.time_shares import best_change, seconds_by_rank, shares_of
+
+# A run that only computes.
+SOUND = {"compute": 90.0, "update": 4.0, "records": 1.0}
+
+
+def tell(run, *ranks, epoch=1):
+    seconds = {phase: [rank.get(phase, 0.0) for rank in ranks] for phase in PHASES}
+    append(run.folder.metrics, PhaseMetrics(time=run.time, epoch=epoch, step=100 * epoch, seconds=seconds))
+
+
+def change(path, *ranks, **train):
+    run = FakeRun(path).begin(**train)
+    tell(run, *ranks)
+    return best_change(read_run(path))
+
+
+def test_nothing_recorded(tmp_path):
+    FakeRun(tmp_path).begin()
+    assert best_change(read_run(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "gain"),
+    [
+        ([SOUND], "nothing stands in its way", 0),
+        ([SOUND, SOUND], "nothing stands in its way", 0),
+        ([{"compute": 60, "communication": 40}] * 2, "--sync auto", 0.4),
+        # A third and less isn't worth it.
+        ([{"compute": 70, "communication": 30}] * 2, "nothing stands in its way", 0),
+        # Who is waited for waits least: agreeing itself takes no time here.
+        ([{"compute": 50, "communication": 50}, {"compute": 100}], "rank 1 takes 2.00 times as long", 0.5),
+        ([{"compute": 50, "data": 50}] * 2, "waiting for data takes 50%", 0.5),
+        ([{"compute": 50, "evaluation": 50}], "train.evaluate_every=2 ", 0.25),
+        ([{"compute": 70, "saving": 30}], "checkpoint.every", 0.15),
+        ([{"compute": 40, "update": 30, "records": 20, "other": 10}], "--batch 128", 0.3),
+    ],
+)
+def test_the_change_that_saves_most_is_named(tmp_path, ranks, words, gain):
+    found = change(tmp_path, *ranks, batch=64)
+    assert words in found.what
+    assert found.gain == pytest.approx(gain)
+
+
+def test_a_slow_rank_is_named_with_its_machine(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    text = run.folder.environment.read_text()
+    run.folder.environment.write_text(text.replace('"python"', '"ranks": [{"host": "n1"}, {"host": "n2"}], "python"'))
+    tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
+    assert "rank 1 on n2" in best_change(read_run(tmp_path)).what
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_folder_is_to_be_packed_unless_it_is(tmp_path, packed):
+    pets = tmp_path / "my pets"
+    pets.mkdir()
+    if packed:
+        (tmp_path / "my pets.pack").mkdir()
+    run = FakeRun(tmp_path / "run").begin()
+    run.folder.job.write_text(run.folder.job.read_text().replace('"cifar10"', f'"{pets}"'))
+    tell(run, {"compute": 50, "data": 50})
+    assert (f"manyhands pack '{pets}'" in best_change(read_run(run.path)).what) != packed
+
+
+def test_without_workers_data_wants_them(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    run.folder.job.write_text(run.folder.job.read_text().replace("\nworkers = -1", "\nworkers = 0"))
+    tell(run, {"compute": 50, "data": 50})
+    assert "data.workers=-1" in best_change(read_run(tmp_path)).what
+
+
+def test_another_method_that_agrees_long_wants_larger_batches(tmp_path):
+    run = FakeRun(tmp_path).begin(batch=64)
+    run.folder.job.write_text(run.folder.job.read_text().replace('"allreduce"', '"powersgd"'))
+    tell(run, *[{"compute": 50, "communication": 50}] * 2)
+    assert "--batch 128 has processes agree half as often" in best_change(read_run(tmp_path)).what
+
+
+def test_records_add_up_since_the_number_of_processes_is_as_it_is(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    for ranks in (3, 2, 2):
+        tell(run, *[{"compute": 10.0 * (rank + 1)} for rank in range(ranks)])
+    assert [one["compute"] for one in seconds_by_rank(read_run(tmp_path))] == [20, 40]
+
+
+@given(st.lists(st.lists(st.floats(0, 1e6), min_size=8, max_size=8), min_size=1, max_size=5))
+def test_whatever_was_measured_the_gain_is_a_share(tmp_path_factory, ranks):
+    named = [dict(zip(PHASES, rank, strict=True)) for rank in ranks]
+    found = change(tmp_path_factory.mktemp("run"), *named)
+    if found is None:
+        assert not any(sum(rank) for rank in ranks)
+    else:
+        assert 0 <= found.gain <= 1
+        assert found.what
+    assert all(sum(shares_of(one).values()) == pytest.approx(1) for one in named if sum(one.values()))
