@@ -43,3 +43,38 @@ def test_a_run_of_nothing_says_so(tmp_path):
     (tmp_path / "ranks").mkdir()
     (tmp_path / "job.toml").write_text("")
     assert "nothing is recorded yet" in did("profile", ".", cwd=tmp_path)
+
+
+def test_a_trace_has_all_processes_phases_and_operations(tmp_path):
+    did("profile", "digits", "mlp", "-n", 2, "--steps", 3, "--out", "traced", "--device", "cpu", cwd=tmp_path, by=start)
+    content = json.loads((tmp_path / "traced" / "trace.json").read_text())
+    events = content["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [name.split(" on ")[0] for _, name in sorted(names.items())] == ["rank 0", "rank 1"]
+    assert {event["pid"] for event in spans} == set(names)
+    assert min(event["ts"] for event in spans) == 0
+    assert all(event["dur"] >= 0 for event in spans)
+    for pid in names:
+        mine = [event for event in spans if event["pid"] == pid]
+        computing = [event for event in mine if (event["tid"], event["name"]) == (0, "compute")]
+        forward = [event for event in mine if event["name"] == "aten::addmm"]
+        assert {"data", "compute", "communication", "update"} <= {event["name"] for event in mine if event["tid"] == 0}
+        # Three updates, of two layers at least; on one clock: what computes lies where its process computed.
+        assert len(forward) >= 6
+        among = [one for one in forward if any(_lies_in(one, span) for span in computing)]
+        assert len(among) >= 0.9 * len(forward)
+    # It is a run like any other, which neither saved nor evaluated.
+    assert not list((tmp_path / "traced" / "checkpoints").glob("step-*"))
+    assert "would help most" in did("profile", "traced", cwd=tmp_path)
+
+
+def _lies_in(one, span, slack_us=1000):
+    middle = one["ts"] + one["dur"] / 2
+    return span["ts"] - slack_us <= middle <= span["ts"] + span["dur"] + slack_us
+
+
+def test_no_updates_can_t_be_traced(tmp_path):
+    ended = finish(forked("profile", "digits", "mlp", "--steps", 0, cwd=tmp_path))
+    assert ended.code == 2
+    assert "0 updates can't be traced" in ended.err

@@ -20,6 +20,7 @@ from manyhands.sync.local import LocalSteps
 from manyhands.sync.methods.local import Pacer, pace_of
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.talk import SyncGroup
+from manyhands.train import status
 from manyhands.train.pacing import Watcher
 from manyhands.train.status import LONGEST_S, StatusRound
 from manyhands.train.step import StepSums
@@ -219,3 +220,17 @@ def test_a_slow_link_is_waited_for_but_not_for_minutes():
     status_round.add_up(StepSums(), 100_002, stop=False)
     assert not status_round.due(100_002, force=False)
     assert status_round.due(100_002 + round(LONGEST_S / 0.05), force=False)
+
+
+def _told(world):
+    status.TELL_S = 1.0
+    status_round = StatusRound(world, 0.5, float("inf"))
+    found = []
+    for wait_s in (0.0, 1.2, 0.0):
+        time.sleep(wait_s)
+        found.append(status_round.add_up(StepSums(), 1, stop=False).tell)
+    return found
+
+
+def test_all_hear_at_once_that_time_is_to_be_told():
+    assert run_on_ranks(_told, 2) == [[False, True, False]] * 2

@@ -1,8 +1,10 @@
 """Where the time of a run went, and the rules by which a change is named."""
 
+import re
+
 import pytest
 from fake_run import FakeRun
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manyhands.core.phases import PHASES
@@ -39,7 +41,11 @@ def test_nothing_recorded(tmp_path):
         # A third and less isn't worth it.
         ([{"compute": 70, "communication": 30}] * 2, "nothing stands in its way", 0),
         # Who is waited for waits least: agreeing itself takes no time here.
-        ([{"compute": 50, "communication": 50}, {"compute": 100}], "rank 1 takes 2.00 times as long", 0.5),
+        (
+            [{"compute": 50, "communication": 50}, {"compute": 100}],
+            "rank 1 takes 2.00 times as long as the others, who wait for it: --set cluster.shares=[43,21]",
+            0.5,
+        ),
         ([{"compute": 50, "data": 50}] * 2, "waiting for data takes 50%", 0.5),
         ([{"compute": 50, "evaluation": 50}], "train.evaluate_every=2 ", 0.25),
         ([{"compute": 70, "saving": 30}], "checkpoint.every", 0.15),
@@ -103,3 +109,24 @@ def test_whatever_was_measured_the_gain_is_a_share(tmp_path_factory, ranks):
         assert 0 <= found.gain <= 1
         assert found.what
     assert all(sum(shares_of(one).values()) == pytest.approx(1) for one in named if sum(one.values()))
+
+
+def test_a_rank_that_has_its_share_already_is_left_alone(tmp_path):
+    run = FakeRun(tmp_path).begin(batch=64)
+    run.folder.job.write_text(run.folder.job.read_text().replace('shares = "equal"', "shares = [48, 16]"))
+    tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
+    assert best_change(read_run(tmp_path)).what.endswith("free its machine of other work, or leave it out")
+
+
+@given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=8), st.integers(8, 4096))
+@example([1.0, 1.001, *[100.0] * 6], 8)
+def test_suiting_shares_make_up_the_batch(tmp_path_factory, own_s, batch):
+    longest = max(own_s)
+    ranks = [{"compute": one, "communication": longest - one} for one in own_s]
+    found = change(tmp_path_factory.mktemp("run"), *ranks, batch=batch)
+    shares = re.search(r"cluster.shares=\[([\d,]+)\]", found.what)
+    if shares:
+        numbers = [int(one) for one in shares[1].split(",")]
+        assert len(numbers) == len(own_s)
+        assert sum(numbers) == batch
+        assert min(numbers) >= 1

@@ -39,7 +39,7 @@ COMMANDS = {
     "logs": "Show what the processes of a run wrote.",
     "clean": "Say what old copies and caches take on this machine, and remove them with --yes.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
-    "profile": "Say what a run's time goes to on each process, and the one change that would help most.",
+    "profile": "Say what a run's time goes to on each process, and which change would help; or trace updates.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
     "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
     "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",

@@ -1,36 +1,98 @@
 """manyhands profile."""
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.core.shown import plain, show, show_json
+from manyhands.cli.flags import (
+    AsJson,
+    Backend,
+    Batch,
+    Compile,
+    DataDir,
+    Device,
+    Model,
+    Out,
+    Parallel,
+    Pretrained,
+    Processes,
+    Quiet,
+    Settings,
+    Sync,
+    settings,
+)
+from manyhands.core.errors import UserError
+from manyhands.core.shown import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.report.read import RunData
 
 
-def profile(
-    run: Annotated[str, Parameter(help="a run's folder or its short name")],
+def profile(  # noqa: PLR0913 - one argument for each flag
+    run: Annotated[str | None, Parameter(help="a run's folder or its short name; or a data set or job.toml")] = None,
+    model: Model = None,
     /,
     *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
+    steps: Annotated[int, Parameter(help="updates to trace, where it isn't a run that is named")] = 20,
+    processes: Processes = None,
+    batch: Batch = None,
+    data_dir: DataDir = None,
+    parallel: Parallel = None,
+    sync: Sync = None,
+    backend: Backend = None,
+    device: Device = None,
+    pretrained: Pretrained = None,
+    compile_: Compile = None,
+    out: Out = None,
+    set_: Settings = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> int:
-    """Say what a run's time goes to on each process, and the one change that would help most."""
-    from manyhands.report.read import read_run
-    from manyhands.run.find import find_reference
+    """Say what a run's time goes to on each process, and the one change that would help most.
 
-    _tell(read_run(find_reference(run)), as_json=as_json)
-    return 0
+    manyhands profile RUN            reads what the run has recorded
+    manyhands profile DATA MODEL …   makes some updates as train would, and a trace of them for Perfetto
+    """
+    from manyhands.run.profile import read_named, trace
+
+    found = read_named(run) if run and not model else None
+    if found:
+        _tell(found, as_json=as_json)
+        return 0
+    if steps < 1:
+        raise UserError(f"{steps} updates can't be traced", "--steps", ("such as --steps 20",))
+    from manyhands.config.load import load_job
+
+    job_file = Path(run) if run and run.endswith(".toml") else None
+    flags: dict[str, Any] = {
+        "data.name": None if job_file else run,
+        "model.name": model,
+        "cluster.processes": processes,
+        "train.batch": batch,
+        "data.dir": data_dir,
+        "parallel.mode": parallel,
+        "sync.method": sync,
+        "cluster.backend": backend,
+        "cluster.device": device,
+        "model.pretrained": pretrained,
+        "train.compile": compile_,
+        "run.out": out,
+    }
+    outcome = trace(load_job({**flags, **settings(set_ or [])}, file=job_file).job, steps, quiet=quiet)
+    if outcome.is_main and not outcome.exit_code:
+        _tell(outcome.read(), as_json=as_json)
+    return outcome.exit_code
 
 
 def _tell(run: "RunData", *, as_json: bool) -> None:
     from manyhands.report.time_shares import best_change, change_line, mean_of, seconds_by_rank
 
-    ranks, change = seconds_by_rank(run), best_change(run)
+    ranks, change, trace = seconds_by_rank(run), best_change(run), run.folder.trace
     if as_json:
         told = {"what": change.what, "gain": change.gain} if change else None
-        show_json({"run": str(run.folder.path), "ranks": ranks, "change": told})
+        more = {"trace": str(trace)} if trace.is_file() else {}
+        show_json({"run": str(run.folder.path), "ranks": ranks, "change": told, **more})
         return
     if not change:
         show("nothing is recorded yet: that comes with the first epoch's end, or after half a minute")
@@ -38,6 +100,8 @@ def _tell(run: "RunData", *, as_json: bool) -> None:
     rows = [(str(rank), one) for rank, one in enumerate(ranks)]
     show(_table([*rows, ("mean", mean_of(ranks))] if len(rows) > 1 else rows))
     show(plain(f"would help most: {change_line(run)}"))
+    if trace.is_file():
+        say(f"{trace} opens in https://ui.perfetto.dev")
 
 
 def _table(rows: "list[tuple[str, dict[str, float]]]") -> list[str]:

@@ -242,6 +242,9 @@ class RunOptions(Options):
         description="a line on the screen at an epoch's first update and each so many after; 0: by time",
     )
     report: bool = Field(default=True, description="write report.html at the end")
+    trace_steps: int = Field(
+        default=0, ge=0, le=1000, description="end after so many updates, and write trace.json of them; 0: train"
+    )
     script: tuple[str, ...] = Field(
         default=(), description="a training script of your own and its arguments, run in place of all above"
     )

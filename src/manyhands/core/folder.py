@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def trace(self) -> Path:
+        """What processes did in a few updates, in Chrome's form, where that was asked for."""
+        return self.path / "trace.json"
+
+    @property
     def pictures(self) -> Path:
         """Every picture of the report as PNG."""
         return self.path / "pictures"

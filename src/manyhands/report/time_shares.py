@@ -85,11 +85,22 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
     others_s = statistics.median([*own_s[:slowest], *own_s[slowest + 1 :]] or [own_s[slowest]])
     if own_s[slowest] > _SLOW * others_s > 0:
         who, times = f"rank {slowest}{_host(run, slowest)}", own_s[slowest] / others_s
-        yield Improvement(
-            f"{who} takes {times:.2f} times as long as the others, who wait for it: free its machine of other work, or "
-            "leave it out",
-            (own_s[slowest] - others_s) / sum(ranks[slowest].values()),
-        )
+        mend = _suiting_shares(run, own_s) or "free its machine of other work, or leave it out"
+        what = f"{who} takes {times:.2f} times as long as the others, who wait for it: {mend}"
+        yield Improvement(what, (own_s[slowest] - others_s) / sum(ranks[slowest].values()))
+
+
+def _suiting_shares(run: RunData, own_s: Sequence[float]) -> str:
+    """Shares of an update that all take equally long over, where all have had the same; else nothing."""
+    batch = _option(run, "train", "batch", 0)
+    equal = _option(run, "cluster", "shares", "equal") == "equal" and run.plan.mode == "data"
+    if not equal or not isinstance(batch, int) or batch < len(own_s) or not all(own_s):
+        return ""
+    speeds = [1 / seconds for seconds in own_s]
+    shares = [max(1, int(batch * speed / sum(speeds))) for speed in speeds]
+    shares[own_s.index(min(own_s))] += batch - sum(shares)
+    written = ",".join(map(str, shares))
+    return f"--set cluster.shares=[{written}] gives each what it makes in the same time" if min(shares) > 0 else ""
 
 
 def _host(run: RunData, rank: int) -> str:

@@ -25,6 +25,8 @@ def time_stack(run: RunData) -> "Figure | None":
     epochs = _by_epoch(run)
     if not epochs:
         return None
+    from matplotlib.ticker import MaxNLocator
+
     size = -(-len(epochs) // _MOST_BARS)
     numbers = sorted(epochs)
     bars = [numbers[at : at + size] for at in range(0, len(numbers), size)]
@@ -42,7 +44,7 @@ def time_stack(run: RunData) -> "Figure | None":
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"{unit} an epoch")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
     axes.grid(axis="y")
     figure.legend(loc="outside lower center", ncols=len(_COLOURS))

@@ -45,6 +45,10 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
     CLOCK.take()
     trainer.status_round.reset(progress.step)
     trainer.epoch_mean.whole = progress.step_in_epoch == 0
+    if trainer.job.run.trace_steps:
+        from manyhands.train.trace import trace  # torch's profiler comes with it
+
+        return trace(trainer, lambda: updates(trainer, stop))
     if progress.owed and _conclude(trainer, stop):
         save(trainer)
     while not (trainer.done() or trainer.stopped):

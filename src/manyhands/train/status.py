@@ -19,8 +19,8 @@ from manyhands.train.step import StepSums
 MOST_STEPS = 1000
 # No slow link is waited for longer: who asks a run to stop, or looks at its screen, waits as long.
 LONGEST_S = 10.0
-# In long epochs what the time goes to is told so often.
-TELL_S = 30.0
+# In long epochs what the time goes to is told so often, and in long runs once in a twentieth of their time.
+TELL_S, TELL = 30.0, 1 / 20
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StatusRound:
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
         self._world, self._every_s, self._save_every_s = world, every_s, save_every_s
         self.multiple = multiple
-        self._last = self._saved = self._told = time.perf_counter()
+        self._last = self._saved = self._told = self._began = time.perf_counter()
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
 
@@ -132,7 +132,8 @@ class StatusRound:
         own_loss, own_correct, own_samples = measured.take()
         CLOCK.to(RECORDS)
         main = self._world.rank == 0
-        save, tell = main and now - self._saved > self._save_every_s, main and now - self._told > TELL_S
+        save = main and now - self._saved > self._save_every_s
+        tell = main and now - self._told > max(TELL_S, TELL * (now - self._began))
         mine = [own_loss, own_correct, own_samples, float(stop), float(save), float(tell), now - self._last, *more]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64

@@ -1,0 +1,110 @@
+"""A few updates under torch's profiler: trace.json in the run folder, which Perfetto and chrome://tracing open."""
+
+import base64
+import json
+import os
+import platform
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import profile, schedule
+
+from manyhands.core.phases import CLOCK, OTHER, PHASES
+from manyhands.core.records import write_whole
+from manyhands.core.scratch import scratch
+from manyhands.parallel.plain import gather_plain
+from manyhands.train.feed import UpdateShare
+from manyhands.train.tell_time import tell_of_time
+from manyhands.train.trainer import Trainer
+
+# Updates before those that are traced: the first ones start everything.
+_WARM_UP = 5
+# What more processes did would be too much to look at.
+_MOST_RANKS = 16
+# Of a process's numbers in the trace: its own, and those of its devices.
+_NUMBERS = 100
+_KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
+
+
+def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
+    """Makes so many updates as the job wants traced, and some before; returns "finished".
+
+    Args:
+        trainer: as `fit` has it.
+        epoch: the rest of the current epoch's updates.
+    """
+    steps, made = trainer.job.run.trace_steps, 0
+    CLOCK.spans = []
+    plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
+    with scratch("trace") as folder, profile(schedule=plan, on_trace_ready=_exporter(folder / "own.json")) as profiler:
+        while made < _WARM_UP + steps and not (trainer.done() or trainer.stopped):
+            for update in epoch():
+                trainer.update(update, trainer.progress.step)
+                trainer.count_update()
+                profiler.step()
+                made += 1
+                if made == _WARM_UP:
+                    CLOCK.take()
+                if made == _WARM_UP + steps:
+                    break
+        CLOCK.to(OTHER)
+        tell_of_time(trainer)
+        profiler.stop()
+        own = _own_events(folder / "own.json", trainer.world.rank) if trainer.world.rank < _MOST_RANKS else []
+    packed = base64.b64encode(zlib.compress(json.dumps(own).encode())).decode()
+    everybody = gather_plain(packed, trainer.world)
+    if trainer.world.is_main:
+        events = [event for one in everybody for event in json.loads(zlib.decompress(base64.b64decode(one)))]
+        trainer.journal.file(lambda: write_whole(trainer.folder.trace, json.dumps(_aligned(events))))
+    CLOCK.take()  # the profiler's own time is nobody's
+    return "finished"
+
+
+def _exporter(file: Path) -> Callable[[profile], None]:
+    return lambda profiler: profiler.export_chrome_trace(str(file))
+
+
+def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
+    """This process's events in Chrome's form, at microseconds since 1970; and its phases, as a thread of their own."""
+    if not file.is_file():
+        return []  # training ended before
+    content = json.loads(file.read_bytes())
+    base_us, first = int(content.get("baseTimeNanoseconds", 0)) / 1000, rank * _NUMBERS
+    # What isn't a number belongs to no process: the profiler's own notes.
+    found = [event for event in content["traceEvents"] if isinstance(event.get("pid"), int)]
+    kept: list[dict[str, Any]] = []
+    for event in found:
+        pid = first if event["pid"] == os.getpid() else first + 1 + event["pid"]
+        plain = {key: event[key] for key in _KEPT if key in event} | {"pid": pid}
+        if event["ph"] in "Xsf":
+            kept.append({**plain, "ts": event["ts"] + base_us})
+        elif event["ph"] == "M" and event["name"] == "thread_name":
+            kept.append(_named("thread_name", event["args"]["name"], pid, event["tid"]))
+    began_us = min((event["ts"] for event in kept if "ts" in event), default=0.0)
+    for pid in sorted({event["pid"] for event in kept}):
+        device = f", device {pid - first - 1}" if pid > first else ""
+        kept.append(_named("process_name", f"rank {rank} on {platform.node()}{device}", pid))
+    return [*kept, _named("thread_name", "phases", first), *_phases(first, began_us)]
+
+
+def _named(kind: str, name: str, pid: int, thread: int = 0) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": thread, "args": {"name": name}}
+
+
+def _phases(pid: int, began_us: float) -> Iterator[dict[str, Any]]:
+    since_1970_s = time.time() - time.perf_counter()
+    for phase, begin_s, end_s in CLOCK.spans or ():
+        begin_us = (begin_s + since_1970_s) * 1e6
+        if begin_us >= began_us:
+            took_us = (end_s - begin_s) * 1e6
+            yield {"name": PHASES[phase], "ph": "X", "pid": pid, "tid": 0, "ts": begin_us, "dur": took_us}
+
+
+def _aligned(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """All processes' events from time 0 on."""
+    began_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
+    return {"traceEvents": moved, "displayTimeUnit": "ms"}
