@@ -48,7 +48,7 @@ class Groups:
 
     def __enter__(self):
         for number in range(self.count):
-            self.folders.append(self._make(f"manyhands-quota-{os.getpid()}-{number}"))
+            self.folders.append(self._make(f"manyhands-quota-{os.getpid()}-{self.quota:.3f}-{number}"))
         return self
 
     def __exit__(self, *error):

@@ -125,6 +125,11 @@ def test_an_own_loop_makes_the_same_updates(alone, size, settings):
         assert found[3] <= settings.get("train.micro_batch", 17)
 
 
+def test_an_own_loop_measures_no_speeds():
+    with pytest.raises(UserError, match="no speed is measured"):
+        _own_loop(World(), {"cluster.shares": "auto"})
+
+
 def _split_loop(world, ops, mesh, micro_batch):
     s, net, data = _session(world, **{"train.norm_group": "global", "train.micro_batch": micro_batch}), _net2(), _data()
     plan = None if world.alone else {"mesh": mesh, **ops}

@@ -185,9 +185,10 @@ class ClusterOptions(Options):
     file: str = Field(default="", description="a description of the cluster, in any known format (--cluster FILE)")
     rank_table: str = Field(default="", description="Ascend's rank table; this machine finds itself in it")
     on: Literal["", "slurm", "kubernetes"] = Field(default="", description="hand the job to this scheduler")
-    shares: Literal["equal"] | tuple[int, ...] = Field(
+    shares: Literal["equal", "auto"] | tuple[int, ...] = Field(
         default="equal",
-        description="samples of each update that each process takes, by rank: [24, 8]; they add up to train.batch",
+        description="samples of each update that each process takes, by rank: [24, 8]; they add up to train.batch; "
+        "auto: what suits each one's measured speed",
     )
     interface: str = Field(default="", description="network interface between the machines; empty: found by trying")
     ssh: str = Field(default="ssh", description="the ssh command, with any options of your own")
@@ -202,11 +203,11 @@ class ClusterOptions(Options):
     @classmethod
     def _are_shares(cls, given: object) -> object:
         """Raises ValueError in one sentence, where each of the kinds would have its own."""
-        if given == "equal":
+        if given in ("equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
         if not numbers or not all(type(one) is int and one > 0 for one in numbers):
-            raise ValueError("should be equal, or a list of whole numbers above zero, one for each process: [24, 8]")
+            raise ValueError("should be equal, auto, or a list of a whole number above zero for each process: [24, 8]")
         return tuple(numbers)
 
 

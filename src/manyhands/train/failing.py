@@ -105,7 +105,7 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
         fits = _largest_that_fits(trainer, taken, _try_evaluation)
         mend = [f"--set train.evaluate_batch={fits}"] if fits else []
     else:
-        share = -(-trainer.feed.order.batch // trainer.world.size)
+        share = max(trainer.feed.samples_of_each())
         taken = min(options.micro_batch or share, share)
         fits = _largest_that_fits(trainer, taken, _try_update)
         mend = [f"--set train.micro_batch={fits}: the global batch stays {options.batch}"] if fits else []

@@ -67,6 +67,11 @@ class Feed:
                 [self._micro_batch(shares, next(batches)) for shares in self.cut.micro_batches(count)], count
             )
 
+    def samples_of_each(self) -> list[int]:
+        """What each of those that share takes of a whole update."""
+        parts = self.cut.micro_batches(min(self.order.batch, self.order.length))
+        return [sum(share.count for share in shares) for shares in zip(*parts, strict=True)]
+
     def _micro_batch(self, shares: Sequence[Share], batch: Batch) -> LoadedMicroBatch:
         return LoadedMicroBatch(shares[self._rank], batch, (shares[0].start, shares[-1].stop), self.cut.group)
 

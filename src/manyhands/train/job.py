@@ -36,10 +36,11 @@ from manyhands.train.recover import (
 )
 from manyhands.train.rehearse import warm_up
 from manyhands.train.scheduler_state import reading_of
-from manyhands.train.sharing import order_and_cut, refuse_small_micro_batches
+from manyhands.train.sharing import kept_shares, order_and_cut, refuse_small_micro_batches
 from manyhands.train.state import Progress, restore
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
+from manyhands.train.suited import suit
 from manyhands.train.trained import describe_trained
 from manyhands.train.trainer import Trainer, seconds_between_saves
 from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
@@ -89,7 +90,7 @@ def build(
     _tell_of_mode(network, len(classes), journal)
     classes = _name_all(classes, max(rehearsed.outputs, network.outputs), journal)
     order, cut = order_and_cut(
-        job, samples.splits, world, mode, network, journal, own=synced.synchronizer.own_statistics, goes_on=bool(found)
+        job, samples.splits, world, mode, network, journal, kept_shares(found), own=synced.synchronizer.own_statistics
     )
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
@@ -138,7 +139,7 @@ def build(
     )
     if found:
         resume(trainer, found)
-    return trainer
+    return suit(trainer)
 
 
 def set_determinism(job: Job) -> None:

@@ -52,6 +52,8 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
     if progress.owed and _conclude(trainer, stop):
         save(trainer)
     while not (trainer.done() or trainer.stopped):
+        if trainer.settle_shares:
+            trainer.settle_shares()
         for update in updates(trainer, stop):
             trainer.update(update, progress.step)
             trainer.count_update()

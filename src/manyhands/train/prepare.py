@@ -37,7 +37,7 @@ from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
 from manyhands.train.rehearse import warm_up
 from manyhands.train.scheduler_state import reading_of, restore_scheduler
-from manyhands.train.sharing import order_and_cut, refuse_small_micro_batches
+from manyhands.train.sharing import kept_shares, order_and_cut, refuse_small_micro_batches
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -137,7 +137,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     network, synced = under.network, under.synced
     _follow_parameters(own, names)
     order, cut = order_and_cut(
-        job, samples.splits, world, mode, network, journal, own=synced.synchronizer.own_statistics, goes_on=bool(found)
+        job, samples.splits, world, mode, network, journal, kept_shares(found), own=synced.synchronizer.own_statistics
     )
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
@@ -208,6 +208,9 @@ def _not_by_itself(*_: object) -> Any:
 
 def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
     """The parallel mode, and how ops are split: as `prepare` is told, or as the job says; a collective."""
+    if job.cluster.shares == "auto":
+        mend = ("--set cluster.shares=[24,8]", "or leave it out")
+        raise UserError("in a loop of your own no speed is measured", "cluster.shares", mend)
     mode = MODE_OF_PLANS if plan else resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
     if plan or not follows_plan(mode):

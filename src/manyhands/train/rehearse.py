@@ -78,7 +78,7 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
     Raises:
         UserError: the network's output doesn't fit the data.
     """
-    model, batch = rehearsal.model, _samples(rehearsal.loader, count)
+    model, batch = rehearsal.model, first_samples(rehearsal.loader, count)
     seed, device = derive(rehearsal.job.train.seed, "rehearse"), batch.labels.device.type
 
     def check(found: MicroBatchResult) -> None:
@@ -90,7 +90,7 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
                 (f"it should be [{count}, {classes}]", f"--set model.num_classes={shape[-1]} if that is meant"),
             )
 
-    with _unchanged(model, rehearsal.groups), drawing(seed, device) as drawn:
+    with left_as_it_was(model, rehearsal.groups), drawing(seed, device) as drawn:
         with watching(rehearsal.groups.layers) as seen:
             given = rehearsal.gradients(world).forward_backward(
                 whole_batch(batch.images, batch.labels), count, heed=check
@@ -114,25 +114,25 @@ def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, fl
     """
     # Of a pass of micro_batch it is known that it fits into memory.
     count, model = min(share, MOST_TIMED, rehearsal.job.train.micro_batch or share), rehearsal.model
-    batch, gradients = _samples(rehearsal.loader, count), rehearsal.gradients(world)
+    batch, gradients = first_samples(rehearsal.loader, count), rehearsal.gradients(world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Copies are moved: even a step of no length would spoil parameters where a gradient overflows.
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
-    with _unchanged(model, rehearsal.groups), torch.random.fork_rng(devices=[]):
+    with left_as_it_was(model, rehearsal.groups), torch.random.fork_rng(devices=[]):
         for number in range(TIMED):
             for parameter in trained:
                 parameter.grad = None
-            marks = [_now(world)]
+            marks = [now(world)]
             gradients.forward_backward(
-                whole_batch(batch.images, batch.labels), count, heed=lambda _, marks=marks: marks.append(_now(world))
+                whole_batch(batch.images, batch.labels), count, heed=lambda _, marks=marks: marks.append(now(world))
             )
-            marks.append(_now(world))
+            marks.append(now(world))
             for copy, parameter in zip(copies, trained, strict=True):
                 copy.grad = parameter.grad
             optimizer.step()
-            marks.append(_now(world))
+            marks.append(now(world))
             taken[number] = torch.tensor([later - earlier for earlier, later in itertools.pairwise(marks)])
     forward_s, backward_s, update_s = taken.median(0).values.tolist()
     backward_s *= share / count
@@ -141,7 +141,8 @@ def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, fl
     return float(slowest[0]), float(slowest[1])
 
 
-def _now(world: World) -> float:
+def now(world: World) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
     wait_for(world.device)
     return time.perf_counter()
 
@@ -154,11 +155,11 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     """
     if update.world.size < 3 or not update.network.settles:
         return
-    batch = _samples(loader, count)
+    batch = first_samples(loader, count)
     whole, options = Share(0, count, (), ()), update.options
     loss_fn, smoothing = update.loss_fn or sum_of_outputs, options.label_smoothing
     gradients = Gradients(update.network, update.world, loss_fn, smoothing=smoothing, precision=options.precision)
-    with _unchanged(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
+    with left_as_it_was(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
         gradients.forward_backward(LoadedMicroBatch(whole, batch).micro_batch(count, 0), count)
         gradients.finish()
 
@@ -170,7 +171,8 @@ def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     return sum((one.float().sum() for one in leaves), zero), labels.new_zeros(len(labels), 0)
 
 
-def _samples(loader: Loader, count: int) -> Batch:
+def first_samples(loader: Loader, count: int) -> Batch:
+    """The first so many of the training samples, as in epoch 0."""
     batch = next(iter(loader.batches(0, [torch.arange(count)])))
     if len(batch.labels) != count:
         raise RunError(f"the data gave {len(batch.labels)} samples where {count} were asked for", "data")
@@ -178,7 +180,7 @@ def _samples(loader: Loader, count: int) -> Batch:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, groups: NormGroups) -> Iterator[None]:
+def left_as_it_was(model: nn.Module, groups: NormGroups) -> Iterator[None]:
     """Gives buffers and gradients back as they were."""
     kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:

@@ -108,6 +108,8 @@ def save(trainer: Trainer) -> None:
     extra[STATE_KEY] = trainer.trained.model_dump(mode="json")
     extra.update(trainer.noted())
     extra["sync"] = {**asdict(trainer.sync), "processes": trainer.world.size}
+    if trainer.settle_shares:
+        extra["shares"] = trainer.feed.samples_of_each()
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()
     if isinstance(trainer.update.set_rates, OwnScheduler):

@@ -9,6 +9,8 @@ from manyhands.data.splits import Splits
 from manyhands.parallel.apply import normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import GroupedNorm
+from manyhands.parallel.options import USUAL_MODE
+from manyhands.train.recover import Resumable
 
 _WHERE, _EQUAL = "cluster.shares", "--set cluster.shares=equal"
 
@@ -20,9 +22,9 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
     mode: str,
     network: ParallelNetwork,
     journal: Journal,
+    kept: list[int] | None,
     *,
     own: bool = False,
-    goes_on: bool = False,
 ) -> tuple[Order, BatchSharing]:
     """Which samples make up an update, and how processes share them.
 
@@ -34,7 +36,7 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
         network: under it.
         journal: told of shares that aren't equal.
         own: each process trains by itself, so that BatchNorm's groups are its own.
-        goes_on: from a checkpoint, which may be of another number of processes.
+        kept: shares of the checkpoint that the run goes on from, none where they were equal; None for a fresh start.
     """
     options = job.train
     sharing = network.replicas(world.size)
@@ -53,19 +55,20 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
         group = options.norm_group
     elif options.norm_group == "global" and grouped:
         group = batch
-    shares = _shares(job, sharing, journal, goes_on=goes_on)
-    if shares:
+    shares = _shares(job, sharing, journal, kept)
+    if sharing > 1 and job.cluster.shares != "equal":
         _refuse_unequal(job, mode, network, own=own)
     return Order(len(splits.train), batch, options.seed, options.drop_last), BatchSharing(
         sharing, options.micro_batch, group, aligned=not network.together, shares=shares
     )
 
 
-def _shares(job: Job, sharing: int, journal: Journal, *, goes_on: bool) -> tuple[int, ...]:
+def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
     """What the job says of each process's samples, for so many processes; empty where they share equally."""
     shares = job.cluster.shares
     if isinstance(shares, str):
-        return ()
+        fits = shares == "auto" and kept and len(kept) == sharing
+        return tuple(kept or ()) if fits else ()
     if sum(shares) != job.train.batch:
         what = f"cluster.shares {list(shares)} add up to {sum(shares)}, and train.batch is {job.train.batch}"
         raise UserError(what, _WHERE, (f"--batch {sum(shares)}", "or other shares", f"or {_EQUAL}"))
@@ -74,7 +77,7 @@ def _shares(job: Job, sharing: int, journal: Journal, *, goes_on: bool) -> tuple
         journal.event("shares", told, 0, shares=list(shares))
         return shares
     what = f"cluster.shares are of {len(shares)} process(es), and there are {sharing}"
-    if not goes_on:
+    if kept is None:
         raise UserError(what, _WHERE, ("one number for each process", f"or {_EQUAL}"))
     journal.event("warning", f"{what}, which share equally", 0)
     return ()
@@ -85,11 +88,18 @@ def _refuse_unequal(job: Job, mode: str, network: ParallelNetwork, *, own: bool)
     why = ""
     if network.together:
         why = f"under {mode} processes compute each batch together, in equal parts"
+    elif job.cluster.shares == "auto" and mode != USUAL_MODE:
+        why = f"under {mode} each process waits for the others in its passes, so that its own speed can't be measured"
     elif own:
         why = f"with {job.sync.method} each process normalises its own samples, so other shares train another network"
     if why:
         mend = ("--parallel data --sync allreduce", f"or {_EQUAL}")
         raise UserError(f"cluster.shares can't be kept: {why}", _WHERE, mend)
+
+
+def kept_shares(found: Resumable | None) -> list[int] | None:
+    """What `order_and_cut` asks for of the checkpoint that a run goes on from."""
+    return list(found.snapshot.state.get("shares", [])) if found else None
 
 
 def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:

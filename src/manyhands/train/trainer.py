@@ -68,6 +68,7 @@ class Trainer:
         evaluated: the last evaluation of this session.
         own_loop: the user's own loop ends epochs and evaluates.
         noted: what a checkpoint is to hold besides.
+        settle_shares: called where an epoch begins or goes on, so that shares suit the processes; None: they stay.
     """
 
     job: Job
@@ -103,6 +104,7 @@ class Trainer:
     evaluated: EvaluationMetrics | None = None
     own_loop: bool = False
     noted: Callable[[], dict[str, Any]] = dict
+    settle_shares: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         """Begins to watch the loss, and lets those who watch processes know them."""

@@ -1,0 +1,177 @@
+"""cluster.shares = auto: shares of each update that suit the processes' measured speeds."""
+
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from manyhands.core.shares import Share
+from manyhands.core.world import World
+from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
+from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.train.feed import LoadedMicroBatch
+from manyhands.train.rehearse import first_samples, left_as_it_was, now
+from manyhands.train.trainer import Trainer
+
+# A speed is the mean over a while, since a quota lets a process run at full speed and then not at all; of three whiles
+# the median, since others on the machine come and go.
+_WHILE_S, _WHILES = 0.4, 3
+# Shares are taken where updates get quicker by more than this: two processes whose speeds differ by a tenth.
+_GAIN = 1.05
+# Measured anew at the start of an epoch, where that costs one part in so many of the time at most.
+_SELDOM = 50
+
+
+def suit(trainer: Trainer) -> Trainer:
+    """Has the trainer's shares suit the processes, where its job asks for that; a collective."""
+    cut = trainer.feed.cut
+    if trainer.job.cluster.shares == "auto" and cut.processes > 1:
+        trainer.settle_shares = functools.partial(SuitedShares(known=bool(cut.shares)).settle, trainer)
+        trainer.settle_shares()
+    return trainer
+
+
+@dataclasses.dataclass
+class SuitedShares:
+    """Sets shares at epochs' starts; alike on all processes.
+
+    Attributes:
+        known: the shares in force were measured, here or where the run goes on from.
+    """
+
+    known: bool = False
+    _set_s: float = dataclasses.field(default_factory=time.monotonic)
+    _took_s: float = _WHILE_S * (_WHILES + 1)
+
+    def settle(self, trainer: Trainer) -> None:
+        """Measures, and sets the shares of all updates that follow; a collective.
+
+        At the start, and where an epoch begins and much time has passed since.
+        """
+        if self.known and trainer.progress.step_in_epoch:
+            return
+        began_s = time.monotonic()
+        if not broadcast_plain(not self.known or began_s - self._set_s > _SELDOM * self._took_s, trainer.world):
+            return
+        order, cut, world = trainer.feed.order, trainer.feed.cut, trainer.world
+        speeds_s = _seconds_per_sample(trainer)
+        most = broadcast_plain(gather_plain(_most(trainer), world), world)
+        found = suited(speeds_s, order.batch, cut.group, most)
+        if _longest(speeds_s, trainer.feed.samples_of_each()) > _GAIN * _longest(speeds_s, found):
+            trainer.feed.cut = dataclasses.replace(cut, shares=tuple(found))
+            each = [round(1 / one, 1) for one in speeds_s]
+            counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (found, each))
+            batch = order.batch
+            told = f"of each update's {batch} samples the processes take {counts}: alone they make {rates} a second"
+            trainer.journal.event("shares", told, trainer.progress.step, shares=found, samples_per_s=each)
+        self.known, self._set_s = True, time.monotonic()
+        self._took_s = self._set_s - began_s
+        trainer.status_round.leave_out(self._took_s)
+
+
+def suited(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
+    """Samples of a batch for each process, so that all end at about the same time.
+
+    Args:
+        speeds_s: seconds that each takes for a sample.
+        batch: samples; at least one for each process.
+        group: samples of BatchNorm's groups, which are kept whole where that costs little; 0 where there are none.
+        most: samples that fit into each process's memory; together at least the batch.
+    """
+    fine = _dealt(speeds_s, [1] * batch, most)
+    if not group:
+        return fine
+    edges = group_edges(batch, group)
+    sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+    whole = _dealt(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
+    costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
+    return whole if costs_little and sum(whole) == batch else fine
+
+
+def _dealt(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
+    """Parts of these sizes, each given to the one who would be done with it first; then in the order of ranks."""
+    counts = [0] * len(speeds_s)
+    parts = [0] * len(speeds_s)
+    # The first ones go to whoever has none.
+    waiting = [(0.0, rank) for rank in range(len(speeds_s))]
+    for size in sizes:
+        while waiting:
+            _, rank = heapq.heappop(waiting)
+            if parts[rank] and counts[rank] + size > most[rank]:
+                continue
+            counts[rank], parts[rank] = counts[rank] + size, parts[rank] + 1
+            heapq.heappush(waiting, (speeds_s[rank] * (counts[rank] + size), rank))
+            break
+    # Sizes differ by one at most: which of them each has follows from how many it has.
+    dealt = iter(sizes)
+    return [sum(next(dealt) for _ in range(count)) for count in parts]
+
+
+def _longest(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
+    return max(one * count for one, count in zip(speeds_s, counts, strict=True))
+
+
+def _seconds_per_sample(trainer: Trainer) -> list[float]:
+    """What each process takes for forward and backward of a sample, all at the same time, alone; a collective.
+
+    The network is left as it was.
+    """
+    update, feed, world = trainer.update, trainer.feed, trainer.world
+    equal = -(-feed.order.batch // world.size)
+    count = min(equal, feed.cut.micro_batch or equal)
+    part = LoadedMicroBatch(Share(0, count, (), ()), first_samples(feed.loader, count), (0, count))
+    micro_batch = part.micro_batch(count, 0)
+
+    def mean_s(least_s: float) -> float:
+        began_s, passes = now(world), 0
+        while not passes or now(world) - began_s < least_s:
+            update.gradients.forward_backward(micro_batch, count, last=False)
+            passes += 1
+        return (now(world) - began_s) / passes / count
+
+    with left_as_it_was(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
+        mean_s(0.0)  # the first time is slower
+        dist.barrier()
+        own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))
+    return broadcast_plain(gather_plain(own_s, world), world)
+
+
+def _most(trainer: Trainer) -> int:
+    """Samples of an update that surely fit into this process's memory.
+
+    A pass of train.micro_batch is known to fit. Else the most that this process has ever taken stands for what an
+    equal share needs, though the network is in it, and half of what is free may be given to more.
+    """
+    order, world = trainer.feed.order, trainer.world
+    if trainer.feed.cut.micro_batch:
+        return order.batch
+    used, free = _of_card(world) if world.device.startswith("cuda") else _of_machine(world)
+    equal = -(-order.batch // world.size)
+    return min(order.batch, equal + int(equal * free / (2 * used)))
+
+
+def _of_card(world: World) -> tuple[int, int]:
+    used = torch.cuda.max_memory_allocated(world.device)
+    free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device) - used
+    return max(1, used), max(0, free)
+
+
+def _of_machine(world: World) -> tuple[int, int]:
+    """Bytes that this process has had at most, and its part of what its machine, or its container, has left."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        root = Path("/sys/fs/cgroup")
+        free = min(free, int((root / "memory.max").read_text()) - int((root / "memory.current").read_text()))
+    return used, max(0, free // world.local_size)

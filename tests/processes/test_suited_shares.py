@@ -1,0 +1,108 @@
+"""cluster.shares = auto: who is slow takes less of each update, and the updates stay the same."""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.train.data_setup import Objects
+from manyhands.train.job import build
+from manyhands.train.saving import save
+from tests.processes.ranks import run_on_ranks
+
+SAMPLES, BATCH, UPDATES = 90, 32, 20
+
+
+class SlowForItsSamples(nn.Module):
+    """Takes so long for each sample."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, pictures):
+        if self.training:
+            time.sleep(self.seconds * len(pictures))
+        return pictures
+
+
+def _train(world, folder, slow_s, until=UPDATES, **settings):
+    """From the folder's checkpoint, if it has one, to a step: what was taken at each start, events and weights."""
+    torch.manual_seed(3)
+    lazy = SlowForItsSamples(slow_s[world.rank] if not world.alone else 0.0)
+    network = nn.Sequential(lazy, nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 5))
+    flags = {
+        "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "train.epochs": 50, "model.num_classes": 5,
+        "train.precision": "fp64", "train.norm_group": 4, "cluster.shares": "auto", **settings,
+    }  # fmt: skip
+    mode = "single" if world.alone else "data"
+    Path(folder).mkdir(exist_ok=True)
+    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
+    first, marks = trainer.feed.samples_of_each(), []
+    while trainer.progress.step < until:
+        if trainer.settle_shares:
+            trainer.settle_shares()
+        marks.append(trainer.feed.samples_of_each())
+        for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
+            trainer.update(update, trainer.progress.step)
+            trainer.progress.advance(trainer.feed.order.steps_per_epoch)
+            if trainer.progress.step == until:
+                break
+    save(trainer)
+    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    trainer.release()
+    return first, marks, weights
+
+
+def test_who_is_slow_takes_less_and_the_updates_stay_the_same(tmp_path):
+    alone = run_on_ranks(_train, 1, str(tmp_path / "alone"), ())[0]
+    assert alone[0] == [BATCH]
+    found = run_on_ranks(_train, 2, str(tmp_path / "two"), (0.002, 0.02))
+    taken = found[0][0]
+    assert found[1][0] == taken
+    assert sum(taken) == BATCH
+    assert taken[0] >= 2 * taken[1]
+    for one in found:
+        for name, wanted in alone[2].items():
+            torch.testing.assert_close(one[2][name], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_what_was_taken_is_kept_where_a_run_goes_on(tmp_path):
+    folder = str(tmp_path / "run")
+    first = run_on_ranks(_train, 2, folder, (0.002, 0.02), 4)
+    # Now the other one is slow, which would be found at the start of an epoch after a while.
+    again = run_on_ranks(_train, 2, folder, (0.02, 0.002), 6)
+    assert again[0][0] == first[0][0]
+    elsewhere = run_on_ranks(_train, 3, folder, (0.02, 0.002, 0.002), 7)
+    assert len(elsewhere[0][0]) == 3
+    assert elsewhere[0][0][0] < min(elsewhere[0][0][1:])
+
+
+def test_shares_follow_a_machine_that_slows_down_for_good(tmp_path):
+    folder = str(tmp_path / "run")
+    found = run_on_ranks(_slowing, 2, folder)
+    assert found[0] == found[1]
+    before, after = found[0]
+    assert before[0] > before[1]
+    assert after[0] < after[1]
+
+
+def _slowing(world, folder):
+    from manyhands.train import suited
+
+    suited._SELDOM = 0  # else a minute and more passes before it looks again
+    lazy = SlowForItsSamples((0.002, 0.02)[world.rank])
+    network = nn.Sequential(lazy, nn.Flatten(), nn.Linear(64, 5))
+    flags = {"data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "cluster.shares": "auto",
+             "model.num_classes": 5}  # fmt: skip
+    Path(folder).mkdir(exist_ok=True)
+    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, "data", Objects(network))
+    before = trainer.feed.samples_of_each()
+    lazy.seconds = (0.02, 0.002)[world.rank]
+    trainer.settle_shares()
+    after = trainer.feed.samples_of_each()
+    trainer.release()
+    return before, after
