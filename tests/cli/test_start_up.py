@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,20 @@ def test_torch_is_not_imported(what, tmp_path):
     code = LIGHT[what] + "\nimport sys\nassert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_imports_torch_ends_without_a_word_of_others():
+    words = [sys.executable, "-m", "manyhands", "train", "digits", "mlp", "--dry-run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_could_not_be_written_is_a_failure():
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "manyhands", "train", "--show-config"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("manyhands: what this command shows can't be written: No space left on device\n")
 
 
 # Prints each command whose page of help brings along a package that only work needs.

@@ -95,6 +95,20 @@ def test_train_refuses_it_with_the_two_commands(finished, capsys):
     assert len(events(RUN, "started")) == 1
 
 
+def test_what_only_a_program_has_goes_on_by_that_program():
+    manyhands.fit(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), "digits", epochs=1, out="run")
+    before = Path("run/events.jsonl").read_bytes()
+    refused = run("resume", "run")
+    assert refused.code == 2
+    assert_one_screen(refused.err)
+    assert "only the Python program that trained this run has its network\n" in refused.err
+    assert "start it again: the same program with out='run' goes on\n" in refused.err
+    assert Path("run/events.jsonl").read_bytes() == before
+    assert "manyhands resume" not in run("stop", "run").err
+    Path("net.py").write_text("from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n")
+    assert run("resume", "run", "--epochs", "2", "--set", "model.name=net.py:net").code == 0
+
+
 def test_what_resume_changes_is_told_and_the_former_job_is_kept(finished):
     ended = run("resume", RUN, "--epochs", "2", "--set", "train.lr=0.01", "--set", "checkpoint.keep=3")
     assert ended.code == 0, ended.err

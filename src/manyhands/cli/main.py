@@ -1,18 +1,19 @@
 """The command `manyhands`: finds the command's file, and turns errors into one screen and an exit code."""
 
-import gc
+import atexit
 import os
 import re
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import cyclopts
 
 from manyhands.core.catalogue import translated
-from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
-from manyhands.core.shown import plain_lines, show_json
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
+from manyhands.core.shown import UnwritableError, plain_lines, show_json
 from manyhands.core.system import require_language, require_system
 from manyhands.core.version import __version__
 
@@ -85,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except cyclopts.CycloptsError as error:
         _show(ManyhandsError(_plain(str(error)), mend=(_help_for(given),)), as_json="--json" in _own(given))
         code = EXIT_USAGE
+    except UnwritableError as error:
+        _show(ManyhandsError(str(error), mend=("make room there, or have it go elsewhere",)), as_json=False)
+        code = EXIT_FAILED
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped\n")
         code = EXIT_INTERRUPTED
@@ -98,15 +102,17 @@ def _leave(code: int, *, whole_process: bool) -> None:
     """Ends the command, and with it this process if it was started for it.
 
     A thread that still waits inside torch's C++ (for a store that has gone, say) would be cut off there by Python's own
-    way of ending, which aborts the process; everything is written by now, so then the process just ends.
+    way of ending, which aborts the process, and looking through torch's modules for garbage takes half a second;
+    everything is written by now, so the process just ends.
     """
-    if whole_process and threading.active_count() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    if whole_process:
-        gc.freeze()  # all ends with the process: looking through torch's modules for garbage takes half a second
-    sys.exit(code)
+    if not whole_process:
+        sys.exit(code)
+    if threading.active_count() == 1:
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - what Python calls as it ends
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # said where it was written
+            stream.flush()
+    os._exit(code)
 
 
 def _own(given: list[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """manyhands stop."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ def stop(
 ) -> int:
     """Have a run that goes on save and stop, and wait for it."""
     from manyhands.core.folder import RunFolder
+    from manyhands.core.going_on import going_on
     from manyhands.core.stops import saved_step
     from manyhands.run.watch import find_running, stop_run
 
@@ -33,5 +33,5 @@ def stop(
     if saved is None:
         show("nothing is there to resume; the command that started it begins anew")
     elif end is None or end.kind != "finished":
-        show(f"go on  manyhands resume {shlex.quote(record.run)}")
+        show(f"go on  {going_on(Path(record.run))}")
     return EXIT_FAILED if end and end.kind == "failed" else EXIT_OK

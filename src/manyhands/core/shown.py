@@ -31,6 +31,10 @@ def plain_lines(text: str) -> str:
     return "\n".join(_OBEYED.sub("", line) for line in text.splitlines())
 
 
+class UnwritableError(Exception):
+    """A command's own output could not be written where it goes, such as a full disk."""
+
+
 def as_json(content: Any) -> str:
     """Plain data as one line of JSON in which what a terminal would obey is written as an escape of JSON's."""
     return _LEFT_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(content, ensure_ascii=False))
@@ -51,8 +55,13 @@ def show_as_is(lines: str | Iterable[str], to: TextIO | None = None) -> None:
     """Writes what isn't for people alone, so in no language of theirs: a file's text, a log, JSON."""
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
-    stream.write(_writable(text, stream))
-    stream.flush()
+    try:
+        stream.write(_writable(text, stream))
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UnwritableError(f"what this command shows can't be written: {error.strerror or error}") from error
 
 
 def show_json(content: Any) -> None:

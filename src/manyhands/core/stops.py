@@ -1,7 +1,6 @@
 """The signals that ask a run to save and stop, and a block that they end while there is nothing to save."""
 
 import contextlib
-import shlex
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError
 from manyhands.core.folder import RunFolder
+from manyhands.core.going_on import going_on
 from manyhands.core.records import read_lines
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -67,7 +67,7 @@ def unsaved(run: Path, step: int | None, why: str = "") -> ManyhandsError:
     if step is None:
         error = ManyhandsError(f"stopped before anything was saved{since}", mend=("the same command begins anew",))
     else:
-        go_on = f"manyhands resume {shlex.quote(str(run))} goes on from step {step}"
+        go_on = f"{going_on(run)} goes on from step {step}"
         what = f"stopped without a save{since}; what was saved last, at step {step}, is whole"
         error = ManyhandsError(what, mend=(go_on,))
     error.exit_code = EXIT_INTERRUPTED

@@ -10,6 +10,7 @@ from manyhands.config.job import DECIDED_ONCE, KEYS_OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.load import LoadedJob, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder, free_name
+from manyhands.core.going_on import OBJECTS
 from manyhands.report.read import read_run
 from manyhands.report.summary import status
 
@@ -99,7 +100,7 @@ def _go_on(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
     former = written_values(folder.job).get("train.epochs")
     before = former if isinstance(former, int) else job.train.epochs
     epochs = job.train.epochs if job.train.epochs > before else 2 * max(1, before)
-    if job.data.name == "objects":
+    if job.data.name == OBJECTS:
         return [f'train this one longer: fit(…, epochs={epochs}, checkpoint__resume="auto")']
     lost = () if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS
     rest = [change for change in found if change.key != "train.epochs" and change.key not in lost]

@@ -1,10 +1,10 @@
 """What came out of a run: the lines for people and the object for machines, every number from its records."""
 
 import math
-import shlex
 import statistics
 from typing import Any
 
+from manyhands.core.going_on import going_on
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.report.read import STARTS, RunData
 from manyhands.report.words import duration, epoch_name, number, own_figures, percent, plain, rate, top5
@@ -125,7 +125,7 @@ def result_lines(run: RunData) -> list[str]:
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")
     if status(run) != "finished":
-        lines.append(f"go on  manyhands resume {shlex.quote(str(run.folder.path))}")
+        lines.append(f"go on  {going_on(run.folder.path)}")
     return lines
 
 

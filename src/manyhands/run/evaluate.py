@@ -10,6 +10,7 @@ from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
 from manyhands.core.plan_record import read_plan_record
 from manyhands.core.shown import say
@@ -18,9 +19,6 @@ from manyhands.run.load import load_worker
 from manyhands.run.logs import read_places
 from manyhands.run.own_code import record_of
 from manyhands.run.task import take_part_or_start
-
-# The name of data that the user of the Python interface brings as objects.
-OBJECTS = "objects"
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from manyhands.config.job import ClusterOptions
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.going_on import going_on, in_python
 from manyhands.core.named_code import announce
 from manyhands.core.registry import remembered_reach
 from manyhands.core.shown import say
@@ -28,8 +29,9 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
     """Says what a run that goes on will run of its own job.toml: code files, and ways of reaching other machines.
 
     Raises:
-        UserError: the folder or the code is another user's.
+        UserError: the folder or the code is another user's, or only a program of the user's has what is trained.
     """
+    _refuse_objects(folder, loaded)
     try:
         record = find_record(folder.checkpoints / "any", {})
     except UserError:
@@ -54,3 +56,13 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
         from_run = loaded.origins.get(f"cluster.{name}") == str(folder.job) and mine.get(name) != wanted
         if from_run and wanted != getattr(standard, name) and machines_of(job.cluster):
             say(f"running {shlex.quote(wanted)} to reach the machines, since {folder.job} names it")
+
+
+def _refuse_objects(folder: RunFolder, loaded: LoadedJob) -> None:
+    keys = {"data": "data.name", "network": "model.name"}
+    lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
+    if lost:
+        longer = 'to train longer: here.epochs(20), or fit(…, epochs=20, checkpoint__resume="auto")'
+        mend = (f"start it again: {going_on(folder.path)} goes on", longer)
+        what = f"only the Python program that trained this run has its {' and '.join(lost)}"
+        raise UserError(what, str(folder.path), mend)

@@ -16,6 +16,7 @@ from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import known_keys, load_on
 from manyhands.core.errors import UserError
 from manyhands.core.folder import NOWHERE, RunFolder
+from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 # What every function takes as `job`.
 JobLike = Job | str | Path | None
-OBJECTS = "objects"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Starts a training run and watches it to its end, whatever way its processes meet."""
 
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -44,6 +43,7 @@ from manyhands.core.folder import (
     write_job,
     writing_into,
 )
+from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.private import private_files
 from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.registry import registered
@@ -201,26 +201,23 @@ def _note_failure(folder: RunFolder, cause: Failure) -> None:
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """The first cause as an error for the user."""
     cause = first_cause(ending)
-    go_on = _go_on(folder)
     if cause is None:
         where = str(folder.ranks / "agent.log")
-        return RunError(f"the agent that watches the processes failed: {ending.broken}", where, go_on)
-    error = as_error(cause)
-    return _with_line(error, go_on)
+        return RunError(f"the agent that watches the processes failed: {ending.broken}", where, _go_on(folder))
+    return _with_line(as_error(cause), folder)
 
 
-def _with_line(error: ManyhandsError, go_on: tuple[str, ...]) -> ManyhandsError:
+def _with_line(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
     """A failure's error with the line that goes on, unless it has one."""
-    if error.exit_code == EXIT_FAILED and not any("manyhands resume" in line for line in error.mend):
-        error.mend += go_on
+    if error.exit_code == EXIT_FAILED and not any(map(tells_how, error.mend)):
+        error.mend += _go_on(folder)
     return error
 
 
 def _go_on(folder: RunFolder) -> tuple[str, ...]:
     """The line that goes on with a run that has failed, where something was saved."""
     step = saved_step(folder)
-    resume = f"manyhands resume {shlex.quote(str(folder.path))}"
-    told = f"{resume} goes on from the last checkpoint, of step {step}, and takes --set too"
+    told = f"{going_on(folder.path)} goes on from the last checkpoint, of step {step}, and takes other options too"
     return (told,) if step is not None else ()
 
 
@@ -326,8 +323,8 @@ def _take_part(
             _note_failure(folder, failed.record)
         if failed.record.exit_code == EXIT_INTERRUPTED and membership.rank == 0:
             raise interrupted(folder) from None
-        own = _go_on(folder) if membership.rank == 0 else ()
-        raise _with_line(as_error(failed.record), own) from failed.__cause__
+        error = as_error(failed.record)
+        raise (error if membership.rank else _with_line(error, folder)) from failed.__cause__
 
 
 def _outcome(folder: RunFolder, result: dict[str, Any], *, is_main: bool) -> Outcome:

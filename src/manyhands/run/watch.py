@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.going_on import going_on
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import Event
 from manyhands.core.registry import Running, goes_on, running, signal_head
@@ -35,7 +36,7 @@ def find_running(word: str) -> Running:
     if found:
         raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(f"{record.run}" for record in found))
     if RunFolder(Path(word).expanduser()).exists():
-        mend = ("manyhands ps lists the runs that go on", f"manyhands resume {shlex.quote(word)} goes on with it")
+        mend = ("manyhands ps lists the runs that go on", f"{going_on(Path(word).expanduser())} goes on with it")
         raise UserError(f"the run in {word} isn't going on", "RUN", mend)
     raise unknown_run(word, [record.name for record in runs])
 

@@ -110,7 +110,7 @@ def explain_lost(network: ParallelNetwork, world: World, first_bad: Tensor | flo
     for name, buffer in network.inner.named_buffers():
         if not lost and name not in network.endless and not _finite(buffer):
             lost = f"buffer {name}"
-    mend = (*MEND, "the last checkpoint is from before: manyhands resume goes on from it")
+    mend = (*MEND, "the last checkpoint is from before, and the run goes on from it")
     if not math.isfinite(step):
         what = f"{lost or 'a part of the network'} is not finite, and no loss was before"
         return RunError(what, "an update", mend)

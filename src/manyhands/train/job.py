@@ -1,13 +1,13 @@
 """Builds every part of a run from its job, one small function each; runs nothing."""
 
 import os
-import shlex
 
 import torch
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.going_on import going_on
 from manyhands.core.journal import Journal
 from manyhands.core.world import World
 from manyhands.data.splits import Splits
@@ -227,6 +227,7 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     told = f"goes on from step {step} of {where}"
     if trainer.done():
         epochs = 2 * max(1, trainer.job.train.epochs, trainer.progress.epoch)
-        more = f"manyhands resume {shlex.quote(str(trainer.folder.path))} --epochs {epochs}"
+        in_python = f'epochs={epochs}, checkpoint__resume="auto"'
+        more = going_on(trainer.folder.path, f"--epochs {epochs}", in_python)
         told = f"all {trainer.total_steps:,} updates of this run have been made: nothing is left to train ({more})"
     trainer.journal.event("resumed", told, step, path=where, processes=trainer.world.size)

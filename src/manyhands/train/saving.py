@@ -1,7 +1,6 @@
 """Evaluating and saving, as the loop asks for them."""
 
 import contextlib
-import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from manyhands.checkpoint.refuse import NotFiniteError, SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.core.errors import RunError
+from manyhands.core.going_on import going_on
 from manyhands.core.phases import CLOCK, EVALUATION, SAVING
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.trained import STATE_KEY
@@ -145,11 +145,10 @@ def save_last(trainer: Trainer) -> None:
     """
     save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
-        go_on = f"manyhands resume {shlex.quote(str(trainer.folder.path))}"
         raise RunError(
             f"the run came to step {trainer.progress.step}, which could not be saved; the warning before says why",
             str(trainer.folder.checkpoints),
-            (f"make room, then go on from the last checkpoint: {go_on}",),
+            (f"make room, then go on from the last checkpoint: {going_on(trainer.folder.path)}",),
         )
 
 

@@ -1,9 +1,12 @@
 """Says once, while training, that agreeing between machines takes long, and what another method would make of it."""
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from manyhands.core.going_on import going_on
 from manyhands.core.journal import Journal
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import LinkCase
@@ -80,5 +83,6 @@ class Standing:
         said = f"agreeing between machines takes {share:.0%} of the time: steps take {step_s:.3g} s"
         if chosen.method == EXACT:
             return f"{said}; --sync auto would keep {EXACT}: {choice.reason}"
-        change = f"manyhands stop {self.run}, then manyhands resume {self.run} --set sync.method=auto"
+        resume = going_on(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
+        change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
         return f"{said}, with --sync auto about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
