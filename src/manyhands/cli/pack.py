@@ -77,7 +77,10 @@ def _described(found: "PackedSet") -> dict[str, Any]:
 
 
 def _counts(found: "PackedSet") -> str:
-    return f"{len(found.names):,} pictures in {len(found.shards):,} shards, {_size(found.size_bytes)}"
+    shards = len(found.shards)
+    return (
+        f"{len(found.names):,} pictures in {shards:,} {'shard' if shards == 1 else 'shards'}, {_size(found.size_bytes)}"
+    )
 
 
 class _Progress:
@@ -89,7 +92,7 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() - self._said > 5:
             self._said = time.monotonic()
-            say(f"{done:,} of {total:,} shards")
+            say(f"{done:,} of {total:,} {'shard' if total == 1 else 'shards'}")
 
 
 def _size(count: int) -> str:

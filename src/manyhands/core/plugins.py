@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +69,9 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
     return {word: digest for word, file in files.items() if file and (digest := code_digest(file))}
 
 
+_STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
+
+
 def load_object(reference: str, where: str) -> Any:
     """Loads `object` from the user's `file.py:object`; the file's folder becomes importable.
 
@@ -89,10 +93,12 @@ def load_object(reference: str, where: str) -> Any:
 def _make_importable(path: Path) -> None:
     """Lets a file of the user's own import what lies beside it, as Python does for a script.
 
+    Python's own modules come before it: a process that starts anew with this path needs its random, not the user's.
     Where it lies below the current folder it finds what lies there too, but only after all that is installed.
     """
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        own = [place for place, entry in enumerate(sys.path) if entry in _STANDARD]
+        sys.path.insert(max(own, default=-1) + 1, str(path.parent))
     here = Path.cwd()
     if path.is_relative_to(here) and str(here) not in sys.path:
         sys.path.append(str(here))

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.phases import PHASES
+from manyhands.parallel.options import USUAL_MODE
 from manyhands.report.read import RunData
+from manyhands.sync.options import SyncOptions
 
 # More than this part of the time must go to agreeing before another way of it is worth a word.
 _TALKS = 1 / 3
@@ -93,7 +95,7 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
 def _suiting_shares(run: RunData, own_s: Sequence[float]) -> str:
     """Shares of an update that all take equally long over, where all have had the same; else nothing."""
     batch = _option(run, "train", "batch", 0)
-    equal = _option(run, "cluster", "shares", "equal") == "equal" and run.plan.mode == "data"
+    equal = _option(run, "cluster", "shares", "equal") == "equal" and run.plan.mode == USUAL_MODE
     if not equal or not isinstance(batch, int) or batch < len(own_s) or not all(own_s):
         return ""
     speeds = [1 / seconds for seconds in own_s]
@@ -115,7 +117,8 @@ def _agreeing(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
     share = min(shares_of(one)["communication"] for one in ranks)
     if share <= _TALKS:
         return
-    if _option(run, "sync", "method", "allreduce") == "allreduce":
+    usual = SyncOptions().method
+    if _option(run, "sync", "method", usual) == usual:
         what = (
             f"agreeing takes {share:.0%} of the time: --sync auto sends less or less often, as the link wants it "
             "(bf16, powersgd or local)"
