@@ -72,7 +72,7 @@ def silent():
     return net
 
 
-@pytest.mark.parametrize("best", ["highest top1", "lowest size", "highest size"])
+@pytest.mark.parametrize("best", [pytest.param("highest top1", marks=pytest.mark.slow), "lowest size", "highest size"])
 def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best, tmp_path):
     def trained(out, **more):
         options = {"quiet": True, "run__report": False, "checkpoint__resume": "auto", "best": best} | GROWING | more

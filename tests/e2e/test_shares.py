@@ -43,9 +43,9 @@ def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
         ("[32,0]", (), "cluster.shares: should be equal, auto, or a list of a whole number"),
         ("fast", (), 'found "fast"'),
         ("[24,8]", ("--sync", "local"), "each process normalises its own samples"),
-        ("auto", ("--parallel", "fsdp"), "its own speed can't be measured"),
-        ("auto", ("--parallel", "semi"), "under semi processes compute each batch together"),
         ("[24,8]", ("--parallel", "semi"), "under semi processes compute each batch together"),
+        pytest.param("auto", ("--parallel", "fsdp"), "its own speed can't be measured", marks=pytest.mark.slow),
+        pytest.param("auto", ("--parallel", "semi"), "under semi processes compute", marks=pytest.mark.slow),
     ],
 )
 def test_what_can_not_be_is_refused_in_one_screen(shares, more, what, tmp_path):

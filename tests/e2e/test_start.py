@@ -16,7 +16,7 @@ def _imported(folder):
     return {name: set(re.findall(r"^import time:.*\| +(\S+)$", text, re.MULTILINE)) for name, text in logs.items()}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_network_and_data_of_ours_need_neither_torchvision_nor_the_compiler(tmp_path, optimizer):
     words = ["train", "digits", "mlp", "-n", "2", "--epochs", "1", "--set", f"train.optimizer={optimizer}"]
     done = finish(start(*words, "--out", tmp_path / "run", PYTHONPROFILEIMPORTTIME="1"))

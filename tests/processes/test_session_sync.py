@@ -38,8 +38,9 @@ MORE = {
     "semi": {"parallel.mode": "semi", "parallel.pin": ["body.5=o@dp", "loss=n@dp"]},
     "hybrid": {"parallel.mode": "hybrid"},
 }
+QUICK_CASES = {*METHODS, "in parts", "semi", "hybrid"}
 CASES = [
-    pytest.param(name, size, marks=[] if name in METHODS or (name in MORE and size == 2) else pytest.mark.slow)
+    pytest.param(name, size, marks=[] if size == 2 and name in QUICK_CASES else pytest.mark.slow)
     for name in [*METHODS, *MORE]
     for size in (1, 2, 3)
     if (name, size) != ("semi", 1)  # one process has nothing to split

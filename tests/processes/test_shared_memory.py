@@ -62,7 +62,7 @@ def _any_values(world):
         channel.close()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_values_are_added_up_in_the_order_of_ranks_to_the_last_bit(size):
     run_on_ranks(_any_values, size)
 

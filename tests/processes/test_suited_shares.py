@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,6 +71,7 @@ def test_who_is_slow_takes_less_and_the_updates_stay_the_same(tmp_path):
             torch.testing.assert_close(one[2][name], wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_what_was_taken_is_kept_where_a_run_goes_on(tmp_path):
     folder = str(tmp_path / "run")
     first = run_on_ranks(_train, 2, folder, (0.002, 0.02), 4)
@@ -81,6 +83,7 @@ def test_what_was_taken_is_kept_where_a_run_goes_on(tmp_path):
     assert elsewhere[0][0][0] < min(elsewhere[0][0][1:])
 
 
+@pytest.mark.slow
 def test_shares_follow_a_machine_that_slows_down_for_good(tmp_path):
     folder = str(tmp_path / "run")
     found = run_on_ranks(_slowing, 2, folder)
