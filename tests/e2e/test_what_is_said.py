@@ -65,11 +65,9 @@ def test_what_nobody_can_learn_top5_of_few_classes_and_a_run_that_has_finished(c
     assert "top5=" not in said
     assert "top-5" not in "".join(result_lines(read_run(Path("run"))))
     manyhands.fit(nets.Net(5), few, epochs=1, batch=10, **QUIET)
-    resumed = told("resumed")[-1]["message"]
-    assert (
-        resumed
-        == "all 4 updates of this run have been made: nothing is left to train (manyhands resume run --epochs 2)"
-    )
+    again = "the same program with out='run', epochs=2, checkpoint__resume=\"auto\""
+    left = f"all 4 updates of this run have been made: nothing is left to train ({again})"
+    assert told("resumed")[-1]["message"] == left
 
 
 def test_a_loss_that_grows_is_told_of_once():
