@@ -73,6 +73,7 @@ def test_only_the_addresses_asked_for_are_listened_on(probe):
     assert [a.result for a in attempts(probe, target, replace(target, address="127.0.0.3"))] == ["ok", "refused"]
 
 
+@pytest.mark.slow
 def test_nothing_stays_open(probe):
     before = threading.active_count()
     target = listen(probe)

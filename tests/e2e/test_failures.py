@@ -120,6 +120,7 @@ with manyhands.session(**json.loads(sys.argv[1])) as here:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "kept"), [(2, {"out": "run", "run__report": False}), pytest.param(3, {}, marks=pytest.mark.slow)]
 )

@@ -85,6 +85,7 @@ def test_an_address_that_cannot_be(address, rank, text, capsys):
     assert not any(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_a_listener_that_says_nothing_is_not_waited_for(capsys):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
@@ -94,6 +95,7 @@ def test_a_listener_that_says_nothing_is_not_waited_for(capsys):
     assert f"what listens at 127.0.0.1:{port} is not rank 0 of a run: no answer" in err
 
 
+@pytest.mark.slow
 def test_nobody_listens(capsys):
     code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{free_port()}", 2, 1))
     assert code == 1

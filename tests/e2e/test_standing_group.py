@@ -69,6 +69,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "backend"),
     [pytest.param(2, ["gloo"], id="two"), pytest.param(1, [], id="alone", marks=pytest.mark.slow)],

@@ -27,6 +27,7 @@ def test_a_network_and_data_of_ours_need_neither_torchvision_nor_the_compiler(tm
     assert not {f"{name}: {slow}" for name, modules in imported.items() for slow in modules & SLOW}
 
 
+@pytest.mark.slow
 def test_what_the_processes_of_torchvisions_networks_need_is_imported_before_they_are_forked(tmp_path):
     words = ["train", "synthetic:64x3x32x32x4", "resnet18", "-n", "2", "--batch", "8", "--set", "train.max_steps=1"]
     done = finish(start(*words, "--out", tmp_path / "run", PYTHONPROFILEIMPORTTIME="1"))

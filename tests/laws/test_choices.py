@@ -196,6 +196,7 @@ def test_a_mode_and_a_sync_method_with_an_option_of_its_own(command, tmp_path):
     assert "part = 0.5" in (tmp_path / "run" / "job.toml").read_text()
 
 
+@pytest.mark.slow
 def test_what_a_method_needs_decides_who_takes_it(command):
     said = command(*TRAIN, "-n", "2", "--parallel", "fsdp", "--sync", "gentle", "--out", "run", code=2)
     assert "fsdp can't be combined with gentle" in said

@@ -114,6 +114,7 @@ def test_closed_ports_and_a_host_that_is_down(lab, here):
     no_traces(lab)
 
 
+@pytest.mark.slow
 def test_a_firewall_that_rejects(lab, here):
     lab.nft(1, firewall("tcp dport 1024-65535 reject with tcp reset"))
     told = doctor(lab, "digits", "mlp", code=3)
@@ -121,6 +122,7 @@ def test_a_firewall_that_rejects(lab, here):
     assert "is refused" in of(told, "reach")[0]["what"]
 
 
+@pytest.mark.slow
 def test_one_closed_port_that_the_job_names(lab, here):
     lab.nft(1, firewall("tcp dport 29500 drop"))
     told = doctor(lab, "digits", "mlp", "--set", f"cluster.init=tcp://{lab.address(1)}:29500", code=3)
@@ -144,6 +146,7 @@ def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, her
     assert "password" in said
 
 
+@pytest.mark.slow
 def test_other_versions_data_code_and_small_places(lab, here, tmp_path):
     older = tmp_path / "older"
     plant(older, "")
@@ -189,6 +192,7 @@ os.register_at_fork(after_in_child=in_child)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "words"),
     [

@@ -259,6 +259,7 @@ def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
     assert events("run", "resumed")[-1]["step"] == saved
 
 
+@pytest.mark.slow
 def test_ssh_on_ports_of_their_own(lab, here):
     """Rented machines: a port in the address, one in ~/.ssh/config, and one that is asked about."""
     lab.start(1, port=31234)
@@ -279,6 +280,7 @@ def test_ssh_on_ports_of_their_own(lab, here):
     assert [entry["port"] for entry in json.loads(Path("run/machines.json").read_text())] == [31234, 0]
 
 
+@pytest.mark.slow
 def test_misleading_names_and_interfaces_do_no_harm(lab, here):
     """A name on loopback as Debian has it, a container bridge that all have, and a default route that leads nowhere."""
     for host in lab.hosts:
