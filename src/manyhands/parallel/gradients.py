@@ -13,9 +13,6 @@ from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
 from manyhands.parallel.network import LossFn, MicroBatch, ParallelNetwork
 
-# Giving backward its gradient saves ten millionths of a second a pass, and imports sympy at the first: a third of a
-# second, which so many passes bring in.
-EARLY_PASSES = 30_000
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +56,6 @@ class Gradients:
         self.network, self.world, self.precision = network, world, precision
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
-        self._passes = 0
         self._scale = network.gradient_scale * (1 if mean else network.replicas(world.size))
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -110,15 +106,9 @@ class Gradients:
     def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
         if isinstance(weight, Tensor):
             weight = weight.to(loss.dtype)
-        if self.scaler:
-            self.scaler.scale(loss * weight).backward()
-        elif self._passes < EARLY_PASSES:
-            self._passes += 1
-            (loss * weight).backward()
-        elif isinstance(weight, Tensor):
-            loss.backward(weight.expand_as(loss))
-        else:
-            loss.backward(torch.full_like(loss, weight))  # the same bits, two operations less
+        # Not loss.backward(weight): giving backward its gradient imports sympy, a third of a second.
+        loss = loss * weight
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
         CLOCK.backward_ends()
 
     def finish(self) -> None:
