@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from manyhands.sync.options import SyncOptions
     from manyhands.train.epoch_end import EpochEnd
     from manyhands.train.evaluate import Evaluation
-    from manyhands.train.session import Session, SessionSamples
+    from manyhands.train.session import Session
+    from manyhands.train.session_samples import SessionSamples
     from manyhands.train.trained import Trained
     from manyhands.worker.plan_search import find_plan
 
@@ -55,7 +56,7 @@ _HOMES = {
     "RunError": "manyhands.core.errors",
     "RunOptions": "manyhands.config.job",
     "Session": "manyhands.train.session",
-    "SessionSamples": "manyhands.train.session",
+    "SessionSamples": "manyhands.train.session_samples",
     "Subgroup": "manyhands.parallel.collectives",
     "SubmitOptions": "manyhands.config.job",
     "SyncOptions": "manyhands.sync.options",

@@ -40,6 +40,7 @@ from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepar
 from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back
 from manyhands.train.saving import agreed, record_evaluation, save
 from manyhands.train.scheduler_state import scheduler_state
+from manyhands.train.session_samples import SessionSamples
 from manyhands.train.stopping import StopSignal
 from manyhands.train.tell_time import tell_of_time
 from manyhands.train.trainer import Trainer
@@ -114,7 +115,7 @@ class Session(Subgroup):
         batch: int,
         plan: PlanLike | None = None,
         scheduler: LRScheduler | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer, "SessionSamples"]:
+    ) -> tuple[nn.Module, torch.optim.Optimizer, SessionSamples]:
         """Makes a network, its optimizer and its data ready for all processes, and goes on where the run folder is.
 
         Args:
@@ -158,7 +159,7 @@ class Session(Subgroup):
             scheduler_state(scheduler)  # refused before anything is trained
             hold_back(scheduler, lambda: self._own is not None and not self._own.at_last)
         prepared = PreparedOptimizer(optimizer, functools.partial(self._finish, trainer), self._unfinished)
-        return trainer.network.call, prepared, SessionSamples(self)
+        return trainer.network.call, prepared, SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs up to `count` that are left, 0 … count - 1 at a start; the run folder holds each one's end."""
@@ -391,17 +392,3 @@ class Session(Subgroup):
             self._concluded = trainer.progress.epoch
             if self._folder:
                 save(trainer)
-
-
-class SessionSamples:
-    """Iterates over this process's micro-batches of the session's current epoch."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._session.batches()
-
-    def __len__(self) -> int:
-        """Updates in an epoch."""
-        return self._session._ready().feed.order.steps_per_epoch
