@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.loader import Loader
+from manyhands.data.names import PictureNames
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
@@ -34,7 +35,7 @@ def files(tmp_path_factory):
         values = generator.integers(0, 256, (20 + number, 30 - number, 3), dtype=numpy.uint8)
         paths.append(str(folder / f"{number}.png"))
         Image.fromarray(values).save(paths[-1])
-    return ImageFiles(tuple(paths), torch.arange(12) % 5)
+    return ImageFiles(PictureNames.of(map(str, paths)), torch.arange(12) % 5)
 
 
 class Chancy(Dataset):
@@ -114,7 +115,7 @@ def test_a_consumer_may_stop_early(files):
 def test_a_corrupt_picture_is_named_and_the_loader_goes_on(files, workers, tmp_path):
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"\xff\xd8\xff")
-    source = ImageFiles((*files.paths, str(bad)), torch.arange(13))
+    source = ImageFiles(PictureNames.of([*files.paths, str(bad)]), torch.arange(13))
     loader = Loader(source, PIXELS, train=False, seed=0, workers=workers)
     served = loader.batches(0, [torch.tensor([1]), torch.tensor([2, 12]), torch.tensor([3])])
     assert next(served).samples.tolist() == [1]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from manyhands.core.records import FAILURE_FILE
+
 PREFIX = "manyhands-"
 ALIVE = ".alive"
 # A folder may be there for a moment before its lock is held.
@@ -33,6 +35,12 @@ def scratch(purpose: str) -> Generator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def of_this_start() -> Path | None:
+    """The folder that a run's processes on this machine share till they end; None where no agent of ours is."""
+    record = os.environ.get(FAILURE_FILE)
+    return Path(record).parent if record else None
 
 
 def abandoned() -> Iterator[Path]:

@@ -3,11 +3,14 @@
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
+from manyhands.data.names import PictureNames
 from manyhands.data.packed import PackedRows
 from manyhands.data.walk import Identity, class_identities, folders_in, walk
 
@@ -15,17 +18,17 @@ _HELD_OUT = "test"
 _TEST_NAMES = ("val", "validation", "valid", _HELD_OUT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Listing:
     """The pictures of one split."""
 
     root: Path  # the folder that holds the class folders
     classes: tuple[str, ...]  # names of the class folders, sorted
-    names: tuple[str, ...]  # each picture's path below root, with "/"; sorted by class, then by name
-    labels: tuple[int, ...]  # each picture's class
+    names: PictureNames  # each picture's path below root, with "/"; sorted by class, then by name
+    labels: numpy.ndarray  # int64 [n], each picture's class
     ignored: int = 0  # how many other files lie there
     notes: tuple[str, ...] = ()  # sentences for the user on what was left out
-    packed: PackedRows | None = field(default=None, compare=False)  # the packed copies that are read instead
+    packed: PackedRows | None = None  # the packed copies that are read instead
 
     def __len__(self) -> int:
         return len(self.names)
@@ -37,11 +40,9 @@ class Listing:
         """A picture's file where it is packed, else None. Raises UserError: the packed copy was altered."""
         return self.packed.content(index) if self.packed else None
 
-    def part(self, chosen: list[int]) -> "Listing":
-        names = tuple(self.names[index] for index in chosen)
-        labels = tuple(self.labels[index] for index in chosen)
+    def part(self, chosen: Sequence[int] | numpy.ndarray) -> "Listing":
         packed = self.packed.part(chosen) if self.packed else None
-        return Listing(self.root, self.classes, names, labels, packed=packed)
+        return Listing(self.root, self.classes, self.names.part(chosen), self.labels[chosen], packed=packed)
 
 
 def list_parts(root: Path) -> tuple[Listing, ...]:
@@ -104,9 +105,8 @@ def list_held_out(root: Path, train: Listing) -> tuple[Listing | None, tuple[str
         else ()
     )
     found, _ = _list_classes(place, set(others) - own, least=1)
-    place_of = {label: train.classes.index(name) for label, name in enumerate(found.classes)}
-    labels = tuple(place_of[label] for label in found.labels)
-    return replace(found, classes=train.classes, labels=labels), notes
+    places = numpy.array([train.classes.index(name) for name in found.classes], numpy.int64)
+    return replace(found, classes=train.classes, labels=places[found.labels]), notes
 
 
 def is_divided(root: Path) -> bool:
@@ -132,17 +132,16 @@ def _list_classes(root: Path, taken: set[Identity], least: int = 2) -> tuple[Lis
         mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
         raise UserError(f'{root} has only one class folder, "{classes[0]}"', str(root), mend)
     below = walk(root, classes, taken)
-    names: list[str] = []
-    labels: list[int] = []
-    for label, (name, found) in enumerate(zip(classes, below.classes, strict=True)):
-        if not found.names:
+    for name, found in zip(classes, below.classes, strict=True):
+        if not found.text:
             mend = ("put pictures into it, or remove it", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
             raise UserError(f'the class folder "{name}" has no pictures', str(root / name), mend)
-        names += found.names
-        labels += [label] * len(found.names)
+    names = PictureNames.of_text(b"".join(found.text for found in below.classes))
+    counts = [found.text.count(0) for found in below.classes]
+    labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), counts)
     ignored = sum(found.others for found in below.classes)
     notes = _of_links(root, below.left_out)
-    return Listing(root, classes, tuple(names), tuple(labels), ignored, notes), below.entered
+    return Listing(root, classes, names, labels, ignored, notes), below.entered
 
 
 def _is_utf8(name: str) -> bool:
@@ -172,20 +171,18 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     Over all classes the evaluation part is `share` of the pictures, to the nearest whole one; each class gives its
     part to within one picture. A class of two or more keeps one for training at least.
     """
-    by_class: dict[int, list[int]] = {}
-    for index, label in enumerate(listing.labels):
-        by_class.setdefault(label, []).append(index)
-    kept: set[int] = set()
+    digests = _digests(listing.names)
+    by_class = numpy.lexsort((digests, listing.labels))
+    kept = numpy.zeros(len(listing), bool)
     seen = 0
-    for indices in by_class.values():
+    for indices in numpy.split(by_class, numpy.flatnonzero(numpy.diff(listing.labels[by_class])) + 1):
         wanted = int((seen + len(indices)) * share + 0.5) - int(seen * share + 0.5)
         seen += len(indices)
-        wanted = min(wanted, max(1, len(indices) - 1))
-        kept.update(sorted(indices, key=lambda index: _digest(listing.names[index]))[:wanted])
-    if not kept:
-        kept.add(min(range(len(listing)), key=lambda index: _digest(listing.names[index])))
-    train = listing.part([index for index in range(len(listing)) if index not in kept])
-    return replace(train, ignored=listing.ignored, notes=listing.notes), listing.part(sorted(kept))
+        kept[indices[: min(wanted, max(1, len(indices) - 1))]] = True
+    if not kept.any():
+        kept[digests.argmin()] = True
+    train = listing.part(numpy.flatnonzero(~kept))
+    return replace(train, ignored=listing.ignored, notes=listing.notes), listing.part(numpy.flatnonzero(kept))
 
 
 def _refuse_unknown(name: str, classes: tuple[str, ...], known: Listing, where: str) -> None:
@@ -206,5 +203,7 @@ def _no_classes(root: Path) -> UserError:
     return UserError(f"{root} has no class folders{found}", str(root), mend)
 
 
-def _digest(name: str) -> bytes:
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+def _digests(names: PictureNames) -> numpy.ndarray:
+    """Numbers by which names are in an order of chance, uint64 [n]."""
+    single = (name for block in names.blocks() for name in block[:-1].split(b"\0"))
+    return numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in single), numpy.uint64)

@@ -7,6 +7,7 @@ import torch
 
 from manyhands.data.decode import CorruptImageError, decode, probe
 from manyhands.data.folder import Listing, divided, list_classes, list_held_out, list_parts
+from manyhands.data.listed import Listed, listed_once
 from manyhands.data.memory import Decoded, decode_once, find_corrupt_once
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import of_pack, with_pack
@@ -31,13 +32,19 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
     """
     if is_pack(root):
         parts, notes = of_pack(root)
+        listings = (*divided(parts, options.validation), *parts[2:])
     else:
-        parts = list_parts(root)
-        held_out, notes = list_held_out(root, parts[0])
-        parts, more = with_pack(root, (*parts, *([held_out] if held_out else [])), options)
-        notes = (*notes, *more)
-    opened = _open((*divided(parts, options.validation), *parts[2:]), root, options, title, usual)
+        listings, notes = listed_once(root, options.model_dump_json(), lambda: _listed(root, options))
+    opened = _open(listings, root, options, title, usual)
     return replace(opened, notes=(*opened.notes, *notes))
+
+
+def _listed(root: Path, options: DataOptions) -> Listed:
+    """The pictures for training, for evaluation and, where there are some, for the end."""
+    parts = list_parts(root)
+    held_out, notes = list_held_out(root, parts[0])
+    parts, more = with_pack(root, (*parts, *([held_out] if held_out else [])), options)
+    return (*divided(parts, options.validation), *parts[2:]), (*notes, *more)
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
@@ -45,7 +52,8 @@ def open_whole_folder(root: Path, options: DataOptions) -> Splits:
     if is_pack(root):
         (listing, *_), notes = of_pack(root)
     else:
-        (listing,), notes = with_pack(root, (list_classes(root, least=1),), options)
+        purpose = f"whole {options.model_dump_json()}"
+        (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, (list_classes(root, least=1),), options))
     opened = _open((listing, replace(listing, ignored=0, notes=())), root, options, "", None)
     text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
     notes = (*opened.notes, *notes)
@@ -124,7 +132,7 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
 
 
 def _memory(listing: Listing, decoded: Decoded) -> ImagesInMemory:
-    labels = torch.tensor(listing.labels)
+    labels = torch.from_numpy(listing.labels)
     if not decoded.corrupt:
         return ImagesInMemory(decoded.images, labels)
     good = _good(listing, decoded.corrupt)
@@ -132,10 +140,8 @@ def _memory(listing: Listing, decoded: Decoded) -> ImagesInMemory:
 
 
 def _files(listing: Listing, corrupt: tuple[int, ...]) -> ImageFiles:
-    good = _good(listing, corrupt)
-    paths = tuple(map(listing.path, good))
-    packed = listing.packed.part(good) if listing.packed else None
-    return ImageFiles(paths, torch.tensor(listing.labels)[good], packed)
+    read = listing.part(_good(listing, corrupt)) if corrupt else listing
+    return ImageFiles(read.names.below(str(read.root)), torch.from_numpy(read.labels), read.packed)
 
 
 def _good(listing: Listing, corrupt: tuple[int, ...]) -> list[int]:

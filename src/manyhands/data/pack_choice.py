@@ -36,7 +36,7 @@ def packed_listings(pack: PackedSet) -> Parts:
             pack.folder / group.word,
             pack.classes,
             pack.names[group.start : group.stop],
-            tuple(labels[group.start : group.stop].tolist()),
+            labels[group.start : group.stop].astype(numpy.int64),
             packed=PackedRows(pack, numpy.arange(group.start, group.stop)),
         )
         for group in pack.groups
@@ -60,9 +60,8 @@ def word_of(listing: Listing, root: Path) -> str:
 
 def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
     """The sizes and times of a folder's files, int64 [n] each; -1 for what can't be read."""
-    found = [_state(listing.path(index)) for index in range(len(listing))]
-    sizes, times = zip(*found, strict=True)
-    return numpy.array(sizes, numpy.int64), numpy.array(times, numpy.int64)
+    found = numpy.fromiter(map(_state, map(listing.path, range(len(listing)))), numpy.dtype((numpy.int64, 2)))
+    return found[:, 0], found[:, 1]
 
 
 def _state(path: str) -> tuple[int, int]:

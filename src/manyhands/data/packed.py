@@ -15,7 +15,7 @@ import json
 import mmap
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import open_file, read_object
+from manyhands.data.names import PictureNames
 
 FORMAT = 1
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
@@ -92,7 +93,7 @@ class PackedSet:
     quality: int  # of the JPEGs that were made; 0 likewise
     digest: str  # of the set: what is in it, not when and where it was made
     columns: Columns  # label, shard, offset, length, crc; bytes and time of the folder's files
-    names: tuple[str, ...]  # below the group's folder, with "/"
+    names: PictureNames  # below the group's folder, with "/"
 
     def content(self, row: int) -> bytes:
         """A picture's file. Raises UserError: the shard was altered."""
@@ -127,11 +128,11 @@ class PackedRows:
     def content(self, index: int) -> bytes:
         return self.pack.content(int(self.rows[index]))
 
-    def sizes(self) -> list[int]:
+    def sizes(self) -> numpy.ndarray:
         """Of the files, in bytes."""
-        return self.pack.columns["length"][self.rows].tolist()
+        return self.pack.columns["length"][self.rows]
 
-    def part(self, chosen: list[int]) -> "PackedRows":
+    def part(self, chosen: Sequence[int] | numpy.ndarray) -> "PackedRows":
         return PackedRows(self.pack, self.rows[chosen])
 
 
@@ -174,11 +175,11 @@ def open_pack(folder: Path) -> PackedSet:
     if columns_digest(samples) != index.samples_sha256:
         raise altered(folder / SAMPLES, "it isn't the one that was written")
     columns = samples | {name: state[name] for name in _OF_STATE if name in state}
-    names = bytes(columns.pop("names", numpy.zeros(0))).decode(errors="surrogateescape").split("\0")
+    names = PictureNames.of_text(bytes(columns.pop("names", numpy.zeros(0))) + b"\0")
     if not index.fits(columns, len(names)):
         raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't go together")
     made = index.size, index.quality, head["digest"]
-    return PackedSet(folder, index.classes, index.groups, index.shards, *made, columns, tuple(names))
+    return PackedSet(folder, index.classes, index.groups, index.shards, *made, columns, names)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

@@ -69,12 +69,15 @@ class _Contents:
     sizes: numpy.ndarray
     times: numpy.ndarray
 
-    @functools.cached_property
-    def paths(self) -> list[str]:
-        return [listing.path(index) for listing in self.listings for index in range(len(listing))]
+    def path(self, row: int) -> str:
+        for listing in self.listings:
+            if row < len(listing):
+                return listing.path(row)
+            row -= len(listing)
+        raise IndexError(row)
 
     def member(self, row: int) -> PictureFile:
-        return PictureFile(row, self.paths[row], int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
+        return PictureFile(row, self.path(row), int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,12 @@ def read_contents(root: Path) -> _Contents:
     contents = _Contents(
         listings,
         tuple(word_of(listing, root) for listing in listings),
-        numpy.array([label for listing in listings for label in listing.labels], numpy.int64),
+        numpy.concatenate([listing.labels for listing in listings]),
         sizes,
         times,
     )
     if (sizes < 0).any():
-        missing = contents.paths[int(numpy.argmax(sizes < 0))]
+        missing = contents.path(int(numpy.argmax(sizes < 0)))
         mend = ("mend or remove the file, or the link to it, then give the command again",)
         raise UserError("a picture can't be read", missing, mend)
     return contents
@@ -199,11 +202,16 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
 
 
 def _key(contents: _Contents, request: PackRequest) -> str:
-    names = "\0".join(name for listing in contents.listings for name in listing.names)
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times}
-    columns["names"] = numpy.frombuffer(names.encode(errors="surrogateescape"), numpy.uint8)
+    columns["names"] = _names(contents)
     made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
     return digest_of(made | {"words": contents.words, "files": columns_digest(columns)})
+
+
+def _names(contents: _Contents) -> numpy.ndarray:
+    """All names, uint8 with a zero byte between them."""
+    text = b"".join(block for listing in contents.listings for block in listing.names.blocks())
+    return numpy.frombuffer(text[:-1], numpy.uint8)
 
 
 def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
@@ -259,9 +267,8 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         for name in ("offset", "length", "crc"):
             columns[name][told["row"]] = told[name]
         shards.append((task.target.name, len(task.members), int(told["bytes"]), str(told["sha256"])))
-    names = "\0".join(name for listing in contents.listings for name in listing.names)
     columns["label"] = contents.labels.astype(numpy.uint32)
-    columns["names"] = numpy.frombuffer(names.encode(errors="surrogateescape"), numpy.uint8)
+    columns["names"] = _names(contents)
     _write_columns(target / SAMPLES, columns)
     _write_columns(target / STATE, {"bytes": contents.sizes, "time": contents.times})
     content = {

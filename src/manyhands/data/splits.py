@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
+from manyhands.data.names import PictureNames
 from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels
 
@@ -36,7 +37,7 @@ class ImagesInMemory:
 class ImageFiles:
     """Pictures that worker processes decode when they are needed."""
 
-    paths: tuple[str, ...]  # one file for each sample
+    paths: PictureNames  # one file for each sample
     labels: Tensor  # int64 [N]
     packed: PackedRows | None = None  # the packed copies that are read instead
 
@@ -135,7 +136,7 @@ def take(source: Source, samples: Tensor) -> Source:
     if isinstance(source, ImageFiles):
         chosen = samples.tolist()
         packed = source.packed.part(chosen) if source.packed else None
-        return ImageFiles(tuple(source.paths[index] for index in chosen), source.labels[samples], packed)
+        return ImageFiles(source.paths.part(chosen), source.labels[samples], packed)
     labels = None if source.labels is None else source.labels[samples]
     if type(source.dataset) is TensorDataset:
         part: Any = TensorDataset(*(tensor[samples] for tensor in source.dataset.tensors))

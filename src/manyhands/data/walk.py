@@ -3,11 +3,12 @@
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
+from manyhands.data.names import PictureNames, encoded
 
 # A folder's path without links: the same by whatever name it is reached. (Not every file system numbers its folders.)
 Identity = str
@@ -17,8 +18,11 @@ Identity = str
 class ClassFolder:
     """What lies below one class folder."""
 
-    names: list[str] = field(default_factory=list)  # the pictures' paths below the root, with "/"; sorted
+    text: bytes = b""  # the pictures' paths below the root, with "/", a zero byte behind each; sorted
     others: int = 0  # how many other files lie there; hidden ones don't count
+
+    def add(self, names: list[str]) -> None:
+        self.text = b"".join(map(encoded, sorted([*PictureNames.of_text(self.text), *names])))
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,6 @@ def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity] = ()) -> 
         number, name = links.pop(0)
         if _is_new(root, name, below):
             links += [(number, link) for link in _enter(root, name, below.classes[number], below)]
-    for found in below.classes:
-        found.names.sort()
     return below
 
 
@@ -72,7 +74,7 @@ def folders_in(root: Path) -> tuple[str, ...]:
 
 def _enter(root: Path, name: str, found: ClassFolder, below: Below) -> list[str]:
     """Adds what lies in one folder and in the real folders below it; returns the links to others, sorted."""
-    waiting, links = [name], list[str]()
+    waiting, links, pictures = [name], list[str](), list[str]()
     while waiting:
         folder = waiting.pop()
         for entry in _entries(root / folder):
@@ -83,10 +85,11 @@ def _enter(root: Path, name: str, found: ClassFolder, below: Below) -> list[str]
                 links.append(name)
             elif kind == "folder":
                 waiting += [name] if _is_new(root, name, below) else []
-            elif kind == "file" and Path(name).suffix.lower() in PICTURE_SUFFIXES:
-                found.names.append(name)
+            elif kind == "file" and os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES:  # noqa: PTH122 - a million
+                pictures.append(name)
             else:
                 found.others += 1
+    found.add(pictures)
     return sorted(links)
 
 

@@ -70,16 +70,10 @@ def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[b
         labels = [] if source.labels is None else [source.labels.numpy().tobytes()]
         yield f"{word} data", [str(len(source)).encode(), *labels]
         if isinstance(source, ImageFiles):
-            yield f"names of {word} pictures", _names(source)
+            # Below the folder that holds all, which may lie elsewhere on another machine.
+            yield f"names of {word} pictures", source.paths.blocks()
         kind = "samples" if isinstance(source, UserSamples) else "pictures"
         yield f"{word} {kind}", _contents(source, elsewhere=elsewhere)
-
-
-def _names(source: ImageFiles) -> Iterator[bytes]:
-    """Of each file below the folder that holds all, which may lie elsewhere on another machine."""
-    root = os.path.commonpath([os.path.dirname(path) for path in source.paths])  # noqa: PTH120 - a million of these
-    for path in source.paths:
-        yield path[len(root) :].encode(errors="surrogateescape")
 
 
 def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
@@ -96,9 +90,10 @@ def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
 def _of_files(source: ImageFiles) -> Iterator[bytes]:
     """All sizes, and the contents of some files; those of a packed copy count as the files that they are of."""
     paths, packed = source.paths, source.packed
-    sizes = [_size(path) for path in paths] if packed is None else packed.sizes()
-    yield numpy.array(sizes, dtype=numpy.int64).tobytes()
-    count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, sum(sizes))))
+    found = numpy.fromiter(map(_size, paths), numpy.int64) if packed is None else packed.sizes()
+    sizes = found.astype(numpy.int64)
+    yield sizes.tobytes()
+    count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
     for index in spread(count, len(paths)).tolist():
         # What can't be read is told of when it is wanted.
         if 0 < sizes[index] <= MOST_BYTES:
