@@ -1,16 +1,18 @@
-from itertools import count, islice
+from dataclasses import replace
+from itertools import count, islice, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from manyhands.data.loader import Loader
 from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, to_tensor
-from manyhands.data.random import SampleDraws, augmentation_key
+from manyhands.data.random import epoch_draws
 from manyhands.data.splits import ImagesInMemory
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Pixels, padded
 
 COUNT = 40
 AUGMENTS = ("none", "crop", "crop-flip", "resized-crop-flip")
@@ -58,10 +60,9 @@ def test_epochs_and_seeds_differ_where_there_is_chance(augment):
 
 def naive(data, wanted, train, epoch=0, seed=3):
     """One picture at a time, through Pillow, normalised with plain arithmetic."""
-    key = augmentation_key(seed, epoch)
     images = []
     for sample, image in enumerate(data.images):
-        made = prepare(to_tensor(as_picture(image)), wanted, SampleDraws(key, sample) if train else None)
+        made = prepare(to_tensor(as_picture(image)), wanted, epoch_draws(seed, epoch, sample) if train else None)
         mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (wanted.mean, wanted.std))
         images.append((made.double() / 255 - mean) / std)
     return torch.stack(images)
@@ -75,6 +76,35 @@ def test_it_agrees_with_one_picture_at_a_time(augment, channels, train):
     serve = Loader(data, wanted, train=train, seed=3, dtype=torch.float64)
     found = torch.cat([batch.images for batch in serve.batches(0, torch.arange(COUNT).split(7))])
     assert torch.allclose(found, naive(data, wanted, train), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("augment", ["crop", "crop-flip"])
+def test_turns_and_reflected_edges_agree_with_one_picture_at_a_time(augment, epoch):
+    data, wanted = source(), replace(pixels(augment), shift=3, reflects=True, alternates=True)
+    serve = Loader(data, wanted, train=True, seed=3, dtype=torch.float64)
+    found = torch.cat([batch.images for batch in serve.batches(epoch, torch.arange(COUNT).split(7))])
+    assert torch.allclose(found, naive(data, wanted, train=True, epoch=epoch), rtol=0, atol=1e-12)
+
+
+def test_each_picture_is_mirrored_in_every_second_epoch_and_half_of_them_in_each():
+    images = torch.arange(16, dtype=torch.uint8).expand(COUNT, 1, 16, 16).contiguous()
+    wanted = Pixels(16, 1, (0.0,), (1 / 255,), "resized-crop-flip", alternates=True)
+    turned = []
+    for epoch in range(4):
+        serve = Loader(ImagesInMemory(images, torch.zeros(COUNT, dtype=torch.int64)), wanted, train=True, seed=1)
+        left, right = (
+            torch.cat([b.images for b in serve.batches(epoch, [torch.arange(COUNT)])]).mean(2)[:, 0, [0, 15]].T
+        )
+        turned.append(left > right)
+    assert 0 < turned[0].sum() < COUNT
+    assert all(torch.equal(one, ~other) for one, other in pairwise(turned))
+
+
+def test_a_reflected_edge_is_that_of_torch():
+    images = torch.randint(256, (3, 2, 9, 9), dtype=torch.uint8)
+    wanted = functional.pad(images.float(), (4,) * 4, "reflect").to(torch.uint8)
+    assert torch.equal(padded(images, 4, reflects=True), wanted)
 
 
 @pytest.mark.parametrize(("augment", "train"), [("none", False), ("crop-flip", True), ("resized-crop-flip", True)])

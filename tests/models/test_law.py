@@ -13,6 +13,7 @@ CLASSES = 7
 OWN = [
     *[("mlp", channels, size) for channels in (1, 3) for size in (8, 28)],
     *[("cnn", channels, size) for channels in (1, 3) for size in (8, 9, 15, 16, 28, 32, 65, 224)],
+    *[("quicknet", channels, size) for channels in (1, 3) for size in (9, 28, 32)],
     *[(name, channels, 32) for name in ("resnet18", "resnet50") for channels in (1, 3)],
 ]
 SMALL_ZOO = [("squeezenet1_1", 64), ("mobilenet_v3_small", 64), ("shufflenet_v2_x0_5", 64), ("googlenet", 64)]

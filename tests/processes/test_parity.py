@@ -34,7 +34,9 @@ def _train(world, updates, mode, norm, settings):
     }  # fmt: skip
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(_network(norm)))
+        trainer = build(
+            job, RunFolder(Path(folder)), world, mode, Objects(None if "model.name" in settings else _network(norm))
+        )
         losses = []
         while len(losses) < updates:
             for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
@@ -75,6 +77,8 @@ SETTINGS = {
     "large-groups": {"train.norm_group": 16},
     "adamw": {"train.optimizer": "adamw", "train.lr": 0.002},
     "backend": {"parallel.shared_memory": False},
+    "bias-rate": {"train.bias_rate": 8.0, "train.decay_norm_and_bias": True},
+    "turns": {"data.mirror": "alternate", "data.shift": 2, "data.shift_fill": "reflect"},
     "clip": {"train.clip": 0.1, "train.label_smoothing": 0.1},
 }
 
@@ -85,6 +89,10 @@ SETTINGS = {
 def test_twenty_updates_in_double_precision(size, norm, settings):
     base = {"train.precision": "fp64", "train.norm_group": 4}
     _compare(size, 20, "data", norm, {**base, **SETTINGS[settings]}, 1e-9)
+
+
+def test_a_network_that_looks_at_pictures_first():
+    _compare(2, 3, "data", True, {"model.name": "quicknet", "train.precision": "fp64", "train.norm_group": 4}, 1e-9)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -8,6 +8,8 @@ import torch
 
 from manyhands.config.job import TrainOptions
 from manyhands.train.optimize import make_optimizer, slots_of, steps_to_make, total_steps
+from manyhands.train.own_optimizer import largest_rate
+from manyhands.train.own_schedule import make_schedule
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,24 @@ def test_updates_of_a_job(options, total, made):
     train = TrainOptions(batch=10, **options)
     assert total_steps(train, 10) == total
     assert steps_to_make(train, 98) == made
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_biases_move_by_a_multiple_of_the_rate_and_decay_as_weights_do(decays):
+    """Without momentum: of weight 1 and gradient 1, p - r lr - lr decay p."""
+    model = torch.nn.Linear(1, 1)
+    train = TrainOptions(
+        lr=0.5, momentum=0.0, weight_decay=0.25, bias_rate=8.0, decay_norm_and_bias=decays, schedule="constant"
+    )
+    optimizer = make_optimizer(model, train, sharded=False)
+    make_schedule(optimizer, train, 10)(0)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert model.weight.item() == 1 - 0.5 - 0.5 * 0.25
+    assert model.bias.item() == 1 - 4.0 - (0.5 * 0.25 if decays else 0)
+    assert largest_rate(optimizer) == 0.5
 
 
 def test_a_batch_is_no_larger_than_the_data():

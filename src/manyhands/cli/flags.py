@@ -18,6 +18,9 @@ Arguments = Annotated[
     str, Parameter(name="ARGUMENTS", show=True, help="of a script of your own, behind --: train.py -n 2 -- --lr 0.1")
 ]
 Processes = Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")]
+RecipeName = Annotated[
+    str | None, Parameter(name="--recipe", help="settings by name, in place of the data set's own: cifar10-fast")
+]
 Epochs = Annotated[int | None, Parameter(help="passes over the training data")]
 Batch = Annotated[int | None, Parameter(help="samples per update, over all processes")]
 Lr = Annotated[float | None, Parameter(help="peak learning rate")]

@@ -25,6 +25,7 @@ from manyhands.cli.flags import (
     Pin,
     Pretrained,
     Quiet,
+    RecipeName,
     Resume,
     Seed,
     Settings,
@@ -53,6 +54,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     ] = None,
     out: Out = None,
     resume: Resume = None,
+    recipe: RecipeName = None,
     epochs: Epochs = None,
     batch: Batch = None,
     lr: Lr = None,
@@ -102,7 +104,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "model.pretrained": pretrained,
         "train.compile": compile_,
     }
-    loaded = load_job({**flags, **settings(set_ or [])}, file=job_file)
+    loaded = load_job({**flags, **settings(set_ or [])}, file=job_file, recipe=recipe or "")
     if show_config:
         from manyhands.cli.show_config import print_config
 

@@ -26,6 +26,7 @@ from manyhands.cli.flags import (
     Pretrained,
     Processes,
     Quiet,
+    RecipeName,
     Resume,
     Seed,
     Settings,
@@ -42,6 +43,7 @@ def train(  # noqa: PLR0913 - one argument for each flag
     /,
     *arguments: Arguments,
     processes: Processes = None,
+    recipe: RecipeName = None,
     epochs: Epochs = None,
     batch: Batch = None,
     lr: Lr = None,
@@ -100,7 +102,7 @@ def train(  # noqa: PLR0913 - one argument for each flag
         "train.compile": compile_,
     }
     job_file = Path(data) if data and data.endswith(".toml") else None
-    loaded = load_job({**flags, **settings(set_ or [])}, file=job_file)
+    loaded = load_job({**flags, **settings(set_ or [])}, file=job_file, recipe=recipe or "")
     if show_config:
         from manyhands.cli.show_config import print_config
 

@@ -14,7 +14,7 @@ from manyhands.sync.options import SyncOptions
 
 BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
 # What only the built-in ones are told; an optimizer of the user's own says it itself.
-OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias")
+OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias", "bias_rate")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 # What a run decides once, by their dotted keys, where they are "auto"; its job.toml says what they became.
@@ -45,6 +45,7 @@ class TrainOptions(Options):
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="for adamw")
     weight_decay: float = Field(default=5e-4, ge=0.0, description="of weights; see decay_norm_and_bias")
     decay_norm_and_bias: bool = Field(default=False, description="let weight decay act on biases and norms too")
+    bias_rate: float = Field(default=1.0, gt=0.0, description="learning rate of biases and norms, as a multiple of lr")
     schedule: str = Field(
         default="cosine",
         description="how the learning rate moves over the run: constant, step, cosine, one-cycle, or file.py:function, "

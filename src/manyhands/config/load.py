@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel, ValidationError
 
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
-from manyhands.config.recipes import recipe_for
+from manyhands.config.recipes import recipe_for, recipe_named
 from manyhands.config.toml_file import ONE_WORD, read_toml
 from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError, shortened
@@ -91,7 +91,8 @@ def load_job(
     for layer, name in layers:
         _overlay(values, origins, layer, name)
     _name_known_set(values, origins)
-    chosen = recipe_for(recipe or str(values.get("data.name", "digits")), str(values.get("model.name", "")))
+    model = str(values.get("model.name", ""))
+    chosen = recipe_named(recipe, model) if recipe else recipe_for(str(values.get("data.name", "digits")), model)
     merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         # A recipe's smoothing is for its own loss.

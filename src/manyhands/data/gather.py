@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from manyhands.data.random import augmentation_key
 from manyhands.data.splits import ImagesInMemory
 from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 
@@ -38,17 +37,16 @@ class MemoryFeed:
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch for each request int64 [n], in order; looks ahead by at most 64 requests."""
-        key = augmentation_key(self._seed, epoch)
         for group in _grouped(iter(requests), self._ahead_samples):
             samples = group[0] if len(group) == 1 else torch.cat(group)
             sizes = [len(request) for request in group]
-            images, labels = self._serve(samples, key)
+            images, labels = self._serve(samples, epoch)
             yield from map(Batch, images.split(sizes), labels.split(sizes), group)
 
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def _serve(self, samples: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    def _serve(self, samples: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """Gathers samples int64 [n]: normalised [n, C, S, S] and int64 [n], on the device."""
         where = samples.to(self._flat.device)
         images = self._flat.index_select(0, where).view(-1, *self._shape).to(self._normalise.device)
@@ -57,7 +55,7 @@ class MemoryFeed:
         if not (self._cuts or self._sized):
             images = middle(images, self._pixels)
         if self._train:
-            images = augment(images, self._pixels, key, samples)
+            images = augment(images, self._pixels, self._seed, epoch, samples)
         return self._normalise(images), labels
 
 

@@ -21,7 +21,7 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.seeds import derive
 from manyhands.data.decode import to_mode
 from manyhands.data.pictures import jpeg_decoder, prepare, read_picture, to_tensor
-from manyhands.data.random import SampleDraws, augmentation_key
+from manyhands.data.random import epoch_draws
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
 
@@ -41,18 +41,17 @@ class FileSamples:
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
         """Images uint8 [n, C, S, S] and labels int64 [n], or the error."""
         epoch, samples = request
-        key = augmentation_key(self._seed, epoch)
         try:
             shape = len(samples), self._pixels.channels, self._pixels.size, self._pixels.size
             images = torch.empty(shape, dtype=torch.uint8)
             for place, sample in enumerate(samples):
-                images[place] = self._one(key, sample)
+                images[place] = self._one(epoch, sample)
             return images, self._source.labels[samples]
         except ManyhandsError as error:
             return error
 
-    def _one(self, key: int, sample: int) -> Tensor:
-        draws = SampleDraws(key, sample) if self._train else None
+    def _one(self, epoch: int, sample: int) -> Tensor:
+        draws = epoch_draws(self._seed, epoch, sample) if self._train else None
         return read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample))
 
 
@@ -98,7 +97,7 @@ class OwnSamples:
     def _one(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
         seed_generators(derive(self._seed, "sample", epoch, sample))
         image, label = read_own(self._source, sample)
-        draws = SampleDraws(augmentation_key(self._seed, epoch), sample) if self._train else None
+        draws = epoch_draws(self._seed, epoch, sample) if self._train else None
         picture = as_picture(image)
         if picture is not None:
             return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, draws), label

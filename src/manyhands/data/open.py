@@ -97,6 +97,9 @@ def resolve_pixels(
         mean=_per_channel(options.mean or pixels.mean, channels, "data.mean"),
         std=_per_channel(options.std or pixels.std, channels, "data.std"),
         augment=pixels.augment if options.augment == "auto" else options.augment,
+        shift=options.shift,
+        reflects=options.shift_fill == "reflect",
+        alternates=options.mirror == "alternate",
         resize=round(pixels.resize * size / pixels.size),
         own=pixels.own,
     )

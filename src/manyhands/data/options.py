@@ -21,6 +21,13 @@ class DataOptions(Options):
         default="auto",
         description="crop: shift by padding; crop-flip: with mirror; resized-crop-flip: ImageNet's; auto: the recipe",
     )
+    shift: int = Field(default=0, ge=0, description="pixels that crop shifts by at most; 0: an eighth of the picture")
+    shift_fill: Literal["black", "reflect"] = Field(
+        default="black", description="what a shift brings in; reflect: the picture's edge, mirrored"
+    )
+    mirror: Literal["random", "alternate"] = Field(
+        default="random", description="when a picture is mirrored; alternate: in every second epoch"
+    )
     validation: float = Field(
         default=0.1, gt=0.0, lt=1.0, description="share kept for evaluation where a folder has no val/ or test/"
     )

@@ -21,7 +21,7 @@ from torch.nn import functional
 from manyhands.data.crop import crop_box
 from manyhands.data.decode import PictureHeader, content_of, decode, probe
 from manyhands.data.random import SampleDraws
-from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, padding
+from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, padded
 
 # What libjpeg makes smaller stays at least so many times as large as what is wanted, so that resizing decides how it
 # looks: Pillow's own measure for pictures that are as good as from the whole (`reducing_gap`).
@@ -107,8 +107,9 @@ def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None) -> Tensor
         left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
         values = _resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
     else:
-        values = _shifted(_middle(values, pixels), draws)
-    return values.flip(2) if pixels.augment != "crop" and draws.below(DRAW_MIRROR, 2) else values
+        values = _shifted(_middle(values, pixels), pixels, draws)
+    turned = draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2)
+    return values.flip(2) if pixels.flips and turned else values
 
 
 def to_tensor(image: Image.Image) -> Tensor:
@@ -134,10 +135,9 @@ def _middle(values: Tensor, pixels: Pixels) -> Tensor:
     return _resized(values, high, wide)[:, top : top + size, left : left + size]
 
 
-def _shifted(values: Tensor, draws: SampleDraws) -> Tensor:
-    """Moves by up to `padding` rows and columns; what comes in is black."""
-    size = values.shape[2]
-    margin = padding(size)
+def _shifted(values: Tensor, pixels: Pixels, draws: SampleDraws) -> Tensor:
+    """Moves by up to `pixels.padding` rows and columns."""
+    size, margin = values.shape[2], pixels.padding
     left = draws.below(DRAW_RIGHT, 2 * margin + 1)
     top = draws.below(DRAW_DOWN, 2 * margin + 1)
-    return functional.pad(values, (margin,) * 4)[:, top : top + size, left : left + size]
+    return padded(values, margin, reflects=pixels.reflects)[:, top : top + size, left : left + size]

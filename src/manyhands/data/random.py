@@ -42,12 +42,19 @@ def below(drawn: Tensor, limit: int) -> Tensor:
     return ((drawn >> 31) * limit) >> 32
 
 
+def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
+    """Which of samples int64 [n] have their turn in an epoch, each in every second one: bool [n]."""
+    first = below(bits(sample_states(derive(seed, "alternate"), samples), 0), 2)
+    return (first + epoch) % 2 == 1
+
+
 @dataclass(frozen=True)
 class SampleDraws:
     """The draws of one sample, in plain Python."""
 
     key: int  # the epoch's, from `augmentation_key`
     sample: int  # the index in the data set
+    turn: bool = False  # whether it has its turn in this epoch, as in `alternate`
 
     def bits(self, draw: int) -> int:
         return mix(mix(self.key ^ self.sample) ^ draw) >> 1
@@ -59,6 +66,12 @@ class SampleDraws:
     def uniform(self, draw: int) -> float:
         """A number from 0 up to but not including 1, with 53 bits."""
         return (self.bits(draw) >> 10) * 2.0**-53
+
+
+def epoch_draws(seed: int, epoch: int, sample: int) -> SampleDraws:
+    """The draws of one sample in an epoch."""
+    first = SampleDraws(derive(seed, "alternate"), sample).below(0, 2)
+    return SampleDraws(augmentation_key(seed, epoch), sample, (first + epoch) % 2 == 1)
 
 
 def spread(count: int, length: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.data.crop import crop_box
-from manyhands.data.random import SampleDraws, below, bits, sample_states
+from manyhands.data.random import SampleDraws, alternate, augmentation_key, below, bits, sample_states
 
 DRAW_DOWN, DRAW_RIGHT, DRAW_MIRROR = 0, 1, 2
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
@@ -26,6 +26,9 @@ class Pixels:
     std: tuple[float, ...]  # per channel, of pixels in 0 to 1
     augment: str  # "none", "crop", "crop-flip" or "resized-crop-flip"; only training samples are changed
     resize: int = 0  # the size before an evaluation picture's middle is cut out; 0: what suits the augmentation
+    shift: int = 0  # rows and columns that "crop" shifts by at most; 0: an eighth of them
+    reflects: bool = False  # what a shift brings in is the picture's edge mirrored, not black
+    alternates: bool = False  # a picture is mirrored in every second epoch, not by chance
     own: bool = False  # True where the user's data set gives numbers, which are used as they are
 
     @property
@@ -35,10 +38,25 @@ class Pixels:
             return self.resize
         return round(self.size * 256 / 224) if self.augment == "resized-crop-flip" else self.size
 
+    @property
+    def padding(self) -> int:
+        """How far "crop" shifts at most; else an eighth of the picture, as in the usual CIFAR recipe (4 of 32)."""
+        return self.shift or max(1, round(self.size / 8))
 
-def padding(size: int) -> int:
-    """How far "crop" shifts at most: an eighth of the picture, as in the usual CIFAR recipe (4 of 32)."""
-    return max(1, round(size / 8))
+    @property
+    def flips(self) -> bool:
+        """True where some training pictures are mirrored."""
+        return self.augment.endswith("-flip")
+
+
+def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
+    """Widens [..., S, S] by `margin` pixels on each side: black, or the edge mirrored (without its last pixel)."""
+    if not reflects:
+        return functional.pad(images, (margin,) * 4)
+    size = images.shape[-1]
+    inner = torch.arange(-margin, size + margin, device=images.device).abs()
+    taken = size - 1 - (size - 1 - inner).abs()
+    return images.index_select(-2, taken).index_select(-1, taken)
 
 
 def set_channels(images: Tensor, channels: int) -> Tensor:
@@ -69,20 +87,19 @@ def middle(images: Tensor, pixels: Pixels) -> Tensor:
     return images[:, :, top : top + pixels.size, left : left + pixels.size]
 
 
-def shift(images: Tensor, states: Tensor) -> Tensor:
-    """Moves each of uint8 [n, C, S, S] by up to `padding` rows and columns; what comes in is black."""
-    size = images.shape[-1]
-    margin = padding(size)
-    padded = functional.pad(images, (margin,) * 4)
-    windows = padded.unfold(2, size, 1).unfold(3, size, 1)  # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
+def shift(images: Tensor, states: Tensor, pixels: Pixels) -> Tensor:
+    """Moves each of uint8 [n, C, S, S] by up to `pixels.padding` rows and columns."""
+    size, margin = images.shape[-1], pixels.padding
+    windows = (
+        padded(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
+    )  # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
     down = below(bits(states, DRAW_DOWN), 2 * margin + 1)
     right = below(bits(states, DRAW_RIGHT), 2 * margin + 1)
     return windows[torch.arange(len(images), device=images.device), :, down, right]
 
 
-def mirror(images: Tensor, states: Tensor) -> Tensor:
-    """Mirrors every second of uint8 [n, C, S, S], left to right."""
-    flipped = below(bits(states, DRAW_MIRROR), 2).bool()
+def mirror(images: Tensor, flipped: Tensor) -> Tensor:
+    """Mirrors those of uint8 [n, C, S, S] for which bool [n] says so, left to right."""
     return torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
 
 
@@ -95,19 +112,24 @@ def cut_parts(images: Tensor, size: int, key: int, samples: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def augment(images: Tensor, pixels: Pixels, key: int, samples: Tensor) -> Tensor:
-    """Changes training pictures uint8 [n, C, S, S] as `pixels.augment` says; of each a pure function of (key, sample).
+def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tensor) -> Tensor:
+    """Changes training pictures uint8 [n, C, S, S] as `pixels.augment` says; each by (seed, epoch, sample) alone.
 
-    For "resized-crop-flip" they may have any height and width. The key is the epoch's, from `augmentation_key`;
-    `samples`, int64 [n] on the CPU, are the pictures' indices in the data set.
+    For "resized-crop-flip" they may have any height and width. `samples`, int64 [n] on the CPU, are the pictures'
+    indices in the data set.
     """
     if pixels.augment == "none":
         return images
-    states = sample_states(key, samples.to(images.device))
+    key, samples_there = augmentation_key(seed, epoch), samples.to(images.device)
+    states = sample_states(key, samples_there)
     if pixels.augment == "resized-crop-flip":
-        return mirror(cut_parts(images, pixels.size, key, samples), states)
-    images = shift(images, states)
-    return mirror(images, states) if pixels.augment == "crop-flip" else images
+        images = cut_parts(images, pixels.size, key, samples)
+    else:
+        images = shift(images, states, pixels)
+    if not pixels.flips:
+        return images
+    turned = alternate(seed, epoch, samples_there) if pixels.alternates else below(bits(states, DRAW_MIRROR), 2).bool()
+    return mirror(images, turned)
 
 
 @dataclass

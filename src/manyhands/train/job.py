@@ -19,7 +19,7 @@ from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs,
 from manyhands.train.evaluators import make_evaluator, make_tester
 from manyhands.train.feed import Feed
 from manyhands.train.loss import LossFn, make_loss_fn
-from manyhands.train.network import make_model, refuse_other_head, without_first_weights
+from manyhands.train.network import look_first, make_model, refuse_other_head, without_first_weights
 from manyhands.train.optimize import make_optimizer, total_steps
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_schedule import OwnScheduler, make_schedule
@@ -80,7 +80,9 @@ def build(
     grid = grid_of(job, world, mode)
     starting = without_first_weights(job, samples.pixels.size, objects) if found else job
     model = make_model(starting, samples.pixels, len(classes), world, objects, journal, grid)
-    if found and grid is None:
+    if not found:
+        look_first(model, job, samples, world)
+    elif grid is None:
         refuse_other_head(found.snapshot.model, model, len(classes), str(found.path))
     plain, count = is_cross_entropy(job, objects), len(classes)
     under = put_under_mode(

@@ -14,10 +14,12 @@ from manyhands.core.errors import UserError
 from manyhands.core.journal import Journal
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
+from manyhands.data.random import spread
 from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, settle
+from manyhands.models.first_look import LOOKED_AT, LooksFirst
 from manyhands.parallel.grid import Grid
-from manyhands.train.data_setup import Objects
+from manyhands.train.data_setup import DataSetup, Objects, make_loader
 from manyhands.train.state import check_fits
 
 
@@ -40,6 +42,14 @@ def make_model(
     if job.train.channels_last is True:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
     return model.train()
+
+
+def look_first(model: nn.Module, job: Job, samples: DataSetup, world: World) -> None:
+    """Shows training pictures to a network that begins with no weights of before, where it asks for them."""
+    if isinstance(model, LooksFirst) and not job.model.weights:
+        loader = make_loader(job, samples.splits.train, samples.pixels, world, train=False)
+        model.look(next(iter(loader.batches(0, [spread(LOOKED_AT, len(samples.splits.train))]))).images)
+        loader.close()
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:

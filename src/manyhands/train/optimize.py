@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from manyhands.config.job import TrainOptions
 from manyhands.data.order import Order
-from manyhands.train.own_optimizer import MakeOptimizer, make_own, own_maker
+from manyhands.train.own_optimizer import OF_LR, MakeOptimizer, make_own, own_maker
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -97,12 +97,14 @@ def steps_to_make(options: TrainOptions, samples: int) -> int:
 
 def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    alike = options.decay_norm_and_bias or not options.weight_decay
-    decayed = [p for p in trainable if p.ndim > 1 or alike]
+    decay, rate = options.weight_decay, options.bias_rate
+    of_others = decay if options.decay_norm_and_bias else 0.0
+    alike = rate == 1 and of_others == decay
+    weights = [p for p in trainable if p.ndim > 1 or alike]
     others = [p for p in trainable if p.ndim <= 1 and not alike]
-    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": options.weight_decay}]
-    if others:
-        groups.append({"params": others, "weight_decay": 0.0})
+    groups: list[dict[str, object]] = [{"params": weights, "weight_decay": decay}]
+    # Decay is multiplied by the rate.
+    groups.append({"params": others, "weight_decay": of_others / rate, "lr": options.lr * rate, OF_LR: rate})
     return [group for group in groups if group["params"]]
 
 

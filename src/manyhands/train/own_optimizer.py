@@ -15,6 +15,8 @@ from manyhands.train.objects import brought
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 # Of each group: its learning rate as a part of the largest one, which the schedule moves.
 _OF_PEAK = "of_peak_lr"
+# The same of a group of ours, as a multiple of the job's rate.
+OF_LR = "of_lr"
 _WHERE = "train.optimizer"
 # What torch's schedulers note in each group.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -82,15 +84,15 @@ def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> Tr
 
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate as it stands, of the group that learns fastest."""
-    return max(float(group["lr"]) for group in optimizer.param_groups)
+    """The learning rate as it stands, of the group that learns fastest; of ours the job's."""
+    return max(float(group["lr"]) / group.get(OF_LR, 1.0) for group in optimizer.param_groups)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of every group, in the proportions that the user's own optimizer began with."""
+    """Sets the rate of every group, in the proportions that the optimizer began with."""
     groups: Iterable[dict[str, Any]] = optimizer.param_groups
     for group in groups:
-        group["lr"] = rate * group.get(_OF_PEAK, 1.0)
+        group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(OF_LR, 1.0)
 
 
 def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -1,4 +1,4 @@
-"""Recipes: settings known to reach good accuracy, one TOML file per data set, by its name.
+"""Recipes: settings known to reach good accuracy, one TOML file per data set, by its name, and others by theirs.
 
 A section [for."PATTERN"] of a recipe holds what differs for networks whose name fits the pattern.
 """
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from manyhands.core.errors import UserError, shortened
 from manyhands.core.outside import parse_toml
-from manyhands.core.plugins import is_object_reference
+from manyhands.core.plugins import did_you_mean, is_object_reference
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,25 @@ def recipe_for(data: str, model: str) -> Recipe:
     An empty `model` takes the recipe's own.
     """
     base = "objects" if is_object_reference(data) else data.partition(":")[0]
-    own = {file.name.removesuffix(".toml"): file for file in files(__name__).iterdir() if file.name.endswith(".toml")}
     # By name among our own: a path, such as that of a folder of pictures, must not lead to a file beside it.
-    name = base if base in own else "folder"
-    tree = parse_toml(own[name].read_bytes())
+    return _read(base if base in _names() else "folder", model)
+
+
+def recipe_named(name: str, model: str) -> Recipe:
+    """The recipe that a user asks for. Raises UserError: there is none of that name."""
+    if name not in _names():
+        known = sorted(_names())
+        mend = tuple(filter(None, (did_you_mean(name, known), f"there are: {', '.join(known)}")))
+        raise UserError(f"there is no recipe {shortened(name)}", "--recipe", mend)
+    return _read(name, model)
+
+
+def _names() -> set[str]:
+    return {file.name.removesuffix(".toml") for file in files(__name__).iterdir() if file.name.endswith(".toml")}
+
+
+def _read(name: str, model: str) -> Recipe:
+    tree = parse_toml((files(__name__) / f"{name}.toml").read_bytes())
     per_model: dict[str, dict[str, Any]] = tree.pop("for", {})
     values = {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
     chosen = model or str(values.get("model.name", ""))

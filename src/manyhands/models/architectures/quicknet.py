@@ -1,0 +1,109 @@
+"""A convolutional network that learns small colour pictures in few epochs.
+
+A first layer that whitens 2x2 patches and isn't trained, three groups of two convolutions that begin by passing their
+input on, BatchNorm without scales, and outputs made smaller by a constant.
+
+Source: Jordan 2024, arXiv:2404.00498, section 3, after Page 2019, "How to train your ResNet". Without the first layer's
+bias, so that nothing need be computed backwards through it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from manyhands.core.errors import UserError
+from manyhands.models.construct import WHERE, construct
+from manyhands.models.first_look import LooksFirst
+from manyhands.models.needs import ModelNeeds
+
+SMALLEST = 9
+_GROUPS = 3
+_AT_ONCE = 50
+_PATCH = 2
+_LEAST_VARIANCE = 5e-4  # of a whitened direction: what is seldom seen isn't blown up beyond that
+_NEW_STATISTICS = 0.4  # their part in BatchNorm's running ones: a run of few updates can't wait for a tenth
+
+
+def names() -> list[str]:
+    return ["quicknet"]
+
+
+def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
+    """Pictures of 9 pixels and more, of any number of channels."""
+    if size < SMALLEST:
+        return ModelNeeds(size=SMALLEST, notes=[f"{name} needs at least {SMALLEST} px; pictures are enlarged to that"])
+    return ModelNeeds()
+
+
+def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
+    return construct(QuickNet, name, arguments, {"channels": channels, "size": size, "num_classes": num_classes})
+
+
+class QuickNet(LooksFirst):
+    """The network.
+
+    Args:
+        channels: of a picture.
+        size: of a picture, in pixels.
+        num_classes: outputs.
+        widths: channels of the three groups.
+        scale: what the last layer's outputs are multiplied by: the smaller, the slower that layer learns.
+    """
+
+    def __init__(
+        self, channels: int, size: int, num_classes: int, widths: tuple[int, ...] = (64, 128, 256), scale: float = 1 / 9
+    ) -> None:
+        super().__init__()
+        if len(widths) != _GROUPS or not all(type(width) is int and width > 0 for width in widths):
+            raise UserError(f"widths is {list(widths)}, expected three whole numbers", f"{WHERE}.widths")
+        first = 2 * channels * _PATCH**2
+        self.whiten = nn.Conv2d(channels, first, _PATCH, bias=False)
+        self.whiten.weight.requires_grad = False
+        pairs = zip((first, *widths), widths, strict=False)
+        self.groups = nn.Sequential(nn.GELU(), *[_group(inputs, outputs) for inputs, outputs in pairs])
+        left = (size - _PATCH + 1) >> _GROUPS
+        self.pool = nn.Sequential(nn.MaxPool2d(left), nn.Flatten())
+        self.head = nn.Linear(widths[-1], num_classes, bias=False)
+        self.scale = scale
+
+    @override
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.head(self.pool(self.groups(self.whiten(pictures)))) * self.scale
+
+    @override
+    @torch.no_grad()
+    def look(self, pictures: Tensor) -> None:
+        """Has the first layer give each direction of the patches' colours, and its opposite, variance 1."""
+        parts = [_patches(part) for part in pictures.split(_AT_ONCE)]
+        products, count = sum(part.T @ part for part in parts), sum(len(part) for part in parts)
+        variances, directions = torch.linalg.eigh(products / count)
+        filters = (directions / (variances + _LEAST_VARIANCE).sqrt()).T.reshape(-1, *self.whiten.weight.shape[1:])
+        self.whiten.weight.copy_(torch.cat([filters, -filters]))
+
+
+def _patches(pictures: Tensor) -> Tensor:
+    """Every patch of [n, C, S, S]: [patches, numbers], in double precision."""
+    windows = pictures.cpu().double().unfold(2, _PATCH, 1).unfold(3, _PATCH, 1)
+    return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
+
+
+def _group(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        _convolution(inputs, outputs), nn.MaxPool2d(2), _norm(outputs), nn.GELU(),
+        _convolution(outputs, outputs), _norm(outputs), nn.GELU(),
+    )  # fmt: skip
+
+
+def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
+    """Its first outputs begin as its inputs."""
+    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    nn.init.dirac_(layer.weight.detach()[:inputs])
+    return layer
+
+
+def _norm(outputs: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(outputs, momentum=_NEW_STATISTICS)
+    norm.weight.requires_grad = False
+    return norm
