@@ -26,6 +26,7 @@ hypothesis.settings.load_profile("manyhands")
 def _own_cache(tmp_path_factory, monkeypatch):
     """No test reads or fills the user's cache, settings or data."""
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     monkeypatch.delenv("MANYHANDS_DATA", raising=False)
 

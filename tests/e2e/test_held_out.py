@@ -99,7 +99,7 @@ def _trained(world, folder, mode):
 
     flags = {
         "data.name": "synthetic:60x1x8x8x3", "data.held_out": "synthetic:70x1x8x8x3", "model.name": "mlp",
-        "train.epochs": 4, "train.batch": 12, "train.lr": 1.0, "train.precision": "fp64",
+        "train.epochs": 4, "train.batch": 12, "train.lr": 1.0, "train.precision": "fp64", "train.channels_last": False,
     }  # fmt: skip
     place = RunFolder(Path(folder))
     place.ranks.mkdir(parents=True, exist_ok=True)

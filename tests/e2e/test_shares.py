@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.command import QUICK, assert_one_screen, events, final_weights, run
 
-COMMON = ["train", "digits", "mlp", "--batch", "32", "--epochs", "1", "--train.precision", "fp64", *QUICK]
+COMMON = ["train", "digits", "mlp", "--batch", "32", "--epochs", "1", *QUICK[:-1], "train.precision=fp64"]
 
 
 def train(out, *arguments):

@@ -85,7 +85,8 @@ def train(world, mode, model, size):
     world = World() if mode == "single" else world
     flags = {
         "data.name": f"synthetic:{2 * BATCH}x3x{size}x{size}x{CLASSES}", "train.batch": BATCH, "train.epochs": 1,
-        "train.lr": 0.001, "train.evaluate_every": 0.0, "train.precision": "fp64", "parallel.mode": mode,
+        "train.lr": 0.001, "train.evaluate_every": 0.0,
+        "train.precision": "fp64", "train.channels_last": False, "parallel.mode": mode,
         "data.workers": 0, "train.norm_group": BATCH, "run.report": False,
         "parallel.pin": ("loss=o@dp",) if mode == "semi" else (),
     }  # fmt: skip

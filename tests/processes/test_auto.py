@@ -44,7 +44,8 @@ def _parts(world, network, folder, settings):
     torch.manual_seed(3)
     flags = {
         "data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.epochs": 50, "train.lr": 0.05,
-        "train.evaluate_every": 0.0, "train.weight_decay": 1e-3, "train.precision": "fp64", "parallel.mode": "auto",
+        "train.evaluate_every": 0.0, "train.weight_decay": 1e-3,
+        "train.precision": "fp64", "train.channels_last": False, "parallel.mode": "auto",
         "parallel.measure": False, **settings,
     }  # fmt: skip
     run = RunFolder(Path(folder))

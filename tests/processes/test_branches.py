@@ -44,7 +44,8 @@ class Branches(nn.Module):
 
 def _train(world, mode, optimizer):
     flags = {
-        "data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.epochs": 1, "train.precision": "fp64",
+        "data.name": "synthetic:48x1x8x8x5", "train.batch": 6, "train.epochs": 1,
+        "train.precision": "fp64", "train.channels_last": False,
         "train.optimizer": optimizer, "train.evaluate_every": 0,
     }  # fmt: skip
     job = load_job(flags, environment={}).job

@@ -87,7 +87,7 @@ SETTINGS = {
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("norm", [False, True], ids=["no-norm", "norm"])
 def test_twenty_updates_in_double_precision(size, norm, settings):
-    base = {"train.precision": "fp64", "train.norm_group": 4}
+    base = {"train.precision": "fp64", "train.channels_last": False, "train.norm_group": 4}
     _compare(size, 20, "data", norm, {**base, **SETTINGS[settings]}, 1e-9)
 
 
@@ -97,21 +97,35 @@ def test_a_network_that_looks_at_pictures_first():
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_one_update_in_single_precision(size):
-    _compare(size, 1, "data", True, {"train.norm_group": 4}, 1e-4)
+    settings = {"train.precision": "fp32", "train.channels_last": False, "train.norm_group": 4}
+    _compare(size, 1, "data", True, settings, 1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sharded_parameters_make_the_same_updates(size):
-    _compare(size, 20, "fsdp", True, {"train.precision": "fp64", "train.norm_group": 4}, 1e-9)
+    _compare(
+        size, 20, "fsdp", True, {"train.precision": "fp64", "train.channels_last": False, "train.norm_group": 4}, 1e-9
+    )
 
 
 def test_sharded_parameters_go_with_channels_last():
-    settings = {"train.precision": "fp64", "train.norm_group": 4, "train.channels_last": True}
+    settings = {
+        "train.precision": "fp64",
+        "train.norm_group": 4,
+        "train.channels_last": True,
+    }
     _compare(2, 3, "fsdp", True, settings, 1e-9)
 
 
 def test_global_groups_are_torchs_synchronised_norm():
-    _compare(3, 20, "data", True, {"train.precision": "fp64", "train.norm_group": "global"}, 1e-9)
+    _compare(
+        3,
+        20,
+        "data",
+        True,
+        {"train.precision": "fp64", "train.channels_last": False, "train.norm_group": "global"},
+        1e-9,
+    )
 
 
 # Of 29: much to one, little to another; also cut into passes, and in groups that several processes hold.
@@ -121,16 +135,32 @@ UNEQUAL = {2: [22, 7], 3: [20, 1, 8], 4: [3, 17, 5, 4]}
 @pytest.mark.parametrize("settings", ["plain", "accumulation", "large-groups", "backend"])
 @pytest.mark.parametrize("size", UNEQUAL)
 def test_unequal_shares_make_the_same_updates(size, settings):
-    base = {"train.precision": "fp64", "train.norm_group": 4, "cluster.shares": UNEQUAL[size]}
+    base = {
+        "train.precision": "fp64",
+        "train.channels_last": False,
+        "train.norm_group": 4,
+        "cluster.shares": UNEQUAL[size],
+    }
     _compare(size, 20, "data", True, {**base, **SETTINGS[settings]}, 1e-9)
 
 
 def test_unequal_shares_of_sharded_parameters_make_the_same_updates():
-    settings = {"train.precision": "fp64", "train.norm_group": 4, "cluster.shares": UNEQUAL[3]}
+    settings = {
+        "train.precision": "fp64",
+        "train.channels_last": False,
+        "train.norm_group": 4,
+        "cluster.shares": UNEQUAL[3],
+    }
     _compare(3, 20, "fsdp", True, settings, 1e-9)
 
 
 def test_shares_go_with_bf16_gradients_on_the_way():
     """The sum of weighted gradients is the batch's; the method rounds it, so one update is compared coarsely."""
-    settings = {"train.precision": "fp64", "train.norm_group": 4, "cluster.shares": UNEQUAL[2], "sync.method": "bf16"}
+    settings = {
+        "train.precision": "fp64",
+        "train.channels_last": False,
+        "train.norm_group": 4,
+        "cluster.shares": UNEQUAL[2],
+        "sync.method": "bf16",
+    }
     _compare(2, 1, "data", True, settings, 1e-2)

@@ -82,7 +82,7 @@ def test_sharded_parameters_go_on_too():
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
 def test_another_number_makes_the_same_updates(sizes):
     # Without dropout, whose draws are a stated exception.
-    settings = {"train.precision": "fp64", "train.momentum": 0.5}
+    settings = {"train.precision": "fp64", "train.channels_last": False, "train.momentum": 0.5}
     undisturbed, resumed = _with_no_dropout(lambda: _undisturbed_and_resumed(*sizes, settings))
     for name, wanted in undisturbed[1].items():
         scale = max(1e-12, wanted.abs().max().item())

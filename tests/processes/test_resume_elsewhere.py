@@ -24,7 +24,8 @@ def _train(world, folder, until):
     mode = "single" if world.alone else "data"
     flags = {
         "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "data.augment": "crop-flip", "model.num_classes": 5,
-        "train.batch": BATCH, "train.epochs": 9, "train.precision": "fp64", "train.norm_group": 4,
+        "train.batch": BATCH, "train.epochs": 9,
+        "train.precision": "fp64", "train.channels_last": False, "train.norm_group": 4,
     }  # fmt: skip
     trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
     seen, losses = {}, {}

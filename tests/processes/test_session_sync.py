@@ -237,7 +237,7 @@ WEIGHTED = {
 
 def _weighted(world, folder, settings):
     """The weights after updates of weighted means, by `fit`'s loss and by the user's own."""
-    settings = {**settings, "train.precision": "fp64", "train.epochs": 1}
+    settings = {**settings, "train.precision": "fp64", "train.channels_last": False, "train.epochs": 1}
     job, place = _job(settings, f"{folder}/fit", world)
     loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)
     objects = Objects(SyncedNetwork(), train_set=_data(), test_set=_data(), loss=loss)

@@ -41,7 +41,8 @@ def _job(plan, settings, out=""):
     flags = {
         "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "run.out": out,
         "train.epochs": 50, "train.lr": 0.05, "train.evaluate_every": 0.0, "model.num_classes": 5,
-        "data.augment": "crop-flip", "train.weight_decay": 1e-3, "train.precision": "fp64", "train.norm_group": 8,
+        "data.augment": "crop-flip", "train.weight_decay": 1e-3,
+        "train.precision": "fp64", "train.channels_last": False, "train.norm_group": 8,
         "parallel.mode": "semi" if plan else "single", "parallel.mesh": mesh, "parallel.pin": pins, **settings,
     }  # fmt: skip
     return load_job(flags, environment={}).job

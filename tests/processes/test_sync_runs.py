@@ -246,6 +246,7 @@ def test_agreeing_after_every_step_is_plain_data_parallel(batch, tmp_path):
         "train.batch": batch,
         "train.drop_last": True,
         "train.precision": "fp64",
+        "train.channels_last": False,
         "train.norm_group": "local",
         "train.clip": 0.0,
     }

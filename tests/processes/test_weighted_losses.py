@@ -56,7 +56,7 @@ def _network():
 def _train(world, loss, mode="data", network=None, **settings):
     """The gradient after one update of 13 samples, and what was shown as their loss."""
     flags = {
-        "data.name": "synthetic:13x1x4x4x5", "train.batch": 13, "train.precision": "fp32",
+        "data.name": "synthetic:13x1x4x4x5", "train.batch": 13, "train.precision": "fp32", "train.channels_last": False,
         "parallel.mode": mode, "model.num_classes": 5, **settings,
     }  # fmt: skip
     network = network or _network()

@@ -58,12 +58,12 @@ class TrainOptions(Options):
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="for cross-entropy")
     clip: float = Field(default=0.0, ge=0.0, description="largest norm of all gradients together; 0: no limit")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
-        default="fp32",
+        default="auto",
         description="bf16 and fp16 are autocast, fp16 with a loss scaler; fp64 is for tests; auto: bf16 where all "
         "machines compute it natively and a short measurement shows 1.3 times the speed, else fp32",
     )
     channels_last: bool | Literal["auto"] = Field(
-        default=False,
+        default="auto",
         description="memory format of the network and its pictures; auto: where a short measurement shows 1.05 times "
         "the speed",
     )
