@@ -25,13 +25,19 @@ def kind(*seconds, bf16=True, name="one", **failed):
         ((4.0, 2.5, 2.0, 2.0), Variant("fp32", True)),  # the best of each precision are compared
         ((4.0, 0.0, 2.0, 0.0), Variant("bf16", False)),  # it can't run in the other layout
         ((4.0, 3.0, 0.0, 0.0), Variant("fp32", True)),  # it can't run in bf16
-        ((0.0, 0.0, 0.0, 0.0), Variant("fp32", False)),  # nothing could be measured
     ],
 )
 def test_bf16_and_the_layout_are_taken_where_they_pay(seconds, taken):
-    found, said = choose_variant(BOTH, [kind(*seconds)])
+    cannot = {key: "no" for key, one in zip(VARIANTS, seconds, strict=True) if not one}
+    found, said = choose_variant(BOTH, [kind(*seconds, **cannot)])
     assert found == taken
     assert [f"train.precision is {taken.precision}" in said[0], "train.channels_last is" in said[1]] == [True, True]
+
+
+def test_what_was_not_measured_is_not_spoken_of():
+    untried, broken = kind(), kind(**dict.fromkeys(VARIANTS, "the labels are wrong"))
+    for one in (untried, broken):
+        assert choose_variant(BOTH, [one]) == (Variant("fp32", False), [])
 
 
 def test_a_machine_that_does_not_compute_bf16_itself_takes_fp32_whatever_was_measured():

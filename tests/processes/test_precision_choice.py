@@ -1,8 +1,11 @@
 """A precision and a layout that are "auto": the same at any number of processes, for the life of a run."""
 
 import json
+import random
+import shutil
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -17,6 +20,8 @@ from manyhands.report.changes import changes_since
 from manyhands.train.data_setup import Objects
 from manyhands.train.saving import save
 from manyhands.worker.entry import _build
+from manyhands.worker.plan_trials import case_of
+from manyhands.worker.precision import settle_precision
 from tests.processes.ranks import run_on_ranks
 
 DECIDED = ("train.precision", "train.channels_last")
@@ -48,10 +53,10 @@ class Viewed(nn.Module):
 class Exact(nn.Module):
     def __init__(self):
         super().__init__()
-        self.last = nn.Linear(64, 5)
+        self.first, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(512, 5)
 
     def forward(self, images):
-        found = self.last(images.flatten(1))
+        found = self.last(self.first(images).flatten(1))
         if found.dtype != torch.float32:
             raise TypeError("only float32 will do")
         return found
@@ -182,6 +187,63 @@ def test_junk_in_the_cache_is_passed_over(tmp_path, own_cache, junk):
     assert len(json.loads(file.read_text())["times"]) == 4
 
 
+def _wide():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 20_000), nn.ReLU(), nn.Linear(20_000, 5))
+
+
+def _small():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+
+
+class Drawing:
+    """Samples that are drawn anew each time, by generators that all of a process share."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.full((1, 8, 8), random.random() + float(numpy.random.random()) + float(torch.rand(()))), index % 5
+
+
+@pytest.mark.parametrize(("network", "timed"), [(_small, 0), (_wide, 2), (_net, 4)])
+def test_what_cannot_pay_is_not_timed(tmp_path, own_cache, network, timed):
+    found = run_on_ranks(_decide, 2, str(tmp_path / "run"), network)
+    assert {one[1] for one in found} <= {False, timed == 4}
+    counted = [len(json.loads(file.read_text())["times"]) for file in own_cache.glob("*.json")]
+    assert sum(counted) == timed
+    assert len(_said(tmp_path / "run")) == timed // 2
+    if not timed:
+        written = written_values(tmp_path / "run" / "job.toml")
+        assert [written[key] for key in DECIDED] == ["fp32", False]
+
+
+def _drawn(world, folder):
+    job = load_job({"run.out": folder, "train.batch": 12, **dict.fromkeys(DECIDED, "auto")}, environment={}).job
+    objects = Objects(_net(), train_set=Drawing(), test_set=Drawing())
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    settled = settle_precision(job, RunFolder(Path(folder)), world, "single", objects)
+    assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    return settled.about["precision_measured"][0]["seconds"]
+
+
+def test_a_measurement_leaves_random_numbers_as_they_were(tmp_path):
+    assert len(run_on_ranks(_drawn, 1, str(tmp_path / "run"))[0]) == 4
+
+
+def test_a_run_that_goes_on_elsewhere_from_a_checkpoint_keeps_what_that_was_trained_in(tmp_path, own_cache):
+    run_on_ranks(_decide, 1, str(tmp_path / "first"))
+    _plant(own_cache, fp32=4.0, bf16=1.0, channels_last=0.5)
+    run_on_ranks(_decide, 1, str(tmp_path / "run"))
+    _plant(own_cache, fp32=1.0, bf16=4.0, channels_last=2.0)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    moved = shutil.copytree(checkpoint, tmp_path / "moved" / checkpoint.name)
+    for number, start in enumerate((tmp_path / "run", checkpoint, moved)):
+        goes_on = {"checkpoint.resume": str(start)}
+        found = run_on_ranks(_decide, 2, str(tmp_path / f"new{number}"), _net, goes_on, 0)
+        assert {one[:2] for one in found} == {("bf16", True)}
+    assert run_on_ranks(_decide, 1, str(tmp_path / "fresh"))[0][:2] == ("fp32", False)
+
+
 @pytest.mark.parametrize(("network", "key", "value"), [(Viewed, DECIDED[1], False), (Exact, DECIDED[0], "fp32")])
 def test_a_network_that_cannot_run_otherwise_stays_as_it_is_and_one_line_says_so(tmp_path, network, key, value):
     run_on_ranks(_decide, 2, str(tmp_path / "run"), network, {other: False for other in DECIDED[1:] if other != key})
@@ -206,6 +268,14 @@ def test_what_the_user_names_is_taken_and_nothing_is_measured(tmp_path, own_cach
     assert run_on_ranks(_decide, 1, str(tmp_path / "run"), _net, named)[0][:2] == ("bf16", True)
     assert not own_cache.exists()
     assert not _said(tmp_path / "run")
+
+
+def test_trials_of_plans_are_in_the_layout_of_the_job():
+    for last in (False, True):
+        job = load_job({"model.name": "cnn", "train.channels_last": last}, environment={}).job
+        model = case_of(job, {"channels": 3, "size": 8, "classes": 5, "batch": 4}, "cpu").make()
+        layouts = {one.is_contiguous(memory_format=torch.channels_last) for one in model.parameters() if one.ndim == 4}
+        assert layouts == {last}
 
 
 def test_a_loop_of_ones_own_computes_as_it_is_written(own_cache):

@@ -56,6 +56,8 @@ class TrainedNetwork(BaseModel):
     num_classes: int = Field(ge=1, description="what its builder is given")
     axes: tuple[str, ...] = Field(default=(), description="of the mesh that it is made with, for the mode hybrid")
     double: bool = Field(default=False, description="True where it computes in double precision")
+    precision: str = Field(default="", description="that it was trained in, as train.precision")
+    channels_last: bool = Field(default=False, description="that it was trained in, as train.channels_last")
     pictures: Pictures
     classes: tuple[str, ...] = Field(min_length=1, description="a name for each output")
     code: dict[str, str] = Field(

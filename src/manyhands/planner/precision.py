@@ -13,7 +13,7 @@ EXACT, HALF = "fp32", "bf16"
 # How many times as fast bf16 must be for its rounding, and channels_last for the trouble of another layout.
 LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05
 # Rounds in turns after a first one: so many at least, more within the seconds; none begins after the last of them.
-_LEAST_ROUNDS, _MOST_ROUNDS, _WISHED_S, _MOST_S = 3, 40, 1.0, 8.0
+_LEAST_ROUNDS, _MOST_ROUNDS, _WISHED_S, _MOST_S = 2, 40, 0.4, 2.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class WishedPrecision:
 
 
 def choose_variant(wished: WishedPrecision, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
-    """What all machines of a run compute in, and a sentence on each thing decided.
+    """What all machines of a run compute in, and a sentence on each thing that was measured or that a machine forbids.
 
     The least gain of all kinds counts, so another kind of machine never makes a variant likelier.
     """
@@ -83,36 +83,37 @@ def choose_variant(wished: WishedPrecision, kinds: Sequence[KindOfMachine]) -> t
     if wished.precision == "auto":
         half = layout(HALF)
         gained = gain(taken, half)
-        said.append(_said_of_half(kinds, half, gained))
+        said += _said_of_half(kinds, half, gained)
         taken = half if all(kind.bf16 for kind in kinds) and gained >= LEAST_GAIN else taken
     if wished.channels_last == "auto":
         other = Variant(taken.precision, True)
-        said.append(_said_of_layout(kinds, other, gain(Variant(taken.precision, False), other)))
+        said += _said_of_layout(kinds, other, gain(Variant(taken.precision, False), other))
     return taken, said
 
 
-def _said_of_half(kinds: Sequence[KindOfMachine], half: Variant, gained: float) -> str:
+def _said_of_half(kinds: Sequence[KindOfMachine], half: Variant, gained: float) -> list[str]:
     without = [kind.name for kind in kinds if not kind.bf16]
     if without:
-        return f"train.precision is fp32: {without[0]} doesn't compute bf16 itself"
+        return [f"train.precision is fp32: {without[0]} doesn't compute bf16 itself"]
     if not gained:
-        return f"train.precision is fp32: {_why_not(kinds, half)}"
+        return [f"train.precision is fp32: {why}" for why in _why_not(kinds, half)]
     if gained >= LEAST_GAIN:
-        return f"train.precision is bf16: {gained:.2f} times as fast as fp32 in a short measurement"
-    return f"train.precision is fp32: bf16 is {gained:.2f} times as fast, and only {LEAST_GAIN} pays"
+        return [f"train.precision is bf16: {gained:.2f} times as fast as fp32 in a short measurement"]
+    return [f"train.precision is fp32: bf16 is {gained:.2f} times as fast, and only {LEAST_GAIN} pays"]
 
 
-def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: float) -> str:
+def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: float) -> list[str]:
     if not gained:
-        return f"train.channels_last is false: {_why_not(kinds, other)}"
+        return [f"train.channels_last is false: {why}" for why in _why_not(kinds, other)]
     if gained >= LEAST_GAIN_OF_LAYOUT:
-        return f"train.channels_last is true: {gained:.2f} times as fast in a short measurement"
-    return f"train.channels_last is false: true is {gained:.2f} times as fast, and only {LEAST_GAIN_OF_LAYOUT} pays"
+        return [f"train.channels_last is true: {gained:.2f} times as fast in a short measurement"]
+    return [f"train.channels_last is false: true is {gained:.2f} times as fast, and only {LEAST_GAIN_OF_LAYOUT} pays"]
 
 
-def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> str:
-    why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed]
-    return f"the network can't run otherwise ({why[0]})" if why else "nothing could be measured"
+def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
+    """Nothing where it wasn't tried, or where nothing runs: then that is said where the network is built."""
+    why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed and kind.seconds]
+    return [f"the network can't run otherwise ({one})" for one in why[:1]]
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ def describe_trained(
         num_classes=len(samples.classes),
         axes=tuple(mesh.names) if mesh else (),
         double=job.train.precision == "fp64",
+        precision=job.train.precision,
+        channels_last=job.train.channels_last is True,
         pictures=Pictures(
             own=pixels.own,
             size=pixels.size,

@@ -158,10 +158,10 @@ def _settle_precision(
     from manyhands.train.objects import Objects
     from manyhands.worker.precision import settle_precision
 
-    settled = settle_precision(job, folder, world, mode, objects or Objects())
-    if world.is_main:
-        for sentence in settled.said:
-            Journal(folder, world.rank).event("note", sentence)
+    say = functools.partial(Journal(folder, world.rank).event, "note")
+    settled = settle_precision(job, folder, world, mode, objects or Objects(), say=say)
+    for sentence in settled.said:
+        say(sentence)
     return settled.job, settled.about, settled.splits
 
 

@@ -34,7 +34,8 @@ def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
     if job.train.precision == "fp64":
         model = model.double()
-    return model.to(device).train()
+    layout = torch.channels_last if job.train.channels_last is True else torch.preserve_format
+    return model.to(device, memory_format=layout).train()  # pyright: ignore[reportCallIssue] - missing in its types
 
 
 def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:

@@ -1,20 +1,28 @@
 """Has processes settle a precision or layout that the job leaves open: once in a run, alike, whatever their number."""
 
+import contextlib
 import copy
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
+from manyhands.checkpoint import layout
+from manyhands.checkpoint.find import resolve
+from manyhands.checkpoint.plain_files import read_plain
 from manyhands.config.job import DECIDED_ONCE, Job, TrainOptions
 from manyhands.config.load import written_values
 from manyhands.core.devices import computes_bf16
+from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.plugins import code_digests
+from manyhands.core.seeds import derive
+from manyhands.core.trained import find_record
 from manyhands.core.world import World
 from manyhands.data.splits import Splits
 from manyhands.data.transforms import Pixels
@@ -34,12 +42,16 @@ from manyhands.planner.precision import (
     time_variants,
 )
 from manyhands.train.data_setup import class_names, make_loader, open_splits, pixels_for
+from manyhands.train.draws import drawing
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.worker.plan_trials import make_network
 
-# A measured pass has as many samples as make so many pixels, within these limits: 64 of CIFAR-10, 8 of ImageNet.
-_PIXELS, _FEWEST, _MOST = 64 * 32 * 32, 8, 64
+# A measured pass has as many samples as make so many pixels, within these limits: 16 of CIFAR-10, 4 of ImageNet. With
+# more of them bf16 and channels_last gain more, so what is taken pays in training too.
+_PIXELS, _FEWEST, _MOST = 16 * 32 * 32, 4, 64
+# A network without a convolution gains nothing by bf16 below so many numbers.
+_SMALL = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -60,12 +72,20 @@ class SettledPrecision:
 
 
 def settle_precision(
-    job: Job, folder: RunFolder, world: World, mode: str, objects: Objects, *, measure: bool = True
+    job: Job,
+    folder: RunFolder,
+    world: World,
+    mode: str,
+    objects: Objects,
+    *,
+    measure: bool = True,
+    say: Callable[[str], object] = lambda _: None,
 ) -> SettledPrecision:
     """The job with what its "auto" for precision and layout becomes; a collective.
 
-    A run that has trained keeps what it has. Else the kinds of machines decide, each by a measurement that it keeps,
-    of one process on one thread, so that the number of processes makes no difference.
+    A run that has trained keeps what it has, and one that goes on from another's checkpoint what that was trained in.
+    Else the kinds of machines decide, each by a measurement that it keeps, of one process on one thread, so that the
+    number of processes makes no difference.
 
     Args:
         job: as the user has it.
@@ -74,8 +94,9 @@ def settle_precision(
         mode: the parallel mode in force.
         objects: what the user brings instead of names.
         measure: False where nothing may be timed; what is known counts.
+        say: is told before something is timed here.
     """
-    kept = broadcast_plain(_kept(folder) if world.is_main else None, world) or ["auto", "auto"]
+    kept = broadcast_plain(_kept(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(kept, _values(job), strict=True)))
     if not now.train.measured_precision:
         return SettledPrecision(now, about={"resolved": _resolved(job, now)})
@@ -87,7 +108,7 @@ def settle_precision(
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
         variants = wished.variants(bf16=all(one.bf16 for one in everybody))
-        found = _measured(measurement, mine, variants, measure=measure).as_plain()
+        found = _measured(measurement, mine, variants, say if measure else None).as_plain()
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
     taken, said = choose_variant(wished, kinds)
     settled = _with(job, taken.precision, taken.channels_last)
@@ -116,15 +137,26 @@ def _resolved(asked: Job, settled: Job) -> dict[str, Any]:
     return {key: value for key, wish, value in pairs if wish == "auto"}
 
 
-def _kept(folder: RunFolder) -> list[Any] | None:
-    """Precision and layout of a run that has trained; "auto" for what its job.toml doesn't say."""
+def _kept(folder: RunFolder, job: Job) -> list[Any] | None:
+    """Precision and layout of a run that has trained, here or up to a checkpoint; "auto" for what isn't said of it."""
     if not folder.exists() or not folder.has_trained():
-        return None
+        return _kept_by(job.checkpoint.resume)
     written = written_values(folder.job)
     known = TrainOptions.model_fields
     precision, channels_last = (written.get(key, "auto") for key in DECIDED_ONCE)
     named = precision in get_args(known["precision"].annotation)
     return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
+
+
+def _kept_by(resume: str) -> list[Any] | None:
+    """Those of the run whose checkpoint this one goes on from; what is wrong with that is said where it is read."""
+    if resume in {"auto", "never"}:
+        return None
+    with contextlib.suppress(UserError, OSError):
+        path = resolve(Path(resume).expanduser(), "last")
+        record = find_record(path, read_plain(path / layout.STATE)) if path.is_dir() else None
+        return [record.precision, record.channels_last] if record and record.precision else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -147,11 +179,16 @@ class _Measurement:
             words += [str(objects.model), shapes]
         return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
-    def trials(self, variants: list[Variant]) -> dict[Variant, Trial]:
-        """What runs each of them, on one copy of the network."""
-        job, own = self.job, self.objects.model
-        copied = copy.deepcopy(own).to(self.device).train() if own is not None else None
-        model = copied if copied is not None else make_network(job, self._network(), self.device)
+    def network(self) -> nn.Module:
+        """A copy of the network."""
+        own = self.objects.model
+        if own is not None:
+            return copy.deepcopy(own).to(self.device).train()
+        return make_network(self.job, self._network(), self.device)
+
+    def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
+        """What runs each of them, on one network."""
+        job = self.job
         group_batch_norms(model)
         loaded = job.model_copy(update={"data": job.data.model_copy(update={"workers": 0, "machine_workers": 0})})
         world, plain = World(device=self.device), _with(loaded, EXACT, channels_last=False)
@@ -187,24 +224,44 @@ class _Measurement:
 
 
 def _measured(
-    measurement: _Measurement, kind: KindOfMachine, variants: list[Variant], *, measure: bool
+    measurement: _Measurement, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
 ) -> KindOfMachine:
-    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now."""
+    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now if `say`."""
     if len(variants) < 2:
         return kind
     times, key = _on_one_thread(lambda: OpTimes(measurement.device, 0.0)), measurement.key()
     known = {str(one): times.kept(f"precision {key} {one}") for one in variants}
-    if not measure or all(known.values()):
+    if say is None or all(known.values()):
         return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
+    device = measurement.device
     try:
-        with torch.random.fork_rng(devices=[]):
-            seconds, failed = time_variants(measurement.trials(variants), measurement.device)
-    except Exception as error:  # noqa: BLE001 - what is wrong with network or data is said where they are built
-        return replace(kind, failed={str(one): str(error).partition("\n")[0][:200] for one in variants})
+        with drawing(derive(measurement.job.train.seed, "precision"), device.partition(":")[0]):
+            model = measurement.network()
+            variants = _worth_timing(model, variants)
+            if len(variants) < 2:
+                return kind
+            say("timing this network in the precisions and layouts that it may train in; the seconds are kept")
+            seconds, failed = time_variants(measurement.trials(model, variants), device)
+    except Exception:  # noqa: BLE001 - what is wrong with network or data is said where they are built
+        return kind
     for name, one in seconds.items():
         times.keep(f"precision {key} {name}", one)
     times.save()
     return replace(kind, seconds=seconds, failed=failed)
+
+
+def _worth_timing(model: nn.Module, variants: list[Variant]) -> list[Variant]:
+    """Without the layout where the network has no convolution, and without bf16 where it is small besides."""
+    numbers = list(model.parameters())
+    if any(one.ndim == 4 for one in numbers):
+        return variants
+    small = sum(one.numel() for one in numbers) < _SMALL
+    plain = variants[0]
+    return [
+        one
+        for one in variants
+        if one.channels_last == plain.channels_last and (one.precision == plain.precision or not small)
+    ]
 
 
 def _on_one_thread(make: Callable[[], OpTimes]) -> OpTimes:
