@@ -3,7 +3,7 @@
     python -m bench.plan_quota [--quota 0.45] [--processes 4] [--updates 5] [--only resnet18] [--out FILE]
 
 Each process has a group of its own with a quota of processor time (cgroup v2's cpu.max, or v1's cpu.cfs_quota_us), as
-if it had a machine of its own; they talk over loopback. `plan` runs in such a group too, and prices 1 to 4 of them.
+if it had a machine of its own; they talk over loopback. `plan --world-size 1..4` runs in such a group too.
 Needs root, as making groups does.
 """
 
@@ -96,15 +96,9 @@ def ended(process):
 
 
 def predicted(groups, words, processes):
-    """Milliseconds of a step by the number of processes, as the table of one `plan` says."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = ended(
-            groups.start(0, "-m", "manyhands", "plan", *words, "-n", processes, "--link", LINK, "--json",
-                         "--out", Path(folder) / "plan.json")
-        )  # fmt: skip
-    rows = {row["name"]: row for row in json.loads(out.splitlines()[-1])["candidates"]}
-    names = {1: "one process", processes: "data parallel"}
-    return {count: rows[names.get(count, f"data parallel on {count}")] for count in range(1, processes + 1)}
+    """Milliseconds of a step by the number of processes, as the table of one `plan --world-size 1..N` says."""
+    out = ended(groups.start(0, "-m", "manyhands", "plan", *words, "-n", f"1..{processes}", "--link", LINK, "--json"))
+    return {row["processes"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
 
 
 def measured(groups, words, processes, updates):

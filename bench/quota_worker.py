@@ -10,7 +10,7 @@ from bench.group import joined
 from manyhands.cli.flags import settings
 from manyhands.config.load import load_job
 from manyhands.planner.trial import Runner, _slowest
-from manyhands.worker.plan_search import network_of
+from manyhands.worker.plan_case import network_of
 from manyhands.worker.plan_trials import case_of
 
 

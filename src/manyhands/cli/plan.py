@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from manyhands.worker.plan_show import Shown
 
 _WIDTH = 155
+_MOST_PROCESSES = 1 << 20
 
 Target = Annotated[str | None, Parameter(help="a job.toml, a data set or folder as in train, or a plan.json to show")]
 WorldSize = Annotated[
-    int | None, Parameter(name=["-n", "--processes", "--world-size"], help="processes; default: the job's, or 2")
+    str | None,
+    Parameter(
+        name=["-n", "--processes", "--world-size"],
+        help="processes; default: the job's, or 2; 1..1024: how speed and cost grow, with --link",
+    ),
 ]
 
 
@@ -43,7 +48,14 @@ def plan(  # noqa: PLR0913 - one argument for each flag
         Literal["search", "data"], Parameter(help="what isn't pinned is searched, or shares out samples")
     ] = "search",
     no_measure: Annotated[bool, Parameter(negative="", help="estimate; run nothing")] = False,
-    out: Annotated[Path, Parameter(help="where the plan goes; its picture lies beside it")] = Path("plan.json"),
+    grow_batch: Annotated[
+        bool, Parameter(negative="", help="of a range: each process brings a batch of its own, so that updates grow")
+    ] = False,
+    price: Annotated[float | None, Parameter(help="of a range: of a process for an hour")] = None,
+    out: Annotated[
+        Path | None,
+        Parameter(help="where the plan goes, its picture beside it; default: plan.json; of a range: the picture, .svg"),
+    ] = None,
     force: Annotated[bool, Parameter(negative="", help="write over an older plan")] = False,
     verify: Annotated[
         bool, Parameter(negative="", help="prove on real processes here that the plan computes what one process does")
@@ -63,6 +75,7 @@ def plan(  # noqa: PLR0913 - one argument for each flag
 
     manyhands plan cifar10 resnet50 -n 4         writes plan.json and plan.png
     manyhands plan plan.json --verify --measure  shows, proves and times it
+    manyhands plan cifar10 resnet50 --batch 1024 -n 1..1024 --link 10gbit --out growth.svg
     """
     flags: dict[str, Any] = {
         "train.batch": batch, "sync.method": sync, "data.dir": data_dir, "cluster.device": device,
@@ -79,8 +92,63 @@ def plan(  # noqa: PLR0913 - one argument for each flag
         raise UserError("--measure is for a plan.json; a search measures anyway", "--measure", ("leave it out",))
     job_file = Path(target) if target and target.endswith(".toml") else None
     flags |= {"model.name": model, "data.name": None if job_file else target}
-    wishes = (processes, mesh, pin, memory, link, fill, not no_measure, device_model)
-    return _new(flags, job_file, wishes, out, force=force, verify=verify, as_json=as_json)
+    first, last = _counts(processes)
+    if first != last:
+        alone = {"--mesh": mesh, "--pin": pin, "--memory": memory, "--verify": verify}
+        wishes = {"first": first, "last": last, "grow_batch": grow_batch, "price": price, "measure": not no_measure}
+        wishes |= {"link": link or "", "device_model": device_model or ""}
+        return _grow(flags, job_file, wishes, alone, out, force=force, as_json=as_json)
+    if grow_batch or price is not None:
+        what = "--price and --grow-batch are for a range of processes"
+        raise UserError(what, "--world-size", ("--world-size 1..1024", "or leave them out"))
+    wishes = (last, mesh, pin, memory, link, fill, not no_measure, device_model)
+    return _new(flags, job_file, wishes, out or Path("plan.json"), force=force, verify=verify, as_json=as_json)
+
+
+def _counts(text: str | None) -> tuple[int, int]:
+    """The least and the greatest number of processes; 0 where none is named."""
+    if text is None:
+        return 0, 0
+    first, dots, last = text.partition("..")
+    try:
+        counts = int(first), int(last if dots else first)
+    except ValueError:
+        counts = 0, 0
+    if not 1 <= counts[0] <= counts[1] <= _MOST_PROCESSES:
+        what = f"{plain(text)} is no number of processes, nor a range of them up to {_MOST_PROCESSES:,}"
+        raise UserError(what, "--world-size", ("--world-size 4", "--world-size 1..1024"))
+    return counts
+
+
+def _grow(
+    flags: dict[str, Any],
+    job_file: Path | None,
+    wishes: dict[str, Any],
+    alone: dict[str, Any],
+    out: Path | None,
+    *,
+    force: bool,
+    as_json: bool,
+) -> int:
+    from manyhands.config.load import load_job
+    from manyhands.report.growth import growth_table
+    from manyhands.run.plan import predict_growth
+
+    if given := next((name for name, value in alone.items() if value), ""):
+        what = f"{given} is for one number of processes; a range is priced in the mode data"
+        raise UserError(what, given, ("leave it out", "or --world-size 4"))
+    growth = predict_growth(load_job(flags, file=job_file).job, wishes, out, force=force)
+    for note in growth.notes:
+        say(note)
+    to = sys.stderr if as_json else sys.stdout
+    wide(to).print(growth_table(growth.rows))
+    if spread := growth.about["spread"]:
+        show(f"the repeats of what was timed here differ by {spread:.0%}", to)
+    if out is not None:
+        show(str(out), to)
+    if as_json:
+        show_json(growth.as_plain())
+    return EXIT_OK
 
 
 def _new(

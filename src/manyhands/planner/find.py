@@ -1,5 +1,6 @@
 """Finds plans for a network: searched ones on every mesh, hand-written ones, the user's own, and data parallel."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,34 +156,52 @@ def find(
     """
     _check(request)
     times = times or OpTimes(budget_s=0.0)
-    work = Work(graph, request.batch, request.world_size, times)
-    base = Setting(
-        work,
-        links(_data_mesh(request.world_size)),
-        shares(request.batch, request.norm_group),
-        slots=request.slots,
-        repeat=not request.accelerator,
-        memory_limit_bytes=request.memory_limit_bytes,
-    )
-    base = replace(base, overlap=_overlap(base.links, request))
-    pins = dict(request.pins or {})
+    base = _setting(graph, request, times, links)
     whole = replace(base, share=data_shares(request.batch, request.norm_group))
-
-    def data_parallel(processes: int) -> Option:
-        return _priced(DATA_PARALLEL, graph, Plan(_data_mesh(processes)), whole, links, allowed=not pins)
-
-    first = data_parallel(request.world_size)
-    if share is not None and first.prediction.compute_seconds:
-        work.scale = share.seconds / first.prediction.compute_seconds
-        first = data_parallel(request.world_size)
+    data_parallel = functools.partial(_data_parallel, graph, request, whole, links)
+    first = _scaled(data_parallel, request.world_size, base.work, share)
     options = [first]
     options += _by_hand(graph, request, base, links)
     if request.fill == "search":
         options += _searched(graph, request, base, links)
     options = _distinct(options)
     spread = max(times.spread, share.spread if share else 0.0)
-    notes = tuple(_untimed(work.untimed))
+    notes = tuple(_untimed(base.work.untimed))
     return SearchResult(tuple(options), _pick(options, request, spread), graph, request, notes, spread, data_parallel)
+
+
+def price(graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None) -> Option:
+    """Data parallel alone, on one process or more; the arguments are those of `find`."""
+    setting = _setting(graph, request, times, links)
+    whole = replace(setting, share=data_shares(request.batch, request.norm_group))
+    data_parallel = functools.partial(_data_parallel, graph, request, whole, links)
+    return _scaled(data_parallel, request.world_size, whole.work, share)
+
+
+def _setting(graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf) -> Setting:
+    speeds = links(_data_mesh(request.world_size))
+    return Setting(
+        Work(graph, request.batch, request.world_size, times),
+        speeds,
+        shares(request.batch, request.norm_group),
+        slots=request.slots,
+        overlap=_overlap(speeds, request),
+        repeat=not request.accelerator,
+        memory_limit_bytes=request.memory_limit_bytes,
+    )
+
+
+def _data_parallel(graph: Graph, request: SearchRequest, whole: Setting, links: LinksOf, processes: int) -> Option:
+    return _priced(DATA_PARALLEL, graph, Plan(_data_mesh(processes)), whole, links, allowed=not request.pins)
+
+
+def _scaled(priced: Callable[[int], Option], processes: int, work: Work, share: Timing | None) -> Option:
+    """Data parallel, with the work scaled so that it takes what one process's share was timed to take."""
+    first = priced(processes)
+    if share is None or not first.prediction.compute_seconds:
+        return first
+    work.scale = share.seconds / first.prediction.compute_seconds
+    return priced(processes)
 
 
 def _untimed(reasons: Mapping[str, str]) -> list[str]:

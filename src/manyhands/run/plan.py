@@ -11,6 +11,7 @@ from manyhands.run.load import load_worker
 from manyhands.run.task import run_by_agent
 
 if TYPE_CHECKING:
+    from manyhands.worker.plan_growth import Growth
     from manyhands.worker.plan_search import Planned
     from manyhands.worker.plan_show import Shown
 
@@ -32,6 +33,29 @@ def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) 
     """
     with _uncollected():
         return load_worker("plan_search").search_plan(job, wishes, out, run_by_agent, force=force)
+
+
+def predict_growth(job: Job, wishes: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
+    """Predicts throughput, efficiency and cost of a job on several numbers of machines.
+
+    Args:
+        job: what is to be trained.
+        wishes: as `GrowthRequest` has them.
+        out: where the picture goes; None for none.
+        force: write over an older one.
+
+    Raises:
+        UserError: a wish can't be fulfilled, or the picture can't be written there.
+    """
+    from manyhands.report.growth import draw_growth, refuse_file
+
+    if out is not None:
+        refuse_file(out, force=force)
+    with _uncollected():
+        growth: Growth = load_worker("plan_growth").predict_growth(job, wishes)
+    if out is not None:
+        draw_growth(growth.rows, growth.title, out)
+    return growth
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[Option], 
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds
     name = found.pick.name
     if name == DATA_PARALLEL and (agreed := sync_seconds(sync)) and not found.pick.measured_seconds:
-        name, seconds = sync_row(_taken(sync) or {}), agreed
+        name, seconds = sync_row(sync_taken(sync) or {}), agreed
     count, why = (0, "") if found.wish.pins else enough(found, fewer, seconds, found.spread)
     if not count:
         return Advice(name, with_sync(found.pick.reason, sync), wished)
@@ -55,20 +55,23 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[Option], 
 
 def sync_row(method: dict[str, Any]) -> str:
     """A way of agreeing, as the table names it."""
-    if method["method"] == EXACT:
-        return DATA_PARALLEL
+    return DATA_PARALLEL if method["method"] == EXACT else f"{DATA_PARALLEL}, {sync_words(method)}"
+
+
+def sync_words(method: dict[str, Any]) -> str:
+    """A way of agreeing: its name, codec and pace."""
     codec = f" {method['codec']}" if method["codec"] else ""
     pace = f" every {method['every']}" if method["every"] > 1 else ""
-    return f"{DATA_PARALLEL}, {method['method']}{codec}{pace}"
+    return f"{method['method']}{codec}{pace}"
 
 
 def sync_seconds(sync: dict[str, Any]) -> float | None:
     """Of an update under data parallel as the job has processes agree; None for allreduce, as plans are priced."""
-    taken = _taken(sync)
+    taken = sync_taken(sync)
     return taken["step_s"] if taken and taken["method"] != EXACT else None
 
 
-def _taken(sync: dict[str, Any]) -> dict[str, Any] | None:
+def sync_taken(sync: dict[str, Any]) -> dict[str, Any] | None:
     """The row that the job's own method stands for."""
     if sync["asked"] == AUTO:
         return next(row for row in sync["methods"] if row["chosen"])

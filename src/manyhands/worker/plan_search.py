@@ -9,32 +9,25 @@ from torch import Tensor, nn
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
-from manyhands.core.devices import device_kind
 from manyhands.core.errors import UserError
-from manyhands.core.folder import NOWHERE
 from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
-from manyhands.core.world import World
-from manyhands.data.order import told_of_batch
-from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, parse_pins, read_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
-from manyhands.planner.device_models import device_model
 from manyhands.planner.explain import Layer, PlanCandidate, draw_plan
 from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find
 from manyhands.planner.op_times import OpTimes
 from manyhands.sync.choose import EXACT, check_method
-from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
 from manyhands.train.optimize import slots_of
 from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
+from manyhands.worker.plan_case import case_to_plan
 from manyhands.worker.plan_costs import Costs
-from manyhands.worker.plan_sync import link_between, plan_sync
-from manyhands.worker.plan_trials import LINKS, MEASURE, make_network, norm_group, picture
-from manyhands.worker.precision import SettledPrecision, plain_precision, settle_precision
+from manyhands.worker.plan_sync import plan_sync
+from manyhands.worker.plan_trials import LINKS, MEASURE, norm_group
 
 # Has processes of a job do a task, and gives what the first of them returned: starting them is the head's affair.
 RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]
@@ -227,24 +220,6 @@ class Planned:
         return {"plan": str(files[0]), "picture": str(files[1]), **self.plan_of(self.found.chosen).as_plain()}
 
 
-def network_of(job: Job) -> dict[str, Any]:
-    """What the data says of a job's network: channels, size, classes, samples in an update (batch) and in an epoch.
-
-    Raises:
-        UserError: the data isn't there, or doesn't fit.
-    """
-    objects = Objects()
-    splits = open_splits(job, World(), objects)
-    pixels = pixels_for(job, splits, objects)
-    return {
-        "channels": pixels.channels,
-        "size": pixels.size,
-        "classes": len(class_names(job, splits)),
-        "batch": min(job.train.batch, len(splits.train)),
-        "samples": len(splits.train),
-    }
-
-
 def search_plan(
     job: Job, wishes: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
 ) -> tuple[Planned, tuple[Path, Path]]:
@@ -267,34 +242,24 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
         ManyhandsError: a wish can't be fulfilled, or timing failed.
     """
     check_method(job.sync.method)
-    modelled = device_model(request.device_model) if request.device_model else None
+    case = case_to_plan(job, request.world_size, request.link, request.device_model)
+    modelled, between, network = case.modelled, case.between, case.network
     if modelled:
         request = replace(request, measure=False, memory=request.memory or str(modelled.memory_bytes))
-    network, device = (
-        network_of(job),
-        modelled.name if modelled else device_kind(job.cluster.device, request.world_size),
-    )
-    wish = _wish(job, request, network, device)
-    between = link_between(job, request.link)
+    wish = _wish(job, request, network, case.device)
     ready()
-    settled = _precision(job, request, modelled=modelled is not None)
-    job = settled.job
-    rates = modelled.rates(job.train.precision) if modelled else None
-    here = "cpu" if modelled else device
-    model = make_network(job, network, here)
-    graph = _described(model, job, network, here)
+    case = case.settled(request.world_size, measure=request.measure)
+    model, graph = case.described()
     together = request.measure and between is None and 1 < request.world_size <= MOST_TIMED
-    on_all = with_processes(job, request.world_size)
-    costs = Costs(on_all, network, device, between, measured=request.measure)
+    on_all = with_processes(case.job, request.world_size)
+    costs = Costs(on_all, network, case.device, between, measured=request.measure)
     beside = replace(WITHIN_A_MACHINE, bytes_per_s=modelled.within) if modelled else WITHIN_A_MACHINE
     within = costs.worked(_measured_link(on_all, run_task) if together else beside)
     links = request.links(within, costs.worked(between) if between else None)
-    times = OpTimes(here, TIMES_BUDGET_S if request.measure else 0.0, rates=rates)
+    times = OpTimes(case.here, TIMES_BUDGET_S if request.measure else 0.0, rates=case.rates)
     found = find(graph, wish, times, links, costs.share(request.world_size))
     times.save()
-    smaller = told_of_batch(job.train.batch, network["samples"])
-    said = modelled.said(job.train.precision) if modelled else ""
-    notes = (*filter(None, (*settled.said, said, smaller)), *times.notes, *times.doubts(), *found.notes, *graph.notes)
+    notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
     planned = Planned(found, network, on_all, links, notes)
     planned = replace(planned, fewer=costs.fewer(found))
     planned = _timed(planned, run_task) if together else planned
@@ -307,26 +272,9 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
 
 
-def _precision(job: Job, request: PlanRequest, *, modelled: bool) -> SettledPrecision:
-    """The job with a precision and a layout, measured where that is wished for and the device is here."""
-    if modelled:
-        return plain_precision(job)
-    world = World(device=device_kind(job.cluster.device, request.world_size))
-    return settle_precision(job, NOWHERE, world, job.parallel.mode, Objects(), measure=request.measure)
-
-
 def _wish(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:
     batch = network["batch"]
     return request.as_search(batch, norm_group(job, batch), slots_of(job.train), accelerator=device != "cpu")
-
-
-def _described(model: Any, job: Job, network: dict[str, Any], device: str) -> Graph:
-
-    group_batch_norms(model)
-    graph = describe_network(model, picture(job, network, device))
-    if job.train.loss != "cross-entropy":
-        graph.keep_classes()
-    return graph
 
 
 def with_processes(job: Job, count: int) -> Job:

@@ -18,7 +18,8 @@ from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
 from manyhands.planner.find import digest
 from manyhands.planner.work import parameter_part, piece_shape
-from manyhands.worker.plan_search import NETWORK, network_of, timing, with_processes
+from manyhands.worker.plan_case import network_of
+from manyhands.worker.plan_search import NETWORK, timing, with_processes
 from manyhands.worker.plan_trials import VERIFY, make_network, norm_group, picture
 
 

@@ -1,0 +1,106 @@
+"""What is known of a job before its work is planned or priced: its data's figures, its network, and where it runs."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from manyhands.config.job import Job
+from manyhands.core.devices import device_kind
+from manyhands.core.folder import NOWHERE
+from manyhands.core.link_speeds import LinkSpeed
+from manyhands.core.world import World
+from manyhands.data.order import told_of_batch
+from manyhands.parallel.graph import Graph
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.tracing import describe_network
+from manyhands.planner.device_models import DeviceModel, device_model
+from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
+from manyhands.worker.plan_sync import link_between
+from manyhands.worker.plan_trials import make_network, picture
+from manyhands.worker.precision import plain_precision, settle_precision
+
+
+@dataclass(frozen=True)
+class JobCase:
+    """A job whose work is to be planned.
+
+    Attributes:
+        job: as the user wrote it; with a precision and a layout once it is `settled`.
+        network: channels, size, classes, batch and samples, as plain data.
+        device: that computes; a model's name where it isn't here.
+        between: the link between machines of one process each; None where all is on one machine.
+        modelled: the device that isn't here.
+        rates: operations and bytes a second of a device that isn't here; None of one that is.
+        said: sentences on what was settled.
+    """
+
+    job: Job
+    network: dict[str, Any]
+    device: str
+    between: LinkSpeed | None
+    modelled: DeviceModel | None
+    rates: tuple[float, float] | None = None
+    said: tuple[str, ...] = ()
+
+    @property
+    def here(self) -> str:
+        """Where its network is made on this machine."""
+        return "cpu" if self.modelled else self.device
+
+    def settled(self, processes: int, *, measure: bool) -> "JobCase":
+        """The job with a precision and a layout, measured where that is wished for and the device is here."""
+        smaller = told_of_batch(self.job.train.batch, self.network["samples"])
+        if self.modelled:
+            found = plain_precision(self.job)
+            precision = found.job.train.precision
+            rates, model = self.modelled.rates(precision), self.modelled.said(precision)
+        else:
+            world = World(device=device_kind(self.job.cluster.device, processes))
+            found = settle_precision(self.job, NOWHERE, world, self.job.parallel.mode, Objects(), measure=measure)
+            rates, model = None, ""
+        return replace(self, job=found.job, rates=rates, said=(*filter(None, (*found.said, model, smaller)),))
+
+    def described(self) -> tuple[nn.Module, Graph]:
+        """The network in training and its ops."""
+        model = make_network(self.job, self.network, self.here)
+        group_batch_norms(model)
+        graph = describe_network(model, picture(self.job, self.network, self.here))
+        if self.job.train.loss != "cross-entropy":
+            graph.keep_classes()
+        return model, graph
+
+
+def case_to_plan(job: Job, processes: int, link: str, model: str) -> JobCase:
+    """Reads a job's data and the speed of its links.
+
+    Args:
+        job: what is to be trained.
+        processes: how many at most.
+        link: such as 1gbit, between machines of one process each; empty for the job's own, or one machine.
+        model: of devices that aren't here; empty for this machine's.
+
+    Raises:
+        UserError: the data isn't there, or doesn't fit; a speed or a model can't be read.
+    """
+    modelled = device_model(model) if model else None
+    device = modelled.name if modelled else device_kind(job.cluster.device, processes)
+    return JobCase(job, network_of(job), device, link_between(job, link), modelled)
+
+
+def network_of(job: Job) -> dict[str, Any]:
+    """What the data says of a job's network: channels, size, classes, samples in an update (batch) and in an epoch.
+
+    Raises:
+        UserError: the data isn't there, or doesn't fit.
+    """
+    objects = Objects()
+    splits = open_splits(job, World(), objects)
+    pixels = pixels_for(job, splits, objects)
+    return {
+        "channels": pixels.channels,
+        "size": pixels.size,
+        "classes": len(class_names(job, splits)),
+        "batch": min(job.train.batch, len(splits.train)),
+        "samples": len(splits.train),
+    }

@@ -1,0 +1,212 @@
+"""How a job's training grows with machines: the mode data priced on each of several numbers of them."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeeds, links_of
+from manyhands.core.mesh import Mesh
+from manyhands.planner.find import SearchRequest, price
+from manyhands.planner.op_times import OpTimes
+from manyhands.planner.timing import Timing
+from manyhands.sync.choose import EXACT, check_method
+from manyhands.train.optimize import slots_of
+from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
+from manyhands.worker.plan_case import JobCase, case_to_plan
+from manyhands.worker.plan_costs import Costs
+from manyhands.worker.plan_search import with_processes
+from manyhands.worker.plan_sync import plan_sync
+from manyhands.worker.plan_trials import norm_group
+
+# What timing shares of an update may take together, and each of them.
+_BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3
+# Each number up to this is priced; of more machines, doubles.
+_FEW = 4
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class GrowthRequest:
+    """What a user asks of growth, as it was written.
+
+    Attributes:
+        first: the least number of machines.
+        last: the greatest.
+        link: such as 1gbit, between any two of them; empty for the job's.
+        grow_batch: each machine brings its own batch of the job's size, so that updates grow.
+        price: of a machine for an hour, in any currency; None if nobody asks.
+        measure: time one machine's shares here.
+        device_model: the machines' devices, where they aren't this machine's; nothing is measured then.
+    """
+
+    first: int
+    last: int
+    link: str = ""
+    grow_batch: bool = False
+    price: float | None = None
+    measure: bool = True
+    device_model: str = ""
+
+    def counts(self, most: int) -> list[int]:
+        """The numbers of machines that are priced, ascending, none above `most`."""
+        last = min(self.last, most)
+        doubles = (1 << power for power in range(last.bit_length()))
+        return sorted({self.first, last, *(one for one in (*range(1, _FEW), *doubles) if self.first <= one <= last)})
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What was found.
+
+    Attributes:
+        rows: for each number of machines, ascending: plain data.
+        about: the job, as plain data.
+        notes: sentences on what was left out or is in doubt.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    about: dict[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """What its picture is of."""
+        return f"{self.about['model']} on {self.about['data']}, {self.about['link']} between machines, predicted"
+
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {**self.about, "rows": list(self.rows), "notes": list(self.notes)}
+
+
+def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
+    """Predicts throughput, efficiency and cost on several numbers of machines of one process each.
+
+    Args:
+        job: what is to be trained.
+        wishes: as `GrowthRequest` has them.
+
+    Raises:
+        UserError: a wish can't be fulfilled.
+    """
+    request = GrowthRequest(**wishes)
+    check_method(job.sync.method)
+    case = case_to_plan(job, request.last, request.link, request.device_model)
+    if case.between is None:
+        mend = ("--link 1gbit", "or one number of processes of this machine: -n 4")
+        raise UserError("a range of machines needs the speed of what connects them", "--link", mend)
+    counts, notes = _counts(case, request)
+    measure = request.measure and not request.device_model
+    case = case.settled(request.last, measure=measure)
+    costs = Costs(with_processes(case.job, request.last), case.network, case.device, case.between, measured=measure)
+    batch = case.network["batch"]
+    sharing = {count: 1 if request.grow_batch else count for count in counts}
+    timed = _shares(costs, {-(-batch // each): each for each in sharing.values()})
+    shares = {count: timed[-(-batch // each)] for count, each in sharing.items()}
+    rows = _rows(case, costs, shares, request)
+    spread = max((one.spread for one in timed.values() if one), default=0.0)
+    about = {
+        "model": case.job.model.name,
+        "data": case.job.data.name,
+        "precision": case.job.train.precision,
+        "device": case.device,
+        "link": request.link or case.job.sync.link,
+        "measured": measure,
+        "spread": round(spread, 3),
+    }
+    return Growth(tuple(rows), about, (*case.said, *notes))
+
+
+def _counts(case: JobCase, request: GrowthRequest) -> tuple[list[int], tuple[str, ...]]:
+    batch = case.network["batch"]
+    most = request.last if request.grow_batch else min(request.last, batch)
+    what = f"an update has {batch} samples, so that no more than {batch} machines can share it"
+    mend = f"--batch {request.last} or more", "--grow-batch: each machine brings a batch of its own"
+    if request.first > most:
+        raise UserError(what, "train.batch", mend)
+    cut = (f"{what}; {mend[0]}, or {mend[1]}",) if most < request.last else ()
+    return request.counts(most), cut
+
+
+def _shares(costs: Costs, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
+    """One machine's update by its samples: medians of some rounds in turns, since others come and go on a machine.
+
+    Shares that there is no time for lie on a straight line. `sizes`: how many share the job's batch, by the samples
+    that each then has.
+    """
+    began_s = time.monotonic()
+    points: dict[int, list[Timing]] = {}
+    for samples, count in sorted(sizes.items()):
+        least = max(points, default=0)
+        # Once to warm up, and once to be timed.
+        expected_s = 2 * samples * points[least][0].seconds / least if least else 0.0
+        if time.monotonic() - began_s + expected_s > _BUDGET_S:
+            break
+        if (timed := costs.share(count, _EACH_S)) is None:
+            return dict.fromkeys(sizes)
+        points[samples] = [timed]
+    round_s = time.monotonic() - began_s
+    for number in range(1, _ROUNDS):
+        if (number + 1) * round_s > _BUDGET_S:
+            break
+        for samples, taken in points.items():
+            taken.append(costs.share(sizes[samples], _EACH_S) or taken[0])
+    known = [(samples, _middle(taken)) for samples, taken in points.items()]
+    return {samples: dict(known).get(samples) or _beyond(known, samples) for samples in sizes}
+
+
+def _middle(taken: Sequence[Timing]) -> Timing:
+    seconds = sorted(one.seconds for one in taken)
+    middle = statistics.median(seconds)
+    return Timing(middle, max((seconds[-1] - seconds[0]) / middle, *(one.spread for one in taken)))
+
+
+def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
+    """The straight line through the last two points, or from nothing to the only one."""
+    few, shorter = points[-2] if len(points) > 1 else (0, Timing(0.0))
+    many, longer = points[-1]
+    slope = max(0.0, longer.seconds - shorter.seconds) / (many - few)
+    return Timing(longer.seconds + slope * (samples - many), longer.spread)
+
+
+def _rows(
+    case: JobCase, costs: Costs, shares: dict[int, Timing | None], request: GrowthRequest
+) -> list[dict[str, Any]]:
+    model, graph = case.described()
+    link, pass_s = costs.worked(case.between or WITHIN_A_MACHINE), costs.pass_s(model)
+    times = OpTimes(case.here, 0.0, rates=case.rates)
+    rows: list[dict[str, Any]] = []
+
+    def links(mesh: Mesh) -> LinkSpeeds:
+        return links_of(mesh, per_machine=1, between=link)
+
+    for count, share in shares.items():
+        batch = case.network["batch"] * (count if request.grow_batch else 1)
+        group, slots = norm_group(case.job, batch), slots_of(case.job.train)
+        wish = SearchRequest(count, batch, norm_group=group, slots=slots, accelerator=case.device != "cpu")
+        option = price(graph, wish, times, links, share)
+        on_all = with_processes(case.job, count)
+        sync = plan_sync(on_all, case.network, option, links, model=model, link=link, pass_s=pass_s)
+        seconds = sync_seconds(sync) or option.prediction.seconds
+        rows.append(
+            {
+                "processes": count,
+                "batch": batch,
+                "samples": -(-batch // count),
+                "step_ms": round(seconds * 1e3, 3),
+                "compute_ms": round(option.prediction.compute_seconds * 1e3, 3),
+                "sync": sync_words(taken) if (taken := sync_taken(sync)) else EXACT,
+                **_per_epoch(count, case.network["samples"], batch / seconds, request.price),
+            }
+        )
+    least = rows[0]["images_per_s"] / rows[0]["processes"]
+    return [row | {"efficiency": row["images_per_s"] / row["processes"] / least} for row in rows]
+
+
+def _per_epoch(count: int, samples: int, images_per_s: float, price: float | None) -> dict[str, float]:
+    hours = count * samples / images_per_s / _HOUR_S
+    costs = {} if price is None else {"price": price * hours}
+    return {"images_per_s": images_per_s, "epoch_s": samples / images_per_s, "process_hours": hours, **costs}
