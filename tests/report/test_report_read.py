@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import tracemalloc
 
 import pytest
 from fake_run import FakeRun, complete
@@ -161,3 +162,51 @@ def test_exceptions_are_told_even_of_a_plan_that_is_damaged_elsewhere(tmp_path):
     content = json.loads(run.folder.plan.read_text())
     run.folder.plan.write_text(json.dumps({**content, "norm_group": None, "layout": {}}))
     assert read_run(tmp_path).plan.exceptions == content["exceptions"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0, 9), st.floats(1, 1e6)), max_size=80), st.sampled_from([2, 4, 8])
+)
+def test_thinned_records_are_few_and_tell_the_same_of_all_samples(found, most):
+    records = [
+        step(number, float(number)).model_copy(update={"samples": samples, "loss": loss, "images_per_s": rate})
+        for number, (samples, loss, rate) in enumerate(found, 1)
+    ]
+    thinned = without_repeats(records, [], most)
+    assert len(thinned) <= most
+    assert [record.step for record in thinned] == sorted({record.step for record in thinned})
+    assert [record.step for record in thinned[-1:]] == [record.step for record in records[-1:]]
+    for told in (
+        lambda record: record.samples,
+        lambda record: record.samples * record.loss,
+        lambda record: record.samples / record.images_per_s,
+    ):
+        assert math.fsum(map(told, thinned)) == pytest.approx(math.fsum(map(told, records)))
+    if len(records) < most:
+        assert thinned == records
+
+
+@given(PLANS)
+def test_a_run_that_goes_on_is_thinned_to_what_it_did_last(plan):
+    """Nothing that was forgotten is left: all samples are of steps up to the last, at most once."""
+    records = [step(begin + number, 0.0) for begin, count in plan for number in range(count)]
+    thinned = without_repeats(records, [], 4)
+    whole = without_repeats(records, [])
+    assert [record.step for record in thinned[-1:]] == [record.step for record in whole[-1:]]
+    assert sum(record.samples for record in thinned) <= sum(record.samples for record in whole)
+
+
+def test_a_long_run_is_read_in_memory_of_a_known_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("manyhands.report.read.MOST_RECORDS", 256)
+    peaks = {}
+    for epochs in (10, 100):
+        FakeRun(tmp_path / str(epochs), epochs=epochs, steps_per_epoch=100, record_every=1).begin().train()
+        read_run(tmp_path / "10")
+        tracemalloc.start()
+        run = read_run(tmp_path / str(epochs))
+        peaks[epochs] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert 128 <= len(run.steps) <= 256
+        assert sum(record.samples for record in run.steps) == epochs * 100 * 128
+        assert run.steps[-1].step == epochs * 100
+    assert peaks[100] < 2 * peaks[10]

@@ -1,6 +1,8 @@
 """Reads a run folder, whatever state it is in: running, finished, stopped, crashed or resumed."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import bisect
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +23,13 @@ from manyhands.core.records import (
     Record,
     StepMetrics,
 )
+from manyhands.report.thinned import MOST_RECORDS, Measured, Thinned
 
 METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
 # The words of events that begin a session of work: everything between two of them ran without a pause.
 STARTS = frozenset({"started", "resumed", "restarted"})
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-Measured = TypeVar("Measured", StepMetrics, EvaluationMetrics)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class RunData:
     job: dict[str, Any] = field(default_factory=dict)  # the configuration as job.toml has it; empty if it can't be read
     environment: dict[str, Any] = field(default_factory=dict)  # env.json, or empty
     plan: PlanRecord = field(default_factory=PlanRecord)  # plan.json, or empty
-    # rising in step; what a resumed run did again is there once, as it was done last
+    # rising in step; what a resumed run did again is there once, as it was done last; of a long run thinned
     steps: list[StepMetrics] = field(default_factory=list)
     evaluations: list[EvaluationMetrics] = field(default_factory=list)  # likewise
     phases: list[PhaseMetrics] = field(
@@ -72,23 +74,20 @@ def read_run(path: Path) -> RunData:
     folder = RunFolder(path)
     if not folder.exists():
         raise no_run(path)
-    lines = list(records.read_lines(folder.metrics))
-    measured = [record for line in lines if (record := parse_metrics(line, folder))]
-    told = [line for line in lines if line.get("kind") == "phases"]
     events = [event for line in records.read_lines(folder.events) if (event := parse(Event, line, folder.events))]
-    steps = [record for record in measured if isinstance(record, StepMetrics)]
-    evaluations = [record for record in measured if isinstance(record, EvaluationMetrics)]
+    measured = _MetricsFile(folder, events)
+    steps = without_repeats(measured.read(), events, MOST_RECORDS)
     failures = [_read_record(Failure, file) for file in sorted(folder.failures.glob("*.json"))]
     return RunData(
         folder=folder,
         job=_read_toml(folder.job),
         environment=_read_object(folder.environment),
         plan=_read_plan(folder.plan),
-        steps=without_repeats(steps, events),
-        evaluations=without_repeats(evaluations, events),
-        phases=[record for line in told if (record := parse(PhaseMetrics, line, folder.metrics))],
+        steps=steps,
+        evaluations=without_repeats(measured.evaluations, events),
+        phases=measured.phases,
         events=events,
-        sessions=sessions([record.time for record in measured], events),
+        sessions=sessions([time for both in measured.ends.values() for time in both], events),
         best=_read_record(EvaluationDetail, folder.evaluations / "best.json"),
         last=_read_record(EvaluationDetail, folder.evaluations / "last.json"),
         tests={
@@ -100,24 +99,45 @@ def read_run(path: Path) -> RunData:
     )
 
 
-def without_repeats(measured: Sequence[Measured], events: Iterable[Event]) -> list[Measured]:
-    """Leaves out what a resumed run forgot: records beyond the step that it went back to."""
+class _MetricsFile:
+    """What metrics.jsonl has, read line by line: of a long run it doesn't fit into memory."""
+
+    def __init__(self, folder: RunFolder, events: Iterable[Event]) -> None:
+        self._folder = folder
+        self._starts = sorted(event.time for event in events if event.kind in STARTS)
+        self.evaluations: list[EvaluationMetrics] = []
+        self.phases: list[PhaseMetrics] = []
+        self.ends: dict[int, tuple[float, float]] = {}  # the first and the last time after each start
+
+    def read(self) -> Iterator[StepMetrics]:
+        """The step records; the others are there once all of these were taken."""
+        for line in records.read_lines(self._folder.metrics):
+            if line.get("kind") == "phases":
+                told = parse(PhaseMetrics, line, self._folder.metrics)
+                self.phases += [told] if told else []
+            elif record := parse_metrics(line, self._folder):
+                number = bisect.bisect_left(self._starts, record.time)
+                first, last = self.ends.get(number, (record.time, record.time))
+                self.ends[number] = min(first, record.time), max(last, record.time)
+                if isinstance(record, StepMetrics):
+                    yield record
+                else:
+                    self.evaluations.append(record)
+
+
+def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
+    """Leaves out what a resumed run forgot: records beyond the step that it went back to. Thinned to `most`."""
     resumes = sorted((e.time, e.step) for e in events if e.kind == "resumed" and e.step is not None)
-    kept: list[Measured] = []
+    kept = Thinned[Measured](most)
     for record in measured:
         while resumes and resumes[0][0] <= record.time:
-            _forget(kept, resumes.pop(0)[1] + 1)
+            kept.forget(resumes.pop(0)[1] + 1)
         # Holds without events too, and where another machine's clock is behind.
-        _forget(kept, record.step)
-        kept.append(record)
+        kept.forget(record.step)
+        kept.add(record)
     for _, step in resumes:
-        _forget(kept, step + 1)
-    return kept
-
-
-def _forget(kept: list[Measured], from_step: int) -> None:
-    while kept and kept[-1].step >= from_step:
-        kept.pop()
+        kept.forget(step + 1)
+    return kept.taken()
 
 
 def sessions(times: Iterable[float], events: Iterable[Event]) -> list[WorkPeriod]:
@@ -147,10 +167,11 @@ def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecor
     version = line.get("v")
     if isinstance(version, int) and version > records.VERSION:
         raise UserError("this run was written by a newer manyhands", str(file), ("update manyhands",))
-    numbers = {name for name, about in schema.model_fields.items() if about.annotation is float}
-    whole = {key: float("nan") if value is None and key in numbers else value for key, value in line.items()}
+    if None in line.values():
+        numbers = {name for name, about in schema.model_fields.items() if about.annotation is float}
+        line = {key: float("nan") if value is None and key in numbers else value for key, value in line.items()}
     try:
-        return schema.model_validate(whole)
+        return schema.model_validate(line)
     except ValidationError:
         return None
 

@@ -75,19 +75,19 @@ class LogFile:
     path: Path
     offset: int = 0
 
-    def new_lines(self, *, rest: bool = False) -> list[str]:
-        """Whole lines since the last look; with `rest` a last one without its end too."""
+    def new_lines(self, *, rest: bool = False) -> Iterator[str]:
+        """Whole lines since the last look, read as they are taken; with `rest` a last one without its end too."""
         try:
             with open_file(self.path) as file:
                 file.seek(self.offset)
-                text = file.read()
+                for line in file:
+                    if rest or line.endswith(b"\n"):
+                        self.offset += len(line)
+                        yield from line.decode(errors="replace").splitlines()
         except FileNotFoundError:
-            return []
+            return
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path.name} can't be read: {error}", str(self.path), ("remove it",)) from error
-        whole = text if rest else text[: text.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
 
 
 @dataclass
@@ -106,14 +106,13 @@ class FarFile:
     link: AgentConnection
     offset: int = 0
 
-    def new_lines(self, *, rest: bool = False) -> list[str]:
+    def new_lines(self, *, rest: bool = False) -> Iterator[str]:
         """Whole lines since the last look; with `rest` a last one without its end too."""
-        lines: list[str] = []
         while True:
             answer = self.link.ask(ReadLog(self.path, self.offset, rest), ANSWER_S)
-            lines += answer.text.splitlines()
+            yield from answer.text.splitlines()
             if self.offset == answer.offset:
-                return lines
+                return
             self.offset = answer.offset
 
 
@@ -180,7 +179,7 @@ def show_logs(
         }
         for file in files.values():
             lines = file.new_lines(rest=not follow)
-            for line in deque(lines, last or None):
+            for line in deque(lines, last) if last else lines:
                 show(_with_rank(line, file.rank, rank))
         if follow:
             for file, line in _grown(folder, files, rank):
