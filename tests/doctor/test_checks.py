@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.cluster.doctor.addresses import choose_addresses
 from manyhands.cluster.doctor.examine import CHECKS, WORST_FIRST, examine, fails, sort_out
 from manyhands.cluster.doctor.findings import AllReduceTest, Attempt, Contact, DoctorFinding, Needs
+from manyhands.cluster.doctor.survey import ways_tried
 from manyhands.core.plugins import load_choice, module_names
 from tests.doctor.planted import GIB, change, gpu, healthy
 
@@ -330,3 +332,17 @@ def test_one_finding_for_each_cause_and_the_worst_first(found):
     assert severities == sorted(severities)
     explained = {cause for finding in found if finding.severity != "ok" for cause in finding.explains}
     assert {finding.cause for finding in sorted_out} == {finding.cause for finding in found} - explained
+
+
+@given(st.integers(40, 60), st.data())
+def test_of_many_machines_some_ways_were_tried_and_one_that_nobody_reaches_is_named(count, data):
+    survey = healthy(count)
+    tried = {(host, other) for host, others in ways_tried(survey.hosts).items() for other in others}
+    survey.reach = {pair: found for pair, found in survey.reach.items() if pair in tried}
+    assert choose_addresses(survey.facts, survey.reach) == survey.chosen
+    lost = data.draw(st.sampled_from(survey.hosts))
+    for (one, two), (attempt,) in survey.reach.items():
+        if lost in (one, two):
+            survey.reach[one, two] = (Attempt(attempt.address, "timeout", port=4711),)
+    (finding,) = (found for found in examine(survey) if found.severity == "fail")
+    assert (finding.check, finding.hosts[0]) == ("reach", lost)

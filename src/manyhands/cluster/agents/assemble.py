@@ -1,5 +1,6 @@
 """From a list of machines to agents that are there, know each other's addresses, and are ready to start workers."""
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,11 @@ from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.stops import ended_like_ctrl_c
 
-# ssh gives up after CONNECT_S; Python's own start on a busy machine takes seconds too.
-HELLO_S = 45.0
+# ssh gives up after CONNECT_S; Python's own start on a busy machine takes seconds too. Each ssh also takes this
+# machine's processor for a moment, to agree on keys.
+HELLO_S, HELLO_EACH_S = 45.0, 0.2
+# Two pipes for each machine, one more while it is started, and what the head itself needs.
+FILES_EACH, OWN_FILES = 2, 200
 # Importing torch from a cold disk takes long.
 PREPARE_S = 300.0
 REQUEST_S = 30.0
@@ -103,6 +107,7 @@ def assembled(
         on_stop: called where the user ends the block, before the agents have left.
     """
     refuse_doubles(machines)
+    allow_open_files(OWN_FILES + FILES_EACH * len(machines))
     links: list[AgentConnection] = []
     with ended_like_ctrl_c():
         try:
@@ -115,6 +120,17 @@ def assembled(
             raise
         finally:
             close_all(links)
+
+
+def allow_open_files(count: int) -> None:
+    """Lets this process have so many files open, if the system does. Raises UserError: it doesn't."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        what = f"so many machines need {count:,} open files here, and this user may have {hard:,}"
+        raise UserError(what, "cluster.hosts", (f"have the limit raised: ulimit -Hn {count} says root's shell",))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def refuse_doubles(machines: Sequence[Machine]) -> None:
@@ -138,7 +154,8 @@ def _open(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnect
 
 def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsWanted) -> Crew:
     asked = time.time()
-    answers = ask_all(links, [Hello(wanted, remote=not link.here) for link in links], HELLO_S)
+    patience_s = HELLO_S + HELLO_EACH_S * len(links)
+    answers = ask_all(links, [Hello(wanted, remote=not link.here) for link in links], patience_s)
     crew = Crew([], [])
     close_all([link for link, answer in zip(links, answers, strict=True) if isinstance(answer, LinkClosed)])
     for link, answer in zip(links, answers, strict=True):

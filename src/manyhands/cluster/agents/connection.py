@@ -10,7 +10,6 @@ import selectors
 import subprocess
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -123,12 +122,16 @@ class AgentConnection:
             return "\n".join(said.splitlines()[-last_lines:])
         return ""
 
-    def close(self, patience_s: float = 5.0) -> int:
-        """Closes this end, which ends the other; what doesn't end in time is killed. Returns the exit code."""
+    def hang_up(self) -> None:
+        """Closes this end, which ends the other."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
+
+    def close(self, patience_s: float = 5.0) -> int:
+        """Closes this end, which ends the other; what doesn't end in time is killed. Returns the exit code."""
+        assert self.process.stdout is not None
+        self.hang_up()
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -140,10 +143,12 @@ class AgentConnection:
 
 
 def close_all(links: Sequence[AgentConnection], patience_s: float = 5.0) -> None:
-    """Closes several links at once; each may take its patience."""
-    if links:
-        with ThreadPoolExecutor(len(links)) as pool:
-            list(pool.map(lambda link: link.close(patience_s), links))
+    """Closes several links at once; all together may take the patience."""
+    for link in links:
+        link.hang_up()
+    until = time.monotonic() + patience_s
+    for link in links:
+        link.close(max(0.0, until - time.monotonic()))
 
 
 def ask_all(
@@ -167,25 +172,33 @@ def ask_all(
     asked = {link: (link.post(request), request) for link, request in zip(links, requests, strict=True)}
     answers: dict[AgentConnection, A | RunError] = {}
     until = time.monotonic() + timeout_s
-    while len(answers) < len(links) and time.monotonic() < until:
-        for link in {*links, *others}:
-            link.pulse()
-        for link in _stir([link for link in links if link not in answers], 0.2):
-            answers.update(_answers(link, link.read(), *asked[link]))
-            if link.closed:
-                answers.setdefault(link, _gone(link))
+    kept = {*links, *others}
+    with selectors.DefaultSelector() as selector:
+        for link in links:
+            selector.register(link, selectors.EVENT_READ, link)
+        while len(answers) < len(links) and time.monotonic() < until:
+            for link in kept:
+                link.pulse()
+            for link in _stir(selector, [link for link in links if link.unsent and link not in answers], 0.2):
+                answers.update(_answers(link, link.read(), *asked[link]))
+                if link.closed:
+                    answers.setdefault(link, _gone(link))
+                if link in answers:
+                    selector.unregister(link)
     silent = f"did not answer within {timeout_s:.0f} s"
     return [answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in links]
 
 
-def _stir(links: Sequence[AgentConnection], patience_s: float) -> list[AgentConnection]:
+def _stir(
+    selector: selectors.BaseSelector, unsent: Sequence[AgentConnection], patience_s: float
+) -> list[AgentConnection]:
     """Waits until there is something to read or room to send; sends, and gives the links that can be read."""
-    with selectors.DefaultSelector() as selector:
-        for link in links:
-            selector.register(link, selectors.EVENT_READ, link)
-            if link.unsent and link.process.stdin:
-                selector.register(link.process.stdin, selectors.EVENT_WRITE, link)
-        events = selector.select(patience_s)
+    full = [(link, link.process.stdin) for link in unsent if link.process.stdin]
+    for link, stdin in full:
+        selector.register(stdin, selectors.EVENT_WRITE, link)
+    events = selector.select(patience_s)
+    for _, stdin in full:
+        selector.unregister(stdin)
     for key, event in events:
         if event & selectors.EVENT_WRITE:
             key.data.flush()

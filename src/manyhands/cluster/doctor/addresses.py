@@ -29,7 +29,7 @@ class AddressCandidate:
 def choose_addresses(
     facts: Mapping[str, Facts], reach: Mapping[tuple[str, str], Sequence[Attempt]]
 ) -> dict[str, tuple[str, str]]:
-    """The interface and address of each machine that all the others reached; a machine without one is left out.
+    """The interface and address of each machine that all reached who tried; a machine without one is left out.
 
     Where several would do: the same family on all machines (IPv4 first), no bridges for containers, no tunnels, the
     subnet that most machines share, private before public, the faster interface.
@@ -72,10 +72,9 @@ def unlikely(interface: str) -> int:
 def _reached_candidates(
     host: str, facts: Mapping[str, Facts], reach: Mapping[tuple[str, str], Sequence[Attempt]]
 ) -> Iterator[AddressCandidate]:
-    others = [other for other in facts if other != host]
+    tries = [reach[other, host] for other in facts if (other, host) in reach]
     for interface, address, network, speed in _addresses(facts[host]):
-        reached = [any(a.address == address and a.result == "ok" for a in reach.get((o, host), ())) for o in others]
-        if all(reached):
+        if all(any(a.address == address and a.result == "ok" for a in tried) for tried in tries):
             yield AddressCandidate(interface, address, network, speed)
 
 

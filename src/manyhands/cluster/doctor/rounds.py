@@ -8,12 +8,13 @@ def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half, played = len(seats) // 2, []
     for _ in range(len(seats) - 1):
+        if 0 < most <= len(played):
+            break
         pairs = [
             (one, two)
             for one, two in zip(seats[:half], reversed(seats[half:]), strict=True)
             if one is not None and two is not None
         ]
-        played += [pairs, [(two, one) for one, two in pairs]]
+        played += [pairs, [(two, one) for one, two in pairs]] if pairs else []
         seats = [seats[0], seats[-1], *seats[1:-1]]  # one stays, the others move on
-    played = [pairs for pairs in played if pairs]
     return played[:most] if most else played

@@ -16,8 +16,9 @@ from manyhands.core.errors import RunError
 ANSWER_S = 30.0
 CONNECT_S = 3.0
 MEASURE_S = 0.4
-# With many machines not every pair is measured, so that it stays a matter of seconds.
-MOST_ROUNDS = 24
+# With many machines not every pair is measured, so that it stays a matter of seconds; nor does each reach for all
+# others, which would be a million ways with a thousand machines.
+MOST_ROUNDS, MOST_TRIED = 24, 64
 AGAIN_FACTOR = 2.0
 CLOCK_QUESTIONS = 3
 LISTEN_S = 120.0
@@ -112,14 +113,21 @@ def _listen(talk: _Talk, survey: Survey) -> dict[str, list[Listener]]:
     }
 
 
+def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
+    """Whom each machine tries to reach: all others, or of many some, and the first, which all must reach."""
+    pairs = {pair for pairs in rounds(hosts, MOST_TRIED) for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
+    found: dict[str, list[str]] = {host: [] for host in hosts}
+    for host, other in sorted(pairs):
+        found[host].append(other)
+    return found
+
+
 def _try_all(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]]) -> None:
-    asked = {
-        host: [(other, target) for other in targets if other != host for target in targets[other]]
-        for host in talk.hosts
-    }
+    others = {host: [other for other in found if other in targets] for host, found in ways_tried(talk.hosts).items()}
+    asked = {host: [(other, target) for other in others[host] for target in targets[other]] for host in talk.hosts}
     requests = {host: Connect(tuple(target for _, target in tried), CONNECT_S) for host, tried in asked.items()}
     for host, answer in talk.ask(requests).items():
-        survey.reach |= {(host, other): () for other in targets if other != host}
+        survey.reach.update({(host, other): () for other in others[host]})
         for (other, _), attempt in zip(asked[host], answer.attempts, strict=True):
             survey.reach[host, other] = (*survey.reach[host, other], attempt)
 
