@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo setup test test-slow test-all check format bench clean
+.PHONY: help demo setup test test-slow test-all check format bench clean wheels-gpu test-gpu
 
 help:
 	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-all  the slow ones too"
 	@echo "make check     format, lint, types, import layers"
 	@echo "make bench     measure against other tools, side by side (needs MNIST; see bench/)"
+	@echo "make test-gpu  what must hold on an accelerator, with the torch of PYTHON (see docs/guides/gpu-results.md)"
 
 demo: $(VENV)/.package
 	$(BIN)/manyhands train -n 2
@@ -44,6 +45,18 @@ bench: $(VENV)/.package
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check accelerate lightning
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check mindspore
 	$(BIN)/python -m bench.mnist_mlp
+
+# For a machine with an accelerator, which may have no network: its torch stays as it is, and no environment is made.
+DEVICE ?= auto
+PYTHON_VERSION ?= $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
+MACHINE ?= x86_64
+WHEELS ?= build/wheels-gpu
+
+wheels-gpu:
+	$(PYTHON) scripts/gpu_wheels.py $(WHEELS) --python-version $(PYTHON_VERSION) --machine $(MACHINE)
+
+test-gpu:
+	$(PYTHON) -m tests.gpu --device $(DEVICE) --wheels $(WHEELS)
 
 clean:
 	rm -rf $(VENV)

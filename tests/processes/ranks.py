@@ -1,4 +1,4 @@
-"""Runs a function on several real processes with gloo, and brings back what each returned."""
+"""Runs a function on several real processes, with gloo unless told otherwise, and brings back what each returned."""
 
 import os
 import pickle
@@ -6,20 +6,25 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from manyhands.core.world import World
 
 
-def _child(rank, size, function, arguments, folder):
+def _child(rank, size, function, arguments, folder, device, backend):
+    device = f"cuda:{rank}" if device == "cuda" else device
+    if device != "cpu":
+        torch.cuda.set_device(device)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    bound = torch.device(device) if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
     # Nobody leaves before all are connected, however little it has to do.
     dist.barrier()
     try:
-        result = function(World(rank, size, rank, size, "cpu", "gloo"), *arguments)
+        result = function(World(rank, size, rank, size, device, backend), *arguments)
         (Path(folder) / f"{rank}.out").write_bytes(pickle.dumps(result))
     except BaseException:
         (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
@@ -28,16 +33,18 @@ def _child(rank, size, function, arguments, folder):
         dist.destroy_process_group()
 
 
-def run_on_ranks(function, size, *arguments, start="fork"):
+def run_on_ranks(function, size, *arguments, start="fork", device="cpu", backend="gloo"):
     """function(world, *arguments) on `size` processes; a list of what they returned, by rank.
 
-    Forked ones start at once but inherit this process's memory; "spawn" starts with a memory of their own.
+    Forked ones start at once but inherit this process's memory; "spawn" starts with a memory of their own. All use one
+    device; "cuda" gives each its own.
     """
     if size == 1:
-        return [function(World(), *arguments)]
+        return [function(World(device=device), *arguments)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.start_processes(_child, (size, function, arguments, folder), nprocs=size, start_method=start)
+            given = (size, function, arguments, folder, device, backend)
+            mp.start_processes(_child, given, nprocs=size, start_method=start)
         except Exception as error:
             texts = [path.read_text() for path in sorted(Path(folder).glob("*.err"))]
             raise AssertionError("\n".join(texts) or str(error)) from error

@@ -1,66 +1,22 @@
 """The law of the house: N processes make the same updates as one."""
 
 import functools
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
-from manyhands.train.data_setup import Objects
-from manyhands.train.job import build
 from tests.processes.ranks import run_on_ranks
-
-# Divides by nothing: 103 = 3 * 29 + 16.
-SAMPLES, BATCH = 103, 29
-
-
-def _network(norm):
-    def block(inputs, outputs):
-        return [nn.Conv2d(inputs, outputs, 3, padding=1), *([nn.BatchNorm2d(outputs)] if norm else []), nn.ReLU()]
-
-    return nn.Sequential(*block(1, 6), nn.MaxPool2d(2), *block(6, 8), nn.Flatten(), nn.Linear(8 * 16, 5))
-
-
-def _train(world, updates, mode, norm, settings):
-    torch.manual_seed(3)
-    flags = {
-        "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH,
-        "train.epochs": 50, "train.lr": 0.05, "train.evaluate_every": 0.0, "parallel.mode": mode,
-        "data.augment": "crop-flip", "model.num_classes": 5, "train.weight_decay": 1e-3, **settings,
-    }  # fmt: skip
-    job = load_job(flags, environment={}).job
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build(
-            job, RunFolder(Path(folder)), world, mode, Objects(None if "model.name" in settings else _network(norm))
-        )
-        losses = []
-        while len(losses) < updates:
-            for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
-                trainer.update(update, trainer.progress.step)
-                trainer.progress.advance(trainer.feed.order.steps_per_epoch)
-                losses.append(trainer.update.measured.take()[0])
-                if len(losses) == updates:
-                    break
-        from manyhands.train.state import capture
-
-        snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
-        evaluation = trainer.evaluate()
-        trainer.release()
-    return losses, snapshot.model, (evaluation.confusion, evaluation.loss)
+from tests.processes.updates import train
 
 
 @functools.cache
 def _alone(updates, norm, settings):
-    return run_on_ranks(_train, 1, updates, "single", norm, dict(settings))[0]
+    return run_on_ranks(train, 1, updates, "single", norm, dict(settings))[0]
 
 
 def _compare(size, updates, mode, norm, settings, tolerance):
     alone = _alone(updates, norm, tuple((key, value) for key, value in settings.items() if key != "cluster.shares"))
-    several = run_on_ranks(_train, size, updates, mode, norm, settings)
+    several = run_on_ranks(train, size, updates, mode, norm, settings)
     summed = [sum(losses) for losses in zip(*(result[0] for result in several), strict=True)]
     torch.testing.assert_close(torch.tensor(summed), torch.tensor(alone[0]), rtol=tolerance, atol=0)
     for name, wanted in alone[1].items():

@@ -139,7 +139,7 @@ class ElasticAgent(_Base):
         )
         # An accelerator's driver must start afresh in each process; CPU workers are forked with all imports done.
         method = "fork" if orders.device == "cpu" else "spawn"
-        super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), start_method=method, shutdown_timeout=LEAVE_S)
+        super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), start_method=method)
 
     def _assign_worker_ranks(
         self,
@@ -162,7 +162,7 @@ class ElasticAgent(_Base):
             self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
         started: dict[int, Any] = super()._start_workers(worker_group)
         context: Any = self._pcontext
-        # torch waits 30 s for the peers of a failed process, whatever shutdown_timeout says.
+        # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
         context.close = functools.partial(_close_soon, context.close)
         if not self._orders.script:
             context._pc.join = functools.partial(context._pc.join, grace_period=LEAVE_S)

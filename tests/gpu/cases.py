@@ -1,0 +1,477 @@
+"""What must hold on an accelerator. Each function takes a device, and gives figures or fails; see `limits.py`.
+
+Nothing here needs pytest: the machines that have a card may lack it.
+"""
+
+import json
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from manyhands import session
+from manyhands.config.load import load_job
+from manyhands.core.errors import RunError
+from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
+from manyhands.train.data_setup import Objects
+from manyhands.train.failing import explain_memory
+from manyhands.train.job import build
+from manyhands.train.loop import fit
+from manyhands.train.state import capture
+from tests.e2e import command
+from tests.gpu.case import Skip, Unproven
+from tests.processes.families import compare_all
+from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import network, train
+
+QUIET = ["--set", "run.report=false"]
+TIGHT, LOOSE = 1e-9, 2e-4
+FP64 = {"train.precision": "fp64", "train.norm_group": 4}
+
+
+def _ranks(function, size, *arguments, device, backend="gloo"):
+    # A process that has used a card can't be forked.
+    start = "fork" if device == "cpu" else "spawn"
+    return run_on_ranks(function, size, *arguments, start=start, device=device, backend=backend)
+
+
+def _worst(got, wanted):
+    """The largest difference of a tensor, relative to its largest value."""
+    worst = 0.0
+    for name, tensor in wanted.items():
+        scale = max(tensor.abs().max().item(), 1e-12) if tensor.is_floating_point() else 1
+        worst = max(worst, (got[name].double() - tensor.double()).abs().max().item() / scale)
+    return worst
+
+
+def _within(figures, limit):
+    assert all(value <= limit for value in figures.values()), figures
+    return figures
+
+
+def _accelerator(device):
+    if device == "cpu":
+        raise Skip("needs an accelerator")
+
+
+def _command(*arguments, **others):
+    ended = command.run(*map(str, arguments), **others)
+    assert ended.code == 0, ended.err[-3000:]
+    return ended
+
+
+def _metrics(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def _accuracy(folder):
+    return max(row["top1"] for row in _metrics(folder) if row["kind"] == "evaluation")
+
+
+def trains_and_evaluates(device):
+    began = time.monotonic()
+    job = ["train", "digits", "cnn", "--epochs", 3, "--device", device, "--out", "run", *QUIET]
+    _command(*job)
+    first = command.events("run", "first-step")[0]["time"] - command.events("run", "started")[0]["time"]
+    assert command.events("run", "started")[0]["data"]["device"] == device
+    accuracy = _accuracy("run")
+    assert accuracy > 0.8, accuracy
+    return {"top1": accuracy, "seconds": time.monotonic() - began, "first_step_s": first}
+
+
+def _law(device, size, settings, limit, mode="data", backend="gloo", updates=10):
+    alone = run_on_ranks(train, 1, updates, "single", True, settings, device=device if device != "cuda" else "cuda:0")
+    several = _ranks(train, size, updates, mode, True, settings, device=device, backend=backend)
+    # Rank 0 alone gathers a sharded network.
+    told = several if mode != "fsdp" else several[:1]
+    assert torch.equal(several[0][2][0], several[1][2][0]), "evaluations differ"
+    return _within({"worst": max(_worst(one[1], alone[0][1]) for one in told)}, limit)["worst"]
+
+
+def two_processes_make_the_updates_of_one(device):
+    cases = {
+        "fp64": (FP64, TIGHT),
+        "fp64, accumulated": ({**FP64, "train.micro_batch": 4}, TIGHT),
+        "fp64, groups across processes": ({**FP64, "train.norm_group": 16}, TIGHT),
+        "fp64, adamw": ({**FP64, "train.optimizer": "adamw", "train.lr": 0.002}, TIGHT),
+        "fp64, clipped, channels_last": ({**FP64, "train.clip": 0.1, "train.channels_last": True}, TIGHT),
+    }
+    return {name: _law(device, 2, settings, limit, updates=5) for name, (settings, limit) in cases.items()}
+
+
+def the_card_computes_what_the_processor_does(device):
+    _accelerator(device)
+    found = {}
+    for name, limit, settings in (
+        ("fp64", TIGHT, FP64),
+        ("fp64, channels_last", TIGHT, {**FP64, "train.channels_last": True}),
+        ("fp64, adamw", TIGHT, {**FP64, "train.optimizer": "adamw", "train.lr": 0.002}),
+        ("fp32, one update", 5e-3, {"train.precision": "fp32", "train.norm_group": 4}),  # convolutions take tf32
+    ):
+        updates = 1 if "one" in name else 10
+        here, there = (train(World(device=one), updates, "single", True, settings) for one in (device, "cpu"))
+        found[name] = _within({name: _worst(here[1], there[1])}, limit)[name]
+        if "fp64" in name:
+            assert torch.equal(here[2][0], there[2][0]), f"{name}: evaluations differ"
+    return found
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, factor):
+        ctx.factor = factor
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0] * ctx.factor, None
+
+
+class BadOnce(nn.Module):
+    """Gives its first layers an infinite gradient in one call of training, on the last rank alone."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.inner, self.call, self.calls = network(True), call, 0
+
+    def forward(self, images):
+        self.calls += self.training
+        mine = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        return _Times.apply(self.inner(images), float("inf") if mine and self.calls == self.call else 1.0)
+
+
+def _trainer(world, folder, make, **settings):
+    """A trainer of a network that `make` makes, on synthetic pictures unless the settings say otherwise."""
+    torch.manual_seed(3)
+    Path(folder, "ranks").mkdir(exist_ok=True)
+    flags = {
+        "data.name": "synthetic:120x1x8x8x5", "train.batch": 30, "train.epochs": 4, "train.lr": 0.05,
+        "train.evaluate_every": 0.0, "model.num_classes": 5, "checkpoint.every": "never", "run.report": False,
+        "run.log_every_s": 0.01, "train.norm_group": 15, **settings,
+    }  # fmt: skip
+    mode = "single" if world.alone else "data"
+    return build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(make()))
+
+
+def _weights(trainer):
+    found = capture(trainer.network, trainer.update.optimizer, trainer.progress, {}).model
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def _overflow(world):
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(world, folder, lambda: BadOnce(call=4), **{"train.precision": "fp16"})
+        model = trainer.network.inner
+        before, scales = None, []
+        for number, update in enumerate(trainer.feed.updates(0, 0)):
+            skipped, before = model.calls == model.call - 1, _weights(trainer)
+            trainer.update(update, number)
+            scales.append(trainer.update.gradients.scaler.get_scale())
+            if skipped:
+                after = _weights(trainer)
+                kept = all(torch.equal(after[name], one) for name, one in before.items() if "running" not in name
+                           and "tracked" not in name)  # fmt: skip
+                trainer.release()
+                return kept, scales, after
+        trainer.release()
+    raise AssertionError(f"the bad call never came: {model.calls}")
+
+
+def fp16_skips_alike_and_goes_on(device):
+    found = {}
+    for size in (1, 2):
+        every = _ranks(_overflow, size, device=device)
+        for kept, scales, _ in every:
+            assert kept, "the update was made"
+            assert scales[-1] < scales[0], scales
+        assert _worst(every[0][2], every[-1][2]) == 0, "processes differ"
+        found[f"scale after, of {size}"] = every[0][1][-1]
+    return found
+
+
+def _refused(world):
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(world, folder, lambda: BadOnce(call=9), **{"train.precision": "fp32"})
+        told = ""
+        try:
+            fit(trainer)
+        except RunError as error:
+            told = str(error)
+        weights = {name: one.detach().cpu() for name, one in trainer.network.inner.named_parameters()}
+        trainer.release()
+        return told, weights
+
+
+def a_bad_gradient_spoils_no_weight(device):
+    for size in (1, 2):
+        every = _ranks(_refused, size, device=device)
+        for told, weights in every:
+            assert "not finite" in told, told
+            assert all(bool(torch.isfinite(one).all()) for one in weights.values()), "weights are spoiled"
+        assert _worst(every[0][1], every[-1][1]) == 0, "processes differ"
+    return {}
+
+
+def half_precisions_learn(device):
+    found = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {"train.precision": precision, "data.name": "digits", "train.epochs": 2, "model.num_classes": 10}
+            trainer = _trainer(World(device=device), folder, network_of_digits, **settings)
+            fit(trainer)
+            found[precision] = trainer.evaluate().top1
+            trainer.release()
+    assert all(one > 0.75 for one in found.values()), found
+    return found
+
+
+def network_of_digits():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10)
+    )
+
+
+class Wasteful(nn.Module):
+    """Takes 64 MiB for each picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 5)
+
+    def forward(self, images):
+        room = torch.empty(len(images), 16 << 20, device=images.device) if len(images) > 2 else None
+        output = self.inner(images.flatten(1))
+        del room
+        return output
+
+
+def out_of_memory_says_what_fits(device):
+    _accelerator(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (1 << 30) / total), device)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(World(device=device), folder, Wasteful, **{"train.batch": 32, "train.norm_group": "local"})
+        try:
+            fit(trainer)
+        except torch.OutOfMemoryError as error:
+            mend = explain_memory(error, trainer).mend
+        else:
+            raise AssertionError("it fitted")
+        assert "train.micro_batch=8" in mend[0], mend
+        trainer.release()
+    return {"advice": mend[0]}
+
+
+def _part(world, folder, steps, **settings):
+    trainer = _trainer(
+        world, folder, lambda: network(True), **{"train.max_steps": steps, "checkpoint.every": "7steps", **settings}
+    )
+    fit(trainer)
+    weights = _weights(trainer)
+    trainer.release()
+    return weights
+
+
+def goes_on_to_the_same_bits(device):
+    for settings in ({}, {"train.optimizer": "adamw", "train.lr": 0.002}, {"train.precision": "fp16"}):
+        with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as broken:
+            same = {"train.deterministic": True, **settings}
+            wanted = _part(World(device=device), whole, 11, **same)
+            _part(World(device=device), broken, 7, **same)
+            got = _part(World(device=device), broken, 11, **same)
+        assert _worst(got, wanted) == 0, (settings, _worst(got, wanted))
+    return {}
+
+
+def _evaluated(world):
+    return train(world, 2, "single" if world.alone else "data", True, FP64)[2]
+
+
+def evaluation_is_the_same_everywhere(device):
+    alone = _evaluated(World(device=device))
+    several = _ranks(_evaluated, 2, device=device)
+    processor = _evaluated(World())
+    assert all(torch.equal(alone[0], one[0]) for one in (*several, processor)), "counts differ"
+    assert abs(alone[1] - processor[1]) <= TIGHT * abs(processor[1])
+    return {"loss": alone[1]}
+
+
+def nccl_with_one_process(device):
+    _accelerator(device)
+    met = f"tcp://127.0.0.1:{command.free_port()}"
+    _command("train", "digits", "cnn", "--epochs", 1, "--init", met, "--world-size", 1, "--rank", 0, "--out", "run",
+             "--backend", "nccl", "--device", device, *QUIET)  # fmt: skip
+    assert command.events("run", "started")[0]["data"]["backend"] == "nccl"
+    return {"top1": _accuracy("run")}
+
+
+def _summed(world):
+    value = torch.ones(1, device=world.device)
+    dist.all_reduce(value)
+    return value.item()
+
+
+def nccl_with_two_processes_on_one_card(device):
+    _accelerator(device)
+    try:
+        assert _ranks(_summed, 2, device=device, backend="nccl") == [2, 2]
+    except AssertionError as error:
+        if "Duplicate GPU" in str(error) or "invalid usage" in str(error):
+            raise Skip("this NCCL refuses two processes on one card") from None
+        raise
+    return {"worst": _law(device, 2, FP64, TIGHT, backend="nccl", updates=5)}
+
+
+def _on_two(device, *more):
+    """A command's words for two processes that share a device."""
+    return ["-n", 2, "--device", device, "--backend", "gloo", "--out", "run", *QUIET, *more]
+
+
+def launched_processes_share_a_card(device):
+    words = ["train", "digits", "cnn", "--epochs", 2, "--set", "train.precision=fp32"]
+    _command(*words, *_on_two(device))
+    _command(*words, "--device", device, "--out", "alone", *QUIET)
+    together, alone = _accuracy("run"), _accuracy("alone")
+    assert abs(together - alone) < 0.05, (together, alone)
+    return {"top1 of two": together, "top1 of one": alone}
+
+
+def a_peers_death_is_heard(device):
+    began = time.monotonic()
+    ended = command.run("train", "digits", f"{command.NETS}:Killed", "--epochs", 50, *_on_two(device),
+                        FAULT_MARKER=str(Path("marker").absolute()), FAULT_CALL="9")  # fmt: skip
+    assert ended.code, "nobody minded"
+    assert "SIGKILL" in ended.err or "killed" in ended.err, ended.err[-2000:]
+    return {"seconds": time.monotonic() - began}
+
+
+def other_modes_make_the_same_updates(device):
+    found, bad = {}, []
+    for name in ("resnet18", "vit_of_two_layers"):
+        every = _ranks(compare_all, 2, [name], device=device)
+        for mode, seconds, worst, what in every[0][name]:
+            found[f"{name}, {mode}"] = {"worst": worst, "seconds": round(seconds, 1)}
+            if worst > 1e-7:
+                bad.append((name, mode, worst, what))
+    assert not bad, (bad, found)
+    return found
+
+
+def _synced(world, method):
+    settings = {"sync.method": method, "train.precision": "fp32", "train.epochs": 6, "train.norm_group": "local",
+                "data.name": "digits", "model.num_classes": 10}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(world, folder, network_of_digits, **settings)
+        fit(trainer)
+        weights, top1 = _weights(trainer), trainer.evaluate().top1
+        trainer.release()
+    return weights, top1
+
+
+def sync_methods_agree(device, backend="gloo"):
+    found = {}
+    for method in ("bf16", "powersgd", "local"):
+        (one, top1), (other, _) = _ranks(_synced, 2, method, device=device, backend=backend)
+        parameters = {name: tensor for name, tensor in one.items() if "running" not in name and "tracked" not in name}
+        assert _worst(other, parameters) == 0, f"{method}: processes differ"
+        found[method] = top1
+    assert all(top1 > 0.7 for top1 in found.values()), found
+    return found
+
+
+def pictures_from_a_folder_and_packed(device):
+    torch.manual_seed(0)
+    for split, count in (("train", 24), ("val", 8)):
+        for label in ("cats", "dogs"):
+            folder = Path("pictures", split, label)
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(0, 256, (72, 80, 3), dtype=torch.uint8) // (2 if label == "dogs" else 1)
+                Image.fromarray(pixels.numpy()).save(folder / f"{number}.jpg")
+    job = ["train", "pictures", "cnn", "--epochs", 2, "--batch", 16, "--device", device, *QUIET, "--set",
+           "data.image_size=64", "--set", "train.precision=fp32", "--set", "data.workers=2"]  # fmt: skip
+    _command(*job, "--out", "folder")
+    _command("pack", "pictures")
+    _command(*job, "--out", "packed")
+    return {"top1 from the folder": _accuracy("folder"), "top1 packed": _accuracy("packed")}
+
+
+def a_loop_of_ones_own(device):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.rand(64, 1, 8, 8), torch.arange(64) % 10)
+    model = network_of_digits()
+    losses = []
+    with session(cluster__device=device, precision="bf16") as mine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer, batches = mine.prepare(model, optimizer, data, batch=32)
+        for _ in range(20):
+            for images, labels in batches:
+                assert images.device == torch.device(mine.device)
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(images), labels)
+                mine.backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    return {"loss before": losses[0], "loss after": losses[-1]}
+
+
+def auto_precision_is_settled(device):
+    _command("train", "digits", "cnn", "--epochs", 1, "--device", device, "--out", "run", "--set",
+             "train.precision=auto", "--set", "train.channels_last=auto", *QUIET)  # fmt: skip
+    plan = json.loads(Path("run", "plan.json").read_text())
+    said = [event["text"] for event in command.events("run", "note")]
+    return {"precision": str(plan.get("precision")), "said": "; ".join(said)}
+
+
+def compiled(device):
+    _accelerator(device)
+    _command("train", "digits", "cnn", "--epochs", 1, "--device", device, "--out", "run", "--compile", *QUIET)
+    return {"top1": _accuracy("run")}
+
+
+def stops_when_asked_and_goes_on(device):
+    words = ["train", "digits", "cnn", "--epochs", 400, "--device", device, "--out", "run", "--set",
+             "train.precision=fp32", *QUIET]  # fmt: skip
+    with command.running(*words) as process:
+        command.wait_until(lambda: command.events("run", "first-step"), process, 50)
+        process.send_signal(signal.SIGINT)
+        ended = command.finish(process)
+    assert ended.code == 75, (ended.code, ended.err[-2000:])
+    stopped = command.events("run", "stopped")[0]["step"]
+    _command(*words, "--set", f"train.max_steps={stopped + 5}")
+    assert command.events("run", "resumed")[0]["step"] == stopped
+    return {"step": stopped}
+
+
+def _two_cards(device):
+    """Nobody has ever run what follows: it needs two cards in one machine."""
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        raise Unproven("needs two cards in one machine")
+
+
+def two_cards_make_the_updates_of_one(device):
+    _two_cards(device)
+    return {"worst": _law("cuda", 2, FP64, TIGHT, backend="nccl")}
+
+
+def two_cards_share_parameters(device):
+    _two_cards(device)
+    return {"worst": _law("cuda", 2, FP64, TIGHT, mode="fsdp", backend="nccl")}
+
+
+def two_cards_compress_gradients(device):
+    _two_cards(device)
+    return sync_methods_agree("cuda", "nccl")
+
+
+def two_cards_hear_a_peers_death(device):
+    _two_cards(device)
+    return a_peers_death_is_heard("cuda")
