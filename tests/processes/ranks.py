@@ -19,8 +19,7 @@ def _child(rank, size, function, arguments, folder, device, backend):
         torch.cuda.set_device(device)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    bound = torch.device(device) if backend == "nccl" else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     # Nobody leaves before all are connected, however little it has to do.
     dist.barrier()
     try:

@@ -61,10 +61,12 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
         trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank)))
         if accelerator:
             # The path of devices that are not waited for at every step.
-            trainer.update.device = "accelerator"
+            trainer.update.device, trainer.update.gradients.on_card = "accelerator", True
         try:
             fit(trainer)
         except RunError as error:
+            # The update that would have spoilt them was not made.
+            assert all(torch.isfinite(one).all() for one in trainer.network.inner.parameters())
             return error.what, error.where
         return "", ""
 
@@ -96,9 +98,15 @@ def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
 
 def test_lost_numbers_on_an_accelerator_stop_all_processes():
     for what, where in run_on_ranks(_fit, 2, "loss", True):
-        assert what.startswith("the loss is not finite")
+        assert what == "the loss is not finite"
         # One pass comes before the first step: the rehearsal.
         assert where == "rank 1, step 2"
+
+
+def test_an_accelerator_leaves_out_an_update_with_a_lost_gradient_and_tells_of_it_later():
+    for what, where in run_on_ranks(_fit, 2, "gradient", True):
+        assert what == "a gradient is not finite"
+        assert where == "rank 0, step 2"
 
 
 def _first_words(world, wrong="loss", mode="fsdp", sync="allreduce"):

@@ -48,9 +48,11 @@ class MemoryFeed:
 
     def _serve(self, samples: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """Gathers samples int64 [n]: normalised [n, C, S, S] and int64 [n], on the device."""
-        where = samples.to(self._flat.device)
-        images = self._flat.index_select(0, where).view(-1, *self._shape).to(self._normalise.device)
-        labels = self._labels.index_select(0, where).to(self._normalise.device)
+        # Otherwise a card would first be waited for, until all that it was given is done.
+        where = samples.to(self._flat.device, non_blocking=True)
+        images = self._flat.index_select(0, where).view(-1, *self._shape)
+        images = images.to(self._normalise.device, non_blocking=True)
+        labels = self._labels.index_select(0, where).to(self._normalise.device, non_blocking=True)
         images = set_channels(images, self._pixels.channels)
         if not (self._cuts or self._sized):
             images = middle(images, self._pixels)

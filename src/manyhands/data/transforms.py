@@ -120,7 +120,7 @@ def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tens
     """
     if pixels.augment == "none":
         return images
-    key, samples_there = augmentation_key(seed, epoch), samples.to(images.device)
+    key, samples_there = augmentation_key(seed, epoch), samples.to(images.device, non_blocking=True)
     states = sample_states(key, samples_there)
     if pixels.augment == "resized-crop-flip":
         images = cut_parts(images, pixels.size, key, samples)

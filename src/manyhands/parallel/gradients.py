@@ -2,8 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ class Gradients:
     ) -> None:
         self.network, self.world, self.precision = network, world, precision
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
+        self.on_card = world.device.startswith("cuda")
+        self.spoilt: Tensor | None = None  # 1.0 [] where the last update was left out on the card; see `unscale`
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
         self._scale = network.gradient_scale * (1 if mean else network.replicas(world.size))
 
@@ -118,25 +121,41 @@ class Gradients:
         CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undoes the loss's scale; `step` skips an update where a gradient overflowed, on all processes alike."""
-        if self.scaler:
-            if self.network.together and not self.world.alone:
-                self._spread_overflow(optimizer)
-            self.scaler.unscale_(optimizer)
+        """Undoes the loss's scale; `step` skips an update where a gradient overflowed, on all processes alike.
 
-    def _spread_overflow(self, optimizer: torch.optim.Optimizer) -> None:
-        every = [one for group in optimizer.param_groups for one in group["params"]]
-        gradients = [one.grad for one in every if one.grad is not None]
-        bad = torch.tensor(float(not all_finite(gradients)), device=self.world.device)
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if bad.item():
-            gradients[0].fill_(math.inf)
+        On a card it looks without a scale too: nobody waits for the card then, `spoilt` says so later.
+        """
+        if self.scaler:
+            self.scaler.unscale_(optimizer)
+            found = [*self.scaler._found_inf_per_device(optimizer).values()]
+        elif self.skips(optimizer):
+            gradients = [
+                one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None
+            ]
+            found = [_spoilt(gradients, self.world.device)]
+            self.spoilt = found[0]
+        else:
+            return
+        if self.network.together and not self.world.alone:
+            for one in found or [torch.zeros((), device=self.world.device)]:
+                dist.all_reduce(one, dist.ReduceOp.MAX)
+
+    def skips(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a card itself leaves out an update with a gradient that isn't finite, as torch's fused ones can."""
+        fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return self.on_card and fused and not self.scaler
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Updates the parameters, then BatchNorm's running statistics; a collective where there are any."""
         if self.scaler:
             self.scaler.step(optimizer)
             self.scaler.update()
+        elif self.spoilt is not None:
+            # As torch's own scaler hands it over.
+            told: Any = optimizer
+            told.grad_scale, told.found_inf = None, self.spoilt
+            optimizer.step()
+            del told.grad_scale, told.found_inf
         else:
             optimizer.step()
         self.network.finish_update(self.world.size)
@@ -144,4 +163,15 @@ class Gradients:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values are finite, by one sum over each tensor: the cheapest pass there is over memory."""
-    return all(math.isfinite(tensor.sum().item()) for tensor in tensors)
+    sums = [tensor.sum() for tensor in tensors]
+    if sums and sums[0].device.type != "cpu":  # a card is waited for once
+        return bool(torch.stack([torch.isfinite(one) for one in sums]).all())
+    return all(math.isfinite(one.item()) for one in sums)
+
+
+def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:
+    """1.0 [] where a value isn't finite, else 0.0; on the device."""
+    found, scale = torch.zeros((), device=device), torch.ones((), device=device)
+    for kind in {one.dtype for one in gradients}:
+        torch._amp_foreach_non_finite_check_and_unscale_([one for one in gradients if one.dtype == kind], found, scale)
+    return found

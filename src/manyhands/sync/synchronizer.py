@@ -38,7 +38,7 @@ class Party:
 
     world: World  # all processes
     places: Places  # which of them belong together
-    new_group: Callable[[Sequence[int]], Any]  # makes a process group of some ranks; a collective
+    new_group: Callable[[Sequence[int]], Any]  # for exchanges between some ranks beside training; a collective
     from_rank_0: Callable[[float], float]  # rank 0's number, on all processes; a collective
     seed: int  # equal everywhere
     unused: Sequence[str] = ()  # names of trainable parameters that got no gradient when the network was tried

@@ -15,7 +15,7 @@ from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.synchronizer import told
 
 if TYPE_CHECKING:
-    from manyhands.train.step import Updater
+    from manyhands.train.step import StepSums, Updater
 
 MEND = (
     ADVICE,
@@ -94,17 +94,21 @@ def explain_piece(model: nn.Module, world: World, step: int) -> RunError:
     return RunError(f"the gradient of {bad} is not finite", f"rank {world.rank}, step {step}", MEND)
 
 
-def explain_lost(network: ParallelNetwork, world: World, first_bad: Tensor | float) -> RunError:
+def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -> RunError:
     """The error for what is looked at every so often (losses on accelerators, what is saved): all call it at once.
 
     Args:
         network: its parameters and buffers are looked through.
         world: who takes part.
-        first_bad: this process's first step with a loss that was not finite, infinite if it saw none.
+        measured: by this process.
     """
-    everybody: list[float] = gather_plain(float(first_bad), world)
-    step = min(everybody)
-    rank = everybody.index(step)
+    mine = [float(measured.first_bad), float(measured.first_spoilt)]
+    everybody: list[list[float]] = gather_plain(mine, world)
+    step = min(map(min, everybody))
+    # A loss that isn't finite spoils the gradients of its own step, on all processes.
+    first = [rank for rank, seen in enumerate(everybody) if seen[0] == step]
+    rank = first[0] if first else next(rank for rank, seen in enumerate(everybody) if seen[1] == step)
+    spoilt = "the loss" if first else "a gradient"
     lost = next((name for name, one in network.inner.named_parameters() if not _finite(one)), "")
     lost = lost and f"parameter {lost}"
     for name, buffer in network.inner.named_buffers():
@@ -115,7 +119,7 @@ def explain_lost(network: ParallelNetwork, world: World, first_bad: Tensor | flo
         what = f"{lost or 'a part of the network'} is not finite, and no loss was before"
         return RunError(what, "an update", mend)
     what = f"; by now {lost} is not finite either" if lost else ""
-    return RunError(f"the loss is not finite{what}", f"rank {rank}, step {step:.0f}", mend)
+    return RunError(f"{spoilt} is not finite{what}", f"rank {rank}, step {step:.0f}", mend)
 
 
 def _finite(tensor: Tensor) -> bool:

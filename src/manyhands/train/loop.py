@@ -110,7 +110,7 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         return False
     status = trainer.status_round.add_up(trainer.update.measured, progress.step, stop=bool(stop), extra=trainer.telling)
     if not math.isfinite(status.loss):
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured.first_bad)
+        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     _record(trainer, status, order.steps_per_epoch)
     trainer.note_stall(trainer.heart.too_long(status.waited_s), status.waited_s)
     trainer.heed(status.extra, status.waited_s)

@@ -127,7 +127,7 @@ def save(trainer: Trainer) -> None:
         dist.broadcast(flag, src=0)
         outcome = int(flag)
     if outcome == NOT_FINITE:
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured.first_bad)
+        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     if outcome == SAVED:
         progress.saved_step = progress.step
         prune_rank_states(trainer)

@@ -32,11 +32,13 @@ class StepSums:
         loss: sum of losses.
         samples: samples that count.
         first_bad: first step whose loss was not finite, infinite if there is none; kept for good.
+        first_spoilt: the same of gradients, where the card itself left that update out.
     """
 
     loss: Tensor | float = 0.0
     samples: int = 0
     first_bad: Tensor | float = math.inf
+    first_spoilt: Tensor | float = math.inf
     _correct: float | Tensor = 0.0
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -53,7 +55,9 @@ class StepSums:
     def take(self) -> tuple[float, float, int]:
         """Loss sum, correct and counted samples; starts again from zero."""
         self._count()
-        values = float(self.loss), float(self._correct), self.samples
+        # All hear of a gradient by way of the loss.
+        loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
+        values = loss, float(self._correct), self.samples
         self.loss, self._correct, self.samples = 0.0, 0.0, 0
         return values
 
@@ -138,6 +142,8 @@ class Updater:
                 parameter.grad = torch.zeros_like(parameter)
         self.gradients.unscale(self.optimizer)
         self._check_and_clip(update, step)
+        if self.gradients.spoilt is not None:
+            self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
         CLOCK.to(COMPUTE)
@@ -193,16 +199,12 @@ class Updater:
             measured.loss += value
         else:
             measured.loss = measured.loss + loss
-            bad = torch.where(torch.isfinite(loss), math.inf, float(step))
-            measured.first_bad = torch.minimum(torch.as_tensor(measured.first_bad, device=bad.device), bad)
+            measured.first_bad = _first(measured.first_bad, torch.isfinite(loss), step)
         measured.samples += count
 
     def _check_and_clip(self, update: UpdateShare, step: int) -> None:
-        """Clips by the whole network's norm; on the CPU refuses gradients that are not finite.
-
-        A scaler skips their update by itself, and elsewhere looking would wait for the device.
-        """
-        checked = self.device == "cpu" and not self.gradients.scaler
+        """Clips by the whole network's norm; refuses what isn't finite, unless their update is skipped."""
+        checked = self.gradients.scaler is None and self.gradients.spoilt is None
         # Pieces are looked at before the others are asked; of what torch shards a norm alone is known.
         asked, together = self.options.clip or self.network.sharded, self.network.together
         if checked and (together or not asked):
@@ -232,3 +234,9 @@ class Updater:
             raise explain_piece(self.network.inner, self.world, step)
         if not finite:
             raise explain_gradient(self, update, step)
+
+
+def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
+    """The first step [] that wasn't good, on the device; infinite while all were."""
+    bad = torch.where(good, math.inf, float(step))
+    return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))

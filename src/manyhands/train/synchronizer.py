@@ -31,9 +31,18 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
     return [tuple(machine) for machine in machines.values()]
 
 
-def new_group(job: Job, ranks: Sequence[int]) -> Any:
+def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any:
     """Some processes' group; torch would let it wait for a silent peer longer than the job says."""
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=job.cluster.collective_timeout_s))
+    return dist.new_group(list(ranks), timedelta(seconds=job.cluster.collective_timeout_s), backend)
+
+
+def _beside(world: World) -> str | None:
+    """What exchanges beside training go through: never a second communicator of NCCL.
+
+    A thread begins them at another moment on each process, and NCCL's own wait for each other for ever where two
+    communicators' kernels don't begin in one order on all cards.
+    """
+    return "gloo" if "nccl" in world.backend and dist.is_gloo_available() else None
 
 
 def places_of(world: World, job: Job) -> Places:
@@ -72,7 +81,7 @@ def make_synchronizer(
     party = Party(
         world,
         places,
-        new_group=lambda ranks: new_group(job, ranks),
+        new_group=lambda ranks: new_group(job, ranks, _beside(world)),
         from_rank_0=lambda number: broadcast_plain(number, world),
         seed=derive(job.train.seed, "sync"),
         unused=unused,
