@@ -1,5 +1,7 @@
 """cluster.shares = auto: who is slow takes less of each update, and the updates stay the same."""
 
+import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -109,3 +111,41 @@ def _slowing(world, folder):
     after = trainer.feed.samples_of_each()
     trainer.release()
     return before, after
+
+
+def _on_machines(world, folder, kinds, until, settings):
+    """Each process as on a machine of its own, some of them with fewer cores than others."""
+    if kinds[world.rank]:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    there = dataclasses.replace(world, local_rank=0, local_size=1)
+    found = _train(there, folder, (0.002, 0.02), until, **{"cluster.shares": "machines", **settings})
+    return found[0], found[2]
+
+
+several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a machine of one core has no kinds")
+
+
+@several_cores
+def test_by_default_machines_of_several_kinds_are_measured_and_the_updates_stay_the_same(tmp_path):
+    alone = run_on_ranks(_train, 1, str(tmp_path / "alone"), ())[0]
+    found = run_on_ranks(_on_machines, 2, str(tmp_path / "two"), (False, True), UPDATES, {})
+    (taken, _), (other, _) = found
+    assert taken == other
+    assert taken[0] >= 2 * taken[1]
+    for _, weights in found:
+        for name, wanted in alone[2].items():
+            torch.testing.assert_close(weights[name], wanted, rtol=1e-9, atol=1e-12)
+    # On machines of one kind the same run goes on with equal shares, whatever is kept.
+    again = run_on_ranks(_on_machines, 2, str(tmp_path / "two"), (False, False), UPDATES + 2, {})
+    assert again[0][0] == [BATCH // 2, BATCH // 2]
+
+
+@several_cores
+@pytest.mark.parametrize(
+    ("kinds", "settings"),
+    [((False, False), {}), ((False, True), {"sync.method": "local"}), ((False, True), {"cluster.shares": "equal"})],
+)
+def test_shares_stay_equal_without_a_word(kinds, settings, tmp_path):
+    """On machines of one kind, in ways of training that can't share unequally, and where that is wished for."""
+    found = run_on_ranks(_on_machines, 2, str(tmp_path / "run"), kinds, 0, settings)
+    assert [taken for taken, _ in found] == [[BATCH // 2, BATCH // 2]] * 2

@@ -113,7 +113,7 @@ def test_whatever_was_measured_the_gain_is_a_share(tmp_path_factory, ranks):
 
 def test_a_rank_that_has_its_share_already_is_left_alone(tmp_path):
     run = FakeRun(tmp_path).begin(batch=64)
-    run.folder.job.write_text(run.folder.job.read_text().replace('shares = "equal"', "shares = [48, 16]"))
+    run.folder.job.write_text(run.folder.job.read_text().replace('shares = "machines"', "shares = [48, 16]"))
     tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
     assert best_change(read_run(tmp_path)).what.endswith("free its machine of other work, or leave it out")
 

@@ -186,10 +186,10 @@ class ClusterOptions(Options):
     file: str = Field(default="", description="a description of the cluster, in any known format (--cluster FILE)")
     rank_table: str = Field(default="", description="Ascend's rank table; this machine finds itself in it")
     on: Literal["", "slurm", "kubernetes"] = Field(default="", description="hand the job to this scheduler")
-    shares: Literal["equal", "auto"] | tuple[int, ...] = Field(
-        default="equal",
+    shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = Field(
+        default="machines",
         description="samples of each update that each process takes, by rank: [24, 8]; they add up to train.batch; "
-        "auto: what suits each one's measured speed",
+        "auto: what suits each one's measured speed; machines: auto where kinds of machines differ, else equal",
     )
     interface: str = Field(default="", description="network interface between the machines; empty: found by trying")
     ssh: str = Field(default="ssh", description="the ssh command, with any options of your own")
@@ -204,11 +204,11 @@ class ClusterOptions(Options):
     @classmethod
     def _are_shares(cls, given: object) -> object:
         """Raises ValueError in one sentence, where each of the kinds would have its own."""
-        if given in ("equal", "auto"):
+        if given in ("machines", "equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
         if not numbers or not all(type(one) is int and one > 0 for one in numbers):
-            raise ValueError("should be equal, auto, or a list of a whole number above zero for each process: [24, 8]")
+            raise ValueError("should be machines, equal, auto, or a list of a whole number for each process: [24, 8]")
         return tuple(numbers)
 
 

@@ -95,7 +95,8 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
 def _suiting_shares(run: RunData, own_s: Sequence[float]) -> str:
     """Shares of an update that all take equally long over, where all have had the same; else nothing."""
     batch = _option(run, "train", "batch", 0)
-    equal = _option(run, "cluster", "shares", "equal") == "equal" and run.plan.mode == USUAL_MODE
+    open_ = _option(run, "cluster", "shares", "equal") in ("machines", "equal")
+    equal = open_ and run.plan.mode == USUAL_MODE and not any(event.kind == "shares" for event in run.events)
     if not equal or not isinstance(batch, int) or batch < len(own_s) or not all(own_s):
         return ""
     speeds = [1 / seconds for seconds in own_s]

@@ -37,7 +37,7 @@ from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
 from manyhands.train.rehearse import warm_up
 from manyhands.train.scheduler_state import reading_of, restore_scheduler
-from manyhands.train.sharing import kept_shares, order_and_cut, refuse_small_micro_batches
+from manyhands.train.sharing import order_and_cut, refuse_small_micro_batches
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -136,9 +136,9 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     under = put_under_mode(BeforeMode(job, model, samples, mode, world, journal, plan=plan, grid=grid, found=found))
     network, synced = under.network, under.synced
     _follow_parameters(own, names)
-    order, cut = order_and_cut(
-        job, samples.splits, world, mode, network, journal, kept_shares(found), own=synced.synchronizer.own_statistics
-    )
+    # Measured shares of a checkpoint aren't kept: here nothing measures anew.
+    own_statistics, kept = synced.synchronizer.own_statistics, None if found is None else []
+    order, cut = order_and_cut(job, samples.splits, world, mode, network, journal, kept, own=own_statistics)
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
         model.compile()

@@ -12,6 +12,8 @@ from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.recover import Resumable
 
+# The default: speeds are measured where machines of several kinds take part.
+MACHINES = "machines"
 _WHERE, _EQUAL = "cluster.shares", "--set cluster.shares=equal"
 
 
@@ -55,9 +57,11 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
         group = options.norm_group
     elif options.norm_group == "global" and grouped:
         group = batch
-    shares = _shares(job, sharing, journal, kept)
-    if sharing > 1 and job.cluster.shares != "equal":
-        _refuse_unequal(job, mode, network, own=own)
+    why = _why_equal(job, mode, network, own=own)
+    if why and sharing > 1 and job.cluster.shares not in {"equal", MACHINES}:
+        mend = ("--parallel data --sync allreduce", f"or {_EQUAL}")
+        raise UserError(f"cluster.shares can't be kept: {why}", _WHERE, mend)
+    shares = () if why and job.cluster.shares == MACHINES else _shares(job, sharing, journal, kept)
     return Order(len(splits.train), batch, options.seed, options.drop_last), BatchSharing(
         sharing, options.micro_batch, group, aligned=not network.together, shares=shares
     )
@@ -67,7 +71,7 @@ def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) ->
     """What the job says of each process's samples, for so many processes; empty where they share equally."""
     shares = job.cluster.shares
     if isinstance(shares, str):
-        fits = shares == "auto" and kept and len(kept) == sharing
+        fits = shares != "equal" and kept and len(kept) == sharing
         return tuple(kept or ()) if fits else ()
     if sum(shares) != job.train.batch:
         what = f"cluster.shares {list(shares)} add up to {sum(shares)}, and train.batch is {job.train.batch}"
@@ -83,18 +87,15 @@ def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) ->
     return ()
 
 
-def _refuse_unequal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> None:
-    """Raises UserError where the mode or the sync method can't share unequally."""
-    why = ""
+def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
+    """Why the mode or the sync method can't share unequally as the job says; empty where it can."""
     if network.together:
-        why = f"under {mode} processes compute each batch together, in equal parts"
-    elif job.cluster.shares == "auto" and mode != USUAL_MODE:
-        why = f"under {mode} each process waits for the others in its passes, so that its own speed can't be measured"
-    elif own:
-        why = f"with {job.sync.method} each process normalises its own samples, so other shares train another network"
-    if why:
-        mend = ("--parallel data --sync allreduce", f"or {_EQUAL}")
-        raise UserError(f"cluster.shares can't be kept: {why}", _WHERE, mend)
+        return f"under {mode} processes compute each batch together, in equal parts"
+    if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
+        return f"under {mode} each process waits for the others in its passes, so that its own speed can't be measured"
+    if own:
+        return f"with {job.sync.method} each process normalises its own samples, so other shares train another network"
+    return ""
 
 
 def kept_shares(found: Resumable | None) -> list[int] | None:

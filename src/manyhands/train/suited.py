@@ -16,12 +16,16 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from manyhands.core.cores import cores
+from manyhands.core.processor import this_processor
 from manyhands.core.shares import Share
 from manyhands.core.world import World
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
+from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.rehearse import first_samples, left_as_it_was, now
+from manyhands.train.sharing import MACHINES
 from manyhands.train.trainer import Trainer
 
 # A speed is the mean over a while, since a quota lets a process run at full speed and then not at all; of three whiles
@@ -35,11 +39,28 @@ _SELDOM = 50
 
 def suit(trainer: Trainer) -> Trainer:
     """Has the trainer's shares suit the processes, where its job asks for that; a collective."""
-    cut = trainer.feed.cut
-    if trainer.job.cluster.shares == "auto" and cut.processes > 1:
+    cut, wanted = trainer.feed.cut, trainer.job.cluster.shares
+    if cut.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
         trainer.settle_shares = functools.partial(SuitedShares(known=bool(cut.shares)).settle, trainer)
         trainer.settle_shares()
+    elif wanted == MACHINES:
+        # What a checkpoint from other machines may have kept.
+        trainer.feed.cut = dataclasses.replace(cut, shares=())
     return trainer
+
+
+def _may_differ(trainer: Trainer) -> bool:
+    """True where several machines take part whose kinds differ, so that it is worth measuring; a collective there.
+
+    Machines of one kind aren't measured: a passing difference would change the bits from run to run.
+    """
+    world = trainer.world
+    able = trainer.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.own_statistics
+    if not able or trainer.own_loop or world.local_size == world.size:
+        return False
+    name = torch.cuda.get_device_name(world.device) if world.device.startswith("cuda") else this_processor().name
+    kinds = gather_plain(f"{name}, {cores():.3g} cores", world)
+    return broadcast_plain(len(set(kinds)) > 1, world)
 
 
 @dataclasses.dataclass
