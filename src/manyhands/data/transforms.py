@@ -3,8 +3,10 @@
 Shapes: n pictures, C channels, H rows, W columns, S the size wanted.
 """
 
+import sys
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,6 +15,7 @@ from manyhands.data.crop import crop_box
 from manyhands.data.random import SampleDraws, alternate, augmentation_key, below, bits, sample_states
 
 DRAW_DOWN, DRAW_RIGHT, DRAW_MIRROR = 0, 1, 2
+_PART = 1 << 17  # values that a core's caches hold with what is made of them
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
 
@@ -141,6 +144,33 @@ class Batch:
     samples: Tensor  # int64 [n], the indices that were asked for, on the CPU
 
 
+class SpareMemory:
+    """Hands out memory for batches, again once nothing reads it: new pages of the system's cost half of normalising."""
+
+    def __init__(self) -> None:
+        self._held = [numpy.empty(0, numpy.uint8)] * 2
+        self._unread = self._references(0) - 1
+
+    def _references(self, place: int) -> int:
+        return sys.getrefcount(self._held[place])
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
+        """A tensor of any content. Its memory isn't handed out again as long as it, or a view of it, is there."""
+        size_bytes = shape.numel() * dtype.itemsize
+        for place in range(len(self._held)):
+            if self._held[place].nbytes == size_bytes and self._references(place) == self._unread:
+                memory = self._held[place]
+                break
+        else:
+            memory = numpy.empty(size_bytes, numpy.uint8)
+            self._held = [self._held[1], memory]
+        values = torch.from_numpy(memory).view(dtype)  # holds a reference to `memory` as long as the values are there
+        if layout == torch.channels_last:
+            count, channels, height, width = shape
+            return values.view(count, height, width, channels).permute(0, 3, 1, 2)
+        return values.view(shape)
+
+
 class Normalise:
     """Makes of bytes on its device numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel."""
 
@@ -158,6 +188,7 @@ class Normalise:
         )
         self._scale = (1 / (255 * std)).to(device, self._work)
         self._offset = (-mean / std).to(device, self._work)
+        self._spare = SpareMemory()
 
     def __call__(self, images: Tensor) -> Tensor:
         """Normalises uint8 [n, C, S, S]; other types are taken as they are, and only become `dtype`.
@@ -168,5 +199,14 @@ class Normalise:
         if images.dtype != torch.uint8:
             images = images.to(self._dtype)
             return images.contiguous(memory_format=self._layout) if images.ndim == 4 else images
-        images = images.to(self._work).mul_(self._scale).add_(self._offset).to(self._dtype)
-        return images.contiguous(memory_format=self._layout)
+        if images.device.type != "cpu" or images.numel() <= 5 * _PART:
+            return self._scaled(images).to(self._dtype).contiguous(memory_format=self._layout)
+        # As a whole a large batch would go through memory four times.
+        out = self._spare.take(images.shape, self._dtype, self._layout)
+        step = max(1, _PART // images[0].numel())
+        for part, own in zip(images.split(step), out.split(step), strict=True):
+            own.copy_(self._scaled(part))
+        return out
+
+    def _scaled(self, images: Tensor) -> Tensor:
+        return images.to(self._work).mul_(self._scale).add_(self._offset)
