@@ -44,6 +44,7 @@ def stored(kind, width, height, seed=0):
 def by_pillow(*arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pictures, "jpeg_decoder", lambda: None)
+        patch.setattr(pictures, "box_decoder", lambda: None)
         return read_picture(*arguments)
 
 
@@ -71,15 +72,16 @@ def test_the_faster_decoder_is_taken_here_for_usual_jpegs(monkeypatch):
 
 
 @settings(max_examples=60)
-@given(st.floats(0, 1), st.integers(0, 255), st.booleans())
-def test_damaged_files_are_refused_or_read_alike(place, byte, cut):
+@given(st.floats(0, 1), st.integers(0, 255), st.booleans(), st.one_of(st.none(), st.integers(0, 99)))
+def test_damaged_files_are_refused_or_read_alike(place, byte, cut, sample):
     content = bytearray(stored("RGB", 90, 70))
     at = int(place * (len(content) - 1))
     content[at:] = b"" if cut else bytes([byte]) + content[at + 1 :]
     told = []
     for way in (read_picture, by_pillow):
         try:
-            told.append(way("a.jpg", wanted(), None, bytes(content)).tolist())
+            draws = None if sample is None else SampleDraws(7, sample)
+            told.append(way("a.jpg", wanted(), draws, bytes(content)).tolist())
         except CorruptImageError as error:
             told.append(error.what)
     assert told[0] == told[1]

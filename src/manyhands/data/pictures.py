@@ -3,8 +3,9 @@
 What `transforms` does for batches of equal pictures is done here for single pictures of any size, with the same
 draws. Where a picture has the wanted size already the result is the same to the last bit.
 
-A JPEG is decoded by torchvision where that makes Pillow's pixels in less time; all else, and what it refuses, by
-Pillow. Of a JPEG that is many times larger than what is wanted libjpeg makes a smaller picture at once.
+Of a usual JPEG only what a sample shows is decoded, where there is a compiler for that (`jpeg_box`). Others are decoded
+by torchvision where that makes Pillow's pixels in less time; all else, and what it refuses, by Pillow. Of a JPEG that
+is many times larger than what is wanted libjpeg makes a smaller picture at once.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from manyhands.data.crop import crop_box
 from manyhands.data.decode import PictureHeader, content_of, decode, probe
+from manyhands.data.jpeg_box import Box, box_decoder
 from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, padded
 
@@ -40,10 +42,15 @@ def read_picture(path: str, pixels: Pixels, draws: SampleDraws | None, content: 
     content = content_of(path) if content is None else content
     header = probe(path, content)
     scale = _scale(header, pixels, draws)
-    values = _decoded_jpeg(content, header, pixels.channels) if scale == 1 else None
+    values, is_cut = None, False
+    if scale == 1 and draws is not None and pixels.augment == "resized-crop-flip":
+        values = _decoded_box(content, header, pixels.channels, crop_box(header.width, header.height, draws))
+        is_cut = values is not None
+    if values is None and scale == 1:
+        values = _decoded_jpeg(content, header, pixels.channels)
     if values is None:
         values = to_tensor(decode(path, pixels.channels, content, scale))
-    return prepare(values, pixels, draws).expand(pixels.channels, -1, -1)
+    return prepare(values, pixels, draws, is_cut=is_cut).expand(pixels.channels, -1, -1)
 
 
 def _scale(header: PictureHeader, pixels: Pixels, draws: SampleDraws | None) -> int:
@@ -55,6 +62,14 @@ def _scale(header: PictureHeader, pixels: Pixels, draws: SampleDraws | None) -> 
             left, top, right, bottom = crop_box(header.width, header.height, draws)
             shorter = min(right - left, bottom - top)
     return next((scale for scale in (8, 4, 2) if shorter >= scale * _GAP * wanted), 1)
+
+
+def _decoded_box(content: bytes, header: PictureHeader, channels: int, box: Box) -> Tensor | None:
+    """What a sample shows of a usual JPEG, uint8 [C or 1, H, W]; None for all others."""
+    decoder = box_decoder()
+    if decoder is None or not header.plain_jpeg or (channels == 1 and not header.grey):
+        return None
+    return decoder(content, box, 1 if header.grey else 3)
 
 
 def _decoded_jpeg(content: bytes, header: PictureHeader, channels: int) -> Tensor | None:
@@ -99,13 +114,18 @@ def _is_exact(decoded: Callable[[bytes, int], Tensor], channels: int) -> bool:
         return torch.equal(decoded(stored.getvalue(), channels), to_tensor(image))
 
 
-def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
-    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]; without draws as for evaluation."""
+def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None, *, is_cut: bool = False) -> Tensor:
+    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]; without draws as for evaluation.
+
+    `is_cut`: it is what "resized-crop-flip" shows of the picture already.
+    """
     if draws is None or pixels.augment == "none":
         return _middle(values, pixels)
     if pixels.augment == "resized-crop-flip":
-        left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
-        values = _resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
+        if not is_cut:
+            left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
+            values = values[:, top:bottom, left:right]
+        values = _resized(values, pixels.size, pixels.size)
     else:
         values = _shifted(_middle(values, pixels), pixels, draws)
     turned = draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2)

@@ -1,0 +1,84 @@
+"""What is decoded of a JPEG alone has the pixels that Pillow gives of the whole; what isn't usual is left to others."""
+
+import io
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from manyhands.data import jpeg_box
+from manyhands.data.jpeg_box import box_decoder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def decoder():
+    found = box_decoder()
+    if found is None:
+        pytest.skip(f"NOT SHOWN: {jpeg_box.NO_COMPILER}")
+    return found
+
+
+def stored(seed, width, height, mode="RGB", **options):
+    values = numpy.random.default_rng(seed).integers(0, 256, (height // 7 + 2, width // 9 + 2, 3), dtype=numpy.uint8)
+    picture = Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    content = io.BytesIO()
+    picture.save(content, "JPEG", **options)
+    with Image.open(content) as image:
+        whole = torch.from_numpy(numpy.array(image)).view(height, width, -1).permute(2, 0, 1)
+    return content.getvalue(), whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_box_has_pillows_pixels(data):
+    width, height = data.draw(st.tuples(st.integers(6, 90), st.integers(1, 90)))
+    left, top = data.draw(st.tuples(st.integers(0, width - 1), st.integers(0, height - 1)))
+    right, bottom = data.draw(st.tuples(st.integers(left + 1, width), st.integers(top + 1, height)))
+    options = {
+        "quality": data.draw(st.sampled_from([5, 30, 75, 95])),
+        "subsampling": data.draw(st.sampled_from([0, 1, 2])),
+        "optimize": data.draw(st.booleans()),
+        "restart_marker_blocks": data.draw(st.sampled_from([0, 1, 3, 8])),
+    }
+    mode = data.draw(st.sampled_from(["RGB", "L"]))
+    content, whole = stored(data.draw(st.integers(0, 9)), width, height, mode, **options)
+    decoder = box_decoder()
+    assert decoder is not None
+    found = decoder(content, (left, top, right, bottom), len(whole))
+    if found is None:  # contrast beyond what all libraries compute alike
+        assert options["quality"] == 5
+    else:
+        assert torch.equal(found, whole[:, top:bottom, left:right])
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"mode": "CMYK"}])
+def test_what_isn_t_usual_is_left_to_others(decoder, options):
+    content, whole = stored(0, 60, 40, **options)
+    assert decoder(content, (0, 0, 60, 40), len(whole)) is None
+
+
+def test_a_file_that_is_cut_short_anywhere_is_left_to_others(decoder):
+    content, _ = stored(0, 60, 40)
+    for length in range(len(content)):
+        assert decoder(content[:length], (0, 0, 20, 8), 3) is None
+
+
+@pytest.mark.parametrize("box", [(-1, 0, 5, 5), (0, 0, 61, 5), (5, 0, 5, 5), (0, 6, 5, 5), (0, 0, 5, 41)])
+def test_a_box_beyond_the_picture_is_refused(decoder, box):
+    content, _ = stored(0, 60, 40)
+    out = torch.zeros(60 * 40 * 3, dtype=torch.uint8)
+    assert decoder._decode(content, len(content), *box, 3, out.data_ptr()) == 1
+    assert not out.any()
+
+
+def test_without_a_compiler_there_is_none_and_pictures_are_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    box_decoder.cache_clear()
+    try:
+        assert box_decoder() is None
+    finally:
+        box_decoder.cache_clear()
