@@ -37,6 +37,7 @@ COMMON = {
     "train.batch": 24,
     "train.drop_last": "true",
     "train.schedule": "one-cycle",
+    "train.precision": "fp32",
     "train.channels_last": "true",
     "train.evaluate_every": 0,
     "train.audit_every": 0,
@@ -71,6 +72,7 @@ SETTINGS = {
     # One process whose BatchNorm takes 8 samples at a time makes the same updates as three that normalise their own 8,
     # by the law of tests/processes/test_parity.py, in less time.
     BASE: {"cluster.processes": 1, "train.norm_group": 8},
+    "data parallel in bf16": {"cluster.processes": 1, "train.norm_group": 8, "train.precision": "bf16"},
     "data parallel on 3 processes": {"train.norm_group": "local"},
     "data parallel, BatchNorm over 24": {"cluster.processes": 1},
     "gradients of rank 6": {"sync.method": "powersgd", "sync.rank": 6},
