@@ -4,7 +4,7 @@
 
 Each work at four sizes; slopes are those of a straight line through the logarithms: 1 is linear. Hosts are network
 namespaces with real sshd (root); pictures are hard links below --scratch. What one size gave is kept in --out, so works
-may be measured one after another; --draw alone makes the picture and the table anew.
+may be measured one after another; with --draw and no work the picture and the table are made anew.
 """
 
 import argparse
@@ -54,16 +54,16 @@ def figures(work, found):
         }
     if work == "hosts":
         head, *others = found["processes"]
-        return {
-            "to the start, s": found["seconds"],
+        told = {
+            "to all having reached each other, s": found["reached_s"],
+            "ways tried": found["ways"],
             "head's processor, s": head["cpu_s"],
             "head, MiB": head["rss_mib"],
             "head's descriptors": head["descriptors"],
             "head's threads": head["threads"],
-            "ssh beside it": len(others),
-            "ssh, MiB (PSS)": sum(process["pss_mib"] for process in others),
-            "head's processor in 20 s, s": found["idle_cpu_s"],
+            "all ssh beside it, MiB (PSS)": sum(process["pss_mib"] for process in others),
         }
+        return {**told, "to the start, s": found["started_s"]} if "started_s" in found else told
     if work == "records":
         return {
             "metrics.jsonl, MiB": found["metrics_mib"],
@@ -100,8 +100,11 @@ def table(told):
         print(f"\n| {unit} | " + " | ".join(f"{size:,}" for size in sizes) + " | slope |")
         print("| --- " * (len(sizes) + 2) + "|")
         for name in rows[sizes[0]]:
-            values = [rows[size][name] for size in sizes]
-            print(f"| {name} | " + " | ".join(f"{value:,.3g}" for value in values) + f" | {slope(sizes, values):.2f} |")
+            values = [rows[size].get(name) for size in sizes]
+            there = [size for size in sizes if name in rows[size]]
+            found = slope(there, [rows[size][name] for size in there])
+            shown = (("" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}") for value in values)
+            print(f"| {name} | " + " | ".join(shown) + f" | {found:.2f} |")
 
 
 def draw(told, path):
@@ -113,7 +116,8 @@ def draw(told, path):
             rows = {int(size): figures(work, found) for size, found in told.get(work, {}).items()}
             sizes = sorted(rows)
             for name in rows[sizes[0]] if rows else ():
-                axes.plot(sizes, [max(rows[size][name], 1e-2) for size in sizes], "o-", markersize=4, label=name)
+                there = [size for size in sizes if name in rows[size]]
+                axes.plot(there, [max(rows[size][name], 1e-2) for size in there], "o-", markersize=4, label=name)
             axes.set(xscale="log", yscale="log", xlabel=unit, xticks=sizes, xticklabels=[f"{size:,}" for size in sizes])
             axes.minorticks_off()
             axes.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
@@ -125,7 +129,7 @@ def draw(told, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("works", nargs="*", choices=[*WORKS, []])
+    parser.add_argument("works", nargs="*", choices=[*WORKS, []], metavar="WORK")
     parser.add_argument("--sample", default="imagenet-sample", help="class folders with some pictures to link to")
     parser.add_argument("--scratch", default=tempfile.gettempdir(), help="on one disk with room for 1.3 million links")
     parser.add_argument("--out", type=Path, default=Path("build/growth.json"))
