@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo setup test test-slow test-all check format bench clean wheels-gpu test-gpu
+.PHONY: help demo setup test test-slow test-all check format bench clean wheels-gpu test-gpu bench-gpu
 
 help:
 	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
@@ -57,6 +57,9 @@ wheels-gpu:
 
 test-gpu:
 	$(PYTHON) -m tests.gpu --device $(DEVICE) --wheels $(WHEELS)
+
+bench-gpu:
+	$(PYTHON) -m tests.gpu --bench --device $(DEVICE) --wheels $(WHEELS)
 
 clean:
 	rm -rf $(VENV)

@@ -73,7 +73,7 @@ def begin(given: argparse.Namespace, scratch: Path, kind: str) -> tuple[dict[str
 
 
 def arguments(what: str) -> argparse.ArgumentParser:
-    """What both programs take."""
+    """What may be said."""
     parser = argparse.ArgumentParser(description=what.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="these alone")
     parser.add_argument("--device", default="auto")
@@ -81,6 +81,7 @@ def arguments(what: str) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=465.0, help="nothing begins that could end after so long")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of each part's limit, on a busy machine")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--bench", action="store_true", help="measure, beside a bare loop, instead of proving")
     return parser
 
 
@@ -139,6 +140,9 @@ def _briefly(found: dict) -> str:
 if __name__ == "__main__":
     if importlib.util.find_spec("tests.gpu") is None:
         sys.exit("run this in the folder of the source: python -m tests.gpu")
-    from tests.gpu.limits import LIMITS
+    from tests.gpu.limits import BENCH, LIMITS
 
-    run_all("tests.gpu.case", LIMITS, arguments(__doc__).parse_args(), "gpu-test")
+    given = arguments(__doc__).parse_args()
+    if given.bench:
+        run_all("bench.gpu_parts", BENCH, given, "gpu-bench")
+    run_all("tests.gpu.case", LIMITS, given, "gpu-test")

@@ -331,7 +331,18 @@ def nccl_with_two_processes_on_one_card(device):
 
 def _on_two(device, *more):
     """A command's words for two processes that share a device."""
-    return ["-n", 2, "--device", device, "--backend", "gloo", "--out", "run", *QUIET, *more]
+    return [
+        "-n",
+        2,
+        "--device",
+        device,
+        "--backend",
+        "nccl" if device == "cuda" else "gloo",
+        "--out",
+        "run",
+        *QUIET,
+        *more,
+    ]
 
 
 def launched_processes_share_a_card(device):

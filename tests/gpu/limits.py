@@ -1,4 +1,4 @@
-"""The cases in the order in which they are run, the most telling first, and how many seconds each may take."""
+"""What is run, in its order, the most telling first, and how many seconds each part may take."""
 
 LIMITS = {
     "trains_and_evaluates": 60,
@@ -25,4 +25,11 @@ LIMITS = {
     "two_cards_share_parameters": 60,
     "two_cards_compress_gradients": 60,
     "two_cards_hear_a_peers_death": 60,
+}
+
+BENCH = {
+    "resnet18_at_32": 110,
+    "cifar10_by_the_fast_recipe": 60,
+    "resnet50_at_224_from_packed": 150,
+    "cifar10_to_94_by_resnet18": 200,
 }
