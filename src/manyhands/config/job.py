@@ -196,9 +196,20 @@ class ClusterOptions(Options):
     python: str = Field(default="", description="Python on the other machines; empty: found by trying")
     workdir: str = Field(default="", description="folder to work in on the other machines; empty: the same as here")
     sync_code: bool = Field(default=False, description="copy this folder's code to the other machines first")
+    elastic: str = Field(
+        default="on",
+        pattern=r"^(on|off|[1-9]\d{0,3}(:[1-9]\d{0,3})?)$",
+        description="a run that loses a process or a machine goes on by itself; off: it ends; 2:4: with at least two "
+        "machines, and at most four",
+    )
     join_warn_s: float = Field(default=30.0, gt=0.0, description="name the missing processes after so long")
     join_timeout_s: float = Field(default=600.0, gt=0.0, description="give up waiting for them after so long")
     collective_timeout_s: float = Field(default=600.0, gt=0.0, description="give up on a silent peer after so long")
+
+    @property
+    def recovers(self) -> bool:
+        """True where a run goes on by itself after a fault."""
+        return self.elastic != "off"
 
     @field_validator("shares", mode="before")
     @classmethod

@@ -145,8 +145,15 @@ class Gradients:
         fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
         return self.on_card and fused and not self.scaler
 
+    def move_statistics(self) -> None:
+        """Moves BatchNorm's running statistics; a collective where there are any, and an update's last.
+
+        It comes before `step`, so that a process whose peer dies has either all of an update or nothing of it.
+        """
+        self.network.finish_update(self.world.size)
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Updates the parameters, then BatchNorm's running statistics; a collective where there are any."""
+        """Updates the parameters."""
         if self.scaler:
             self.scaler.step(optimizer)
             self.scaler.update()
@@ -158,7 +165,6 @@ class Gradients:
             del told.grad_scale, told.found_inf
         else:
             optimizer.step()
-        self.network.finish_update(self.world.size)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
+from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
-from manyhands.cluster.agents.supervise import Ending, Watch, first_cause, supervise
+from manyhands.cluster.agents.supervise import Ending, Watch, first_cause, supervise_once
 from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate
@@ -55,6 +56,7 @@ from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
 from manyhands.run.load import load_worker
+from manyhands.run.recovery import run_to_the_end
 from manyhands.run.script import note_end, shown, stopping
 
 STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
@@ -107,14 +109,42 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
         more = {"met": several, **_hand_over(objects, private)}
-        orders = orders_for(job, "train", str(folder.path.resolve()), meeting, **more)
         screen = Screen(folder.path, quiet=quiet)
         try:
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
-            ending = supervise([open_here(folder.ranks / "agent.log")], [orders], watch)
+            with closing(Here(folder, meeting, watch, more)) as here:
+                ending = run_to_the_end(job, folder, screen.say, here) if not several else here(job, 0)
         finally:
             screen.close()
         return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
+
+
+class Here:
+    """Starts the processes of a run on this machine, by an agent that stays for the next start.
+
+    Args:
+        folder: the run folder.
+        meeting: who takes part.
+        watch: what the head wants to hear of.
+        more: what the task needs besides.
+    """
+
+    def __init__(self, folder: RunFolder, meeting: Meeting, watch: Watch, more: dict[str, Any]) -> None:
+        self._folder, self._meeting, self._watch, self._more = folder, meeting, watch, more
+        self._link: AgentConnection | None = None
+
+    def __call__(self, job: Job, number: int) -> Ending:
+        """Starts them; how they ended."""
+        if self._link is None or self._link.closed:
+            self._link = open_here(self._folder.ranks / "agent.log")
+        orders = orders_for(job, "train", str(self._folder.path.resolve()), self._meeting, **self._more)
+        return supervise_once([self._link], [replace(orders, generation=number)], self._watch)
+
+    def close(self) -> None:
+        """Ends the agent."""
+        if self._link:
+            close_all([self._link])
+            self._watch.on_tick()
 
 
 def place_of(job: Job) -> Participation:

@@ -4,15 +4,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from manyhands.checkpoint.kept import prune
 from manyhands.checkpoint.refuse import NotFiniteError, SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.core.errors import RunError
+from manyhands.core.folder import NOWHERE
 from manyhands.core.going_on import going_on
 from manyhands.core.phases import CLOCK, EVALUATION, SAVING
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
@@ -104,16 +107,7 @@ def save(trainer: Trainer) -> None:
     """Commits a checkpoint; a full disk or the like costs the checkpoint, not the run, and is said loudly."""
     progress, started = trainer.progress, time.perf_counter()
     trainer.phase = "save"
-    extra = {"job": trainer.digest, "classes": list(trainer.classes), "model": trainer.job.model.name}
-    extra[STATE_KEY] = trainer.trained.model_dump(mode="json")
-    extra.update(trainer.noted())
-    extra["sync"] = {**asdict(trainer.sync), "processes": trainer.world.size}
-    if trainer.settle_shares:
-        extra["shares"] = trainer.feed.samples_of_each()
-    if trainer.update.gradients.scaler:
-        extra["scaler"] = trainer.update.gradients.scaler.state_dict()
-    if isinstance(trainer.update.set_rates, OwnScheduler):
-        extra["schedule"] = trainer.update.set_rates.saved()
+    extra = _beside_the_network(trainer)
     outcome = SAVED
     trainer.synchronizer.average_buffers(progress.step)
     save_rank_state(trainer)
@@ -135,6 +129,48 @@ def save(trainer: Trainer) -> None:
     trainer.status_round.saved()
     trainer.status_round.leave_out(time.perf_counter() - started)
     trainer.phase = "train"
+
+
+def rescue(trainer: Trainer) -> bool:
+    """Saves where this process has come to, without the others, one of which has failed; True when it is saved.
+
+    All hold the same network then, so whoever has made the furthest update saves for all, and nothing that was trained
+    is lost. It can't be done where processes hold pieces, or more than the network is held by each alone.
+    """
+    network, progress = trainer.network, trainer.progress
+    held_alone = network.sharded or network.layouts or trainer.synchronizer.own
+    # A scheduler of somebody else's has moved on with an update's beginning.
+    under_way = trainer.update.under_way
+    between = under_way.in_pieces or (under_way.begun and isinstance(trainer.update.set_rates, OwnScheduler))
+    if held_alone or between or not progress.step or trainer.folder is NOWHERE:
+        return False
+    under_way.undo()
+    folder = trainer.folder.checkpoints
+    folder.mkdir(parents=True, exist_ok=True)
+    snapshot = capture(network, trainer.update.optimizer, progress, _beside_the_network(trainer))
+    snapshot.state["saved_step"] = progress.step
+    with FileLock(folder / ".rescue.lock", mode=0o600):  # a second one finds that it is done
+        commit(folder, progress.step, snapshot)
+    return True
+
+
+def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint holds beside the network, its optimizer and how far they have come."""
+    extra: dict[str, Any] = {
+        "job": trainer.digest,
+        "classes": list(trainer.classes),
+        "model": trainer.job.model.name,
+        STATE_KEY: trainer.trained.model_dump(mode="json"),
+        **trainer.noted(),
+        "sync": {**asdict(trainer.sync), "processes": trainer.world.size},
+    }
+    if trainer.settle_shares:
+        extra["shares"] = trainer.feed.samples_of_each()
+    if trainer.update.gradients.scaler:
+        extra["scaler"] = trainer.update.gradients.scaler.state_dict()
+    if isinstance(trainer.update.set_rates, OwnScheduler):
+        extra["schedule"] = trainer.update.set_rates.saved()
+    return extra
 
 
 def save_last(trainer: Trainer) -> None:

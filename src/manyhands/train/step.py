@@ -68,6 +68,41 @@ class StepSums:
             self._guesses.clear()
 
 
+class UnderWay:
+    """What an update has changed so far, should it fail: a peer's death ends it in the middle.
+
+    BatchNorm's statistics and the parameters change at its end alone; other buffers may at every forward.
+
+    Args:
+        network: under its parallel mode.
+
+    Attributes:
+        begun: the update isn't whole yet.
+        in_pieces: it is being put into the parameters, which are neither the old nor the new ones.
+    """
+
+    def __init__(self, network: ParallelNetwork) -> None:
+        ours = {id(layer) for layer in network.norms.layers}
+        modules = [one for one in network.inner.modules() if id(one) not in ours]
+        self._buffers = [one for module in modules for one in module.buffers(recurse=False)]
+        self._before: list[Tensor] = []
+        self.begun = self.in_pieces = False
+
+    def begin(self) -> None:
+        """Keeps what an update may change before its end."""
+        self.begun, self._before = True, [one.clone() for one in self._buffers]
+
+    def end(self) -> None:
+        """The update is whole."""
+        self.begun = self.in_pieces = False
+
+    def undo(self) -> None:
+        """Puts back what an update has changed that isn't whole."""
+        if self.begun:
+            for buffer, before in zip(self._buffers, self._before, strict=True):
+                buffer.copy_(before)
+
+
 class Updater:
     """Makes updates: whole ones by a call, or `begin`, micro-batches of somebody else's (`own_update.py`), `finish`.
 
@@ -113,6 +148,7 @@ class Updater:
             network, world, loss_fn, smoothing=smoothing, precision=precision, mean=gradients_mean
         )
         self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
+        self.under_way = UnderWay(network)
 
     def __call__(self, update: UpdateShare, step: int) -> None:
         """Makes update number `step`, counted from 0.
@@ -131,6 +167,7 @@ class Updater:
         self.set_rates(step)
         for parameter in self.parameters:
             parameter.grad = None
+        self.under_way.begin()
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
@@ -144,8 +181,11 @@ class Updater:
         self._check_and_clip(update, step)
         if self.gradients.spoilt is not None:
             self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
+        self.gradients.move_statistics()
+        self.under_way.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
+        self.under_way.end()
         CLOCK.to(COMPUTE)
 
     def add_gradients(

@@ -15,6 +15,7 @@ from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
+from manyhands.core.errors import EXIT_FAILED, ManyhandsError
 from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
@@ -84,9 +85,23 @@ def train_here(
             trainer.journal.event(status, _closing_words(status, trainer.progress.step), trainer.progress.step)
             return {"status": status, "step": trainer.progress.step, "folder": str(mine.folder.path)}
         except BaseException as error:
-            raise Failed(mine.record_of(error)) from error
+            record = mine.record_of(error)
+            if record.exit_code == EXIT_FAILED and job.cluster.recovers:
+                _rescue(mine)
+            raise Failed(record) from error
         finally:
             mine.give_back()
+
+
+def _rescue(mine: GroupMember) -> None:
+    """Saves what this process has, for the run to go on from; where that fails the last checkpoint is there."""
+    from manyhands.train.saving import rescue
+
+    try:
+        if mine.trainer and rescue(mine.trainer):
+            mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the run to go on from")
+    except (ManyhandsError, OSError, RuntimeError) as error:
+        mine.trainer.journal.line(f"could not save for the run to go on from: {error}")
 
 
 def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:

@@ -93,7 +93,16 @@ class Watch:
 
 
 def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
-    """Gives each agent its orders and waits for the end of all, and closes the links.
+    """Gives each agent its orders, waits for the end of all as `supervise_once` does, and closes the links."""
+    try:
+        return supervise_once(links, orders, watch)
+    finally:
+        close_all(links)
+        watch.on_tick()
+
+
+def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
+    """Gives each agent its orders and waits for the end of all; agents that are still there can take new ones.
 
     The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
     processes fail, or the machine is lost, the other machines' are ended too.
@@ -113,8 +122,9 @@ def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch:
                 head.obey(len(signals))
                 head.look()
                 watch.on_tick()
-    finally:
+    except BaseException:
         close_all(links)
+        raise
     watch.on_tick()
     return head.ending
 

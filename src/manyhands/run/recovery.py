@@ -1,0 +1,104 @@
+"""Goes on by itself after a fault: the processes are started again from what was saved, where that is of any use."""
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from manyhands.cluster.agents.supervise import Ending, first_cause
+from manyhands.config.job import Job
+from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import Event, Failure, append, read_lines
+from manyhands.core.stops import saved_step
+
+# Starts in a row after which nothing new was saved.
+MOST_IN_VAIN = 3
+# How a process ends that wrote no word itself.
+KILLED = "ProcessEnded"
+
+Start = Callable[[Job, int], Ending]
+
+
+def run_to_the_end(job: Job, folder: RunFolder, say: Callable[[str, str], None], start: Start) -> Ending:
+    """Starts the processes of a run, again after each fault that a new start may mend.
+
+    Args:
+        job: what to do.
+        folder: where the run is kept.
+        say: tells the user, a sentence and its level.
+        start: starts all processes, and gives how they ended; of the job, and the number of the start.
+
+    Returns:
+        How the last start ended.
+    """
+    budget = RestartBudget(folder)
+    for number in itertools.count():
+        ending = start(_gone_on_with(job, folder) if number else job, number)
+        if ending.ok or ending.interrupted or ending.refused or not job.cluster.recovers:
+            return ending
+        cause = first_cause(ending)
+        useless = budget.spend(cause, script=bool(job.run.script))
+        if useless:
+            if number:
+                say(useless, "WARNING")
+            return ending
+        what = cause.what if cause else f"the agent that watches the processes failed: {ending.broken}"
+        step = saved_step(folder)
+        going_on = "begins again" if step is None else f"goes on from step {step}"
+        _note(folder, cause, number, f"{what}: the run {going_on}", step)
+    raise AssertionError("a run has an end")
+
+
+class RestartBudget:
+    """Whether another start is of any use.
+
+    Args:
+        folder: where the run is kept.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._began, self._saved = time.time(), saved_step(folder)
+        self._in_vain = 0
+        self._last: tuple[str, str, int | None] | None = None
+
+    def spend(self, cause: Failure | None, *, script: bool) -> str:
+        """Counts a fault; why the run can't go on by itself, or nothing where it may."""
+        began, self._began = self._began, time.time()
+        said = cause is not None and bool(cause.traceback or cause.mend) and cause.error != KILLED
+        if cause is not None and cause.exit_code != EXIT_FAILED:
+            return "a new start would not mend that"
+        if said and (script or not self._trained_since(began)):
+            return "it failed before its first update, so a new start would fail as well"
+        this = (cause.error, cause.what, cause.step) if cause and said else None
+        if this and this == self._last:
+            return f"the same error twice at step {cause.step if cause else 0}: the run does not go on by itself"
+        self._last = this
+        saved = saved_step(self._folder)
+        self._in_vain = 0 if saved != self._saved else self._in_vain + 1
+        self._saved = saved
+        if self._in_vain >= MOST_IN_VAIN:
+            return f"{MOST_IN_VAIN} starts in a row saved nothing new: the run does not go on by itself"
+        return ""
+
+    def _trained_since(self, began: float) -> bool:
+        return any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics))
+
+
+def _gone_on_with(job: Job, folder: RunFolder) -> Job:
+    """The job as a later start has it: from the run's own newest checkpoint, where it has one by now."""
+    if not folder.has_checkpoints():
+        return job
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
+
+
+def _note(folder: RunFolder, cause: Failure | None, number: int, told: str, step: int | None) -> None:
+    """In the diary; the failed processes' own records make room for those of the next start."""
+    rank, at = (cause.rank, cause.time) if cause else (0, time.time())
+    with suppress(OSError):
+        append(folder.events, Event(time=at, kind="restarted", rank=rank, step=step, message=told))
+        kept = folder.failures / f"start-{number}"
+        for record in folder.failures.glob("*.json"):
+            kept.mkdir(exist_ok=True)
+            record.replace(kept / record.name)
