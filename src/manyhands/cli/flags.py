@@ -33,6 +33,10 @@ Mesh = Annotated[str | None, Parameter(help="the processes as a grid: dp=2,tp=2 
 Pin = Annotated[
     list[str] | None, Parameter(name="--pin", negative="", help='how an op is split: "fc=n@dp o@tp"; implies semi')
 ]
+Elastic = Annotated[
+    str | None,
+    Parameter(help="2:4: go on with 2 to 4 machines when some are lost; off: end at the first fault; on"),
+]
 Sync = Annotated[
     str | None,
     Parameter(help="how gradients are averaged: allreduce, bf16, powersgd, local, or auto by the link; allreduce"),

@@ -17,6 +17,8 @@ from manyhands.core.outside import MOST_BYTES, parse_json
 VERSION = 1
 # `Failure.error` where a whole machine, or the connection to it, has gone.
 MACHINE_LOST = "MachineLost"
+# The same where a process was killed.
+PROCESS_ENDED = "ProcessEnded"
 # The variable that names the file for a worker's `Failure`, beside the run folder, whose disk may be full.
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 

@@ -9,13 +9,13 @@ from manyhands.cluster.agents.supervise import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import Event, Failure, append, read_lines
+from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Event, Failure, append, read_lines
 from manyhands.core.stops import saved_step
 
+# The same error again before so many updates is one that comes every time.
+SOON_UPDATES = 20
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
-# How a process ends that wrote no word itself.
-KILLED = "ProcessEnded"
 
 Start = Callable[[Job, int], Ending]
 
@@ -61,21 +61,22 @@ class RestartBudget:
         self._folder = folder
         self._began, self._saved = time.time(), saved_step(folder)
         self._in_vain = 0
-        self._last: tuple[str, str, int | None] | None = None
+        self._last: tuple[str, int, int] | None = None
 
     def spend(self, cause: Failure | None, *, script: bool) -> str:
         """Counts a fault; why the run can't go on by itself, or nothing where it may."""
         began, self._began = self._began, time.time()
-        said = cause is not None and bool(cause.traceback or cause.mend) and cause.error != KILLED
+        # What comes from outside may come to anybody; an error of the program's own likely comes again.
+        own = cause is not None and cause.error not in {MACHINE_LOST, PROCESS_ENDED}
         if cause is not None and cause.exit_code != EXIT_FAILED:
             return "a new start would not mend that"
-        if said and (script or not self._trained_since(began)):
+        if own and (script or not self._trained_since(began)):
             return "it failed before its first update, so a new start would fail as well"
-        this = (cause.error, cause.what, cause.step) if cause and said else None
-        if this and this == self._last:
-            return f"the same error twice at step {cause.step if cause else 0}: the run does not go on by itself"
-        self._last = this
         saved = saved_step(self._folder)
+        this = (cause.error, cause.rank, saved or 0) if cause and own else None
+        if this and self._last and this[:2] == self._last[:2] and this[2] - self._last[2] < SOON_UPDATES:
+            return f"the same error twice within {SOON_UPDATES} updates: the run does not go on by itself"
+        self._last = this
         self._in_vain = 0 if saved != self._saved else self._in_vain + 1
         self._saved = saved
         if self._in_vain >= MOST_IN_VAIN:

@@ -186,7 +186,12 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 
 def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
     """What a run's screen wants to hear of while its head watches."""
-    return Watch(on_tick, lambda: screen.say(stopping(job, STOPPING)), lambda how: screen.say(how, "WARNING"))
+    return Watch(
+        on_tick,
+        lambda: screen.say(stopping(job, STOPPING)),
+        lambda how: screen.say(how, "WARNING"),
+        evicts=job.cluster.recovers,
+    )
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:

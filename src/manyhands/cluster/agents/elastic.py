@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
+    KillWorker,
     KillWorkers,
     Prepared,
     StopWorkers,
@@ -206,6 +207,8 @@ class ElasticAgent(_Base):
             if isinstance(command, KillWorkers):
                 self._signal(signal.SIGKILL)
                 raise RendezvousGracefulExitError("killed")
+            if isinstance(command, KillWorker):
+                self._signal(signal.SIGKILL, command.rank)
             if isinstance(command, StopWorkers):
                 self.ask_to_stop()
         if seen := self._pulses.news(all_of_them=bool(self._stopping_since)):
@@ -224,8 +227,9 @@ class ElasticAgent(_Base):
         self._stopping_since = time.monotonic()
         self._signal(signal.SIGTERM)
 
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self._pids():
+    def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
+        pids = dict(zip((worker.global_rank for worker in self._worker_group.workers), self._pids(), strict=False))
+        for pid in pids.values() if rank is None else [pids[rank]] if rank in pids else []:
             with contextlib.suppress(ProcessLookupError):  # one that has come to its end already
                 os.kill(pid, number)
 

@@ -29,6 +29,13 @@ class KillWorkers(Message):
 
 
 @dataclass(frozen=True)
+class KillWorker(Message):
+    """End this one at once, which hangs; the others hear it as any process's end."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Greeting(Message):
     """What a machine says of itself; see `doctor.facts`."""
 

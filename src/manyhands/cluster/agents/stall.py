@@ -17,6 +17,8 @@ _QUIET_S = 4.0
 _MOVES_BYTES_PER_S = 4096
 _BUSY = 0.3
 _NAMED = 4
+# Who doesn't run at all for so long is given up, where the run can go on without it.
+_EVICT_S = 15.0
 
 
 @dataclass
@@ -85,6 +87,21 @@ class Stalls:
         # Who computes, and whom bytes reach, may yet come to where the wish is heard.
         goes_on = _moving(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
         return _why(ranks) if any(rank.silent for rank in ranks) or (late and not goes_on) else ""
+
+    def culprit(self) -> tuple[int, str] | None:
+        """Who keeps all others waiting and won't come any more, and how that is told; None where that isn't known."""
+        ranks = self._known()
+        for rank in ranks:
+            seen = rank.seen
+            if rank.silent and seen.quiet_s > _EVICT_S:
+                how = "was stopped" if seen.stopped else "gave no sign of life"
+                return seen.rank, f"{rank.name} {how} for {seen.quiet_s:.0f} s, and was ended"
+        # Who computes may yet come; and where bytes still move nothing hangs.
+        for rank in [] if _moving(ranks) else _behind(ranks):
+            if rank.seen.stood_s > 2 * rank.seen.limit_s and rank.rates()[1] < _BUSY:
+                how = f"kept the others waiting for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
+                return rank.seen.rank, f"{rank.name} {how}, and was ended"
+        return None
 
     def _known(self) -> list[_Rank]:
         now = time.monotonic()

@@ -12,6 +12,7 @@ from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     FilePiece,
+    KillWorker,
     KillWorkers,
     StartWorkers,
     StopWorkers,
@@ -23,7 +24,7 @@ from manyhands.cluster.agents.protocol import (
 from manyhands.cluster.agents.stall import Stalls
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed
 from manyhands.core.errors import EXIT_USAGE, ManyhandsError, UserError
-from manyhands.core.records import MACHINE_LOST, Failure
+from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 from manyhands.core.stops import handled
 
 POLL_S = 0.1
@@ -50,6 +51,7 @@ class Ending:
         words: the end of the logs of failed processes that wrote none.
         hosts: rank to the name of its machine, of failed processes.
         lost: machine's name to what is known of its end, where the machine or its agent has gone.
+        evicted: rank to why it was ended by its head, since it hung.
         hung: why the processes could not do what was asked for, and were killed.
         interrupted: True when the user (or the system) asked for a stop.
         broken: an agent's own traceback, if one failed itself.
@@ -62,6 +64,7 @@ class Ending:
     words: dict[int, str] = field(default_factory=dict[int, str])
     hosts: dict[int, str] = field(default_factory=dict[int, str])
     lost: dict[str, str] = field(default_factory=dict[str, str])
+    evicted: dict[int, str] = field(default_factory=dict[int, str])
     hung: str = ""
     interrupted: bool = False
     broken: str = ""
@@ -83,6 +86,7 @@ class Watch:
         on_warning: told how the first process failed, as soon as that is known, and that the run stands still, and why.
         on_file: given each piece of the run's records that comes from another machine.
         clock_offsets_s: machine's name to how far its clock is ahead of ours.
+        evicts: a process that hangs is ended, so that the run can go on without it.
     """
 
     on_tick: Callable[[], None] = lambda: None
@@ -90,6 +94,7 @@ class Watch:
     on_warning: Callable[[str], None] = lambda _text: None
     on_file: Callable[[FilePiece], None] = lambda _piece: None
     clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    evicts: bool = False
 
 
 def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
@@ -190,6 +195,8 @@ class _Head:
                 self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
         if stands := self._stalls.to_say():
             self._watch.on_warning(stands)
+        if self._watch.evicts and not self._wishes:
+            self._evict()
         if self._wishes == 1 and not self.ending.hung and now - self._asked_at > HEAR_S:
             self.ending.hung = self._stalls.hung()
             self._kill_at = now if self.ending.hung else self._kill_at
@@ -199,6 +206,16 @@ class _Head:
         if now > self._end_at:
             for link in self.running:
                 link.process.kill()
+
+    def _evict(self) -> None:
+        """Ends a process that hangs, which its peers then hear of as of any that has gone."""
+        found = self._stalls.culprit()
+        if found and found[0] not in self.ending.evicted:
+            rank, why = found
+            self.ending.evicted[rank] = why
+            self._told_failure = True
+            self._watch.on_warning(why)
+            self._command(KillWorker(rank))
 
     def _tell_of(self, exited: WorkerExited) -> None:
         """Says at once what ended a process, where that is no mere consequence; the whole comes with the end."""
@@ -270,6 +287,9 @@ def first_cause(ending: Ending) -> Failure | None:
     The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
     """
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
+    if ending.evicted:
+        rank, why = next(iter(ending.evicted.items()))
+        return _killed(rank, 0, ending.hosts.get(rank, ""), ending.words.get(rank, ""), why)
     if records and not records[0].consequence:
         return records[0]
     if ending.lost:
@@ -288,7 +308,7 @@ def _lost(host: str, how: str) -> Failure:
     )  # fmt: skip
 
 
-def _killed(rank: int, exit_code: int, host: str, said: str) -> Failure:
+def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> Failure:
     """The record of a process that could not write its own."""
     mend: list[str] = []
     if exit_code == -signal.SIGKILL:
@@ -300,8 +320,8 @@ def _killed(rank: int, exit_code: int, host: str, said: str) -> Failure:
         rank=rank,
         host=host,
         pid=0,
-        error="ProcessEnded",
-        what=f"rank {rank} {_how(exit_code)}",
+        error=PROCESS_ENDED if exit_code <= 0 else SystemExit.__name__,
+        what=why or f"rank {rank} {_how(exit_code)}",
         mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
         excerpt=said and f"rank {rank} wrote last:\n{said}",
     )

@@ -1,0 +1,105 @@
+"""A run that a fault hits goes on by itself: to the same weights, from the very update that the others had made."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.command import (
+    NETS,
+    QUICK,
+    assert_equal_weights,
+    assert_one_screen,
+    events,
+    final_weights,
+    finish,
+    marked,
+    run,
+    start,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(300)
+JOB = ["synthetic:1000x1x8x8x10", f"{NETS}:Killed", "--batch", "50", "--epochs", "2", *QUICK]
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_killed_process_is_replaced_and_costs_no_update(processes, here):
+    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
+    ended = run("train", *JOB, "-n", processes, "--out", "run", **fault)
+    assert ended.code == 0, ended.err
+    assert "WARNING rank 1 was killed by SIGKILL: the run goes on from step" in ended.err
+    (again,) = events("run", "restarted")
+    (resumed,) = events("run", "resumed")
+    # All but the one that was killed had made the update before; nothing is trained twice.
+    assert resumed["step"] == again["step"] > 7
+    assert not marked(str(here))
+    ended = run("train", *JOB, "-n", processes, "--out", "whole", **fault)
+    assert ended.code == 0, ended.err
+    assert not events("whole", "restarted")
+    assert_equal_weights(final_weights("run"), final_weights("whole"))
+
+
+def test_one_process_alone_goes_on_from_what_was_saved(here):
+    job = ["synthetic:1000x1x8x8x10", "mlp", "--batch", "50", "--epochs", "20", *QUICK, "--out", "run"]
+    training = start("train", *job, "--set", "checkpoint.every=10steps")
+    wait_until(lambda: events("run", "saved"), training)
+    _workers_of(training)[0].kill()
+    ended = finish(training)
+    assert ended.code == 0, ended.err
+    (resumed,) = events("run", "resumed")
+    assert resumed["step"] >= 10
+
+
+def test_an_error_that_comes_every_time_ends_the_run_after_the_second(here):
+    ended = run("train", "digits", f"{NETS}:Raises", "-n", "2", "--out", "run", *QUICK, "--epochs", "3")
+    assert ended.code == 1
+    assert_one_screen(ended.err)
+    assert len(events("run", "restarted")) == len(events("run", "failed")) == 1
+    told, _, screen = ended.err.partition("manyhands: ")
+    assert "the same error twice within 20 updates" in told
+    assert 'KeyError: "the user\'s own mistake"' in screen
+    assert screen.count("Traceback") == 1
+    assert Path("run/ranks/failures/start-0/1.json").exists()
+
+
+def test_what_fails_before_its_first_update_is_not_tried_again(here):
+    ended = run("train", "digits", f"{NETS}:Missing", "-n", "2", "--out", "run", *QUICK)
+    assert ended.code == 2
+    assert not events("run", "restarted")
+
+
+def test_a_killed_agent_is_replaced(here):
+    job = ["synthetic:1000x1x8x8x10", "mlp", "--batch", "50", "--epochs", "20", *QUICK, "--out", "run", "-n", "2"]
+    training = start("train", *job, "--set", "checkpoint.every=10steps")
+    wait_until(lambda: events("run", "saved"), training)
+    before = _workers_of(training)
+    before[0].parent().kill()
+    ended = finish(training)
+    assert ended.code == 0, ended.err
+    assert "the agent that watches the processes failed: it was killed by SIGKILL: the run goes on" in ended.err
+    assert not any(one.is_running() for one in before)
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_ended_and_replaced(here):
+    job = ["synthetic:20000x1x8x8x10", "mlp", "--batch", "50", "--epochs", "20", *QUICK, "--out", "run", "-n", "2"]
+    training = start("train", *job)
+    wait_until(lambda: events("run", "saved"), training)
+    stopped = _workers_of(training)[1]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    ended = finish(training)
+    assert ended.code == 0, ended.err
+    assert re.search(
+        r"WARNING rank 1 on \S+ was stopped for \d+ s, and was ended: the run goes on from step", ended.err
+    )
+    assert not stopped.is_running()
+
+
+def _workers_of(training):
+    """The processes that train, by rank."""
+    (agent,) = psutil.Process(training.pid).children()
+    return sorted(agent.children(), key=lambda one: one.pid)
