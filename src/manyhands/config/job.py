@@ -211,6 +211,12 @@ class ClusterOptions(Options):
         """True where a run goes on by itself after a fault."""
         return self.elastic != "off"
 
+    @property
+    def least_machines(self) -> int:
+        """With fewer machines a run doesn't go on."""
+        least = self.elastic.partition(":")[0]
+        return int(least) if least.isdecimal() else 1
+
     @field_validator("shares", mode="before")
     @classmethod
     def _are_shares(cls, given: object) -> object:

@@ -1,5 +1,6 @@
 """What a process of a run says of itself all the time, so that a hang can be told, and who it is that hangs."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -50,6 +51,11 @@ class Pulse(BaseModel):
     def late(self) -> bool:
         """True where it has stood still for longer than that, as far as it knows itself."""
         return self.still_s > self.limit_s
+
+
+def leave_path(folder: Path) -> Path:
+    """Is there once the processes of a machine, whose pulses are in that folder, should give up waiting for others."""
+    return folder / "leave"
 
 
 class Seen(Pulse):

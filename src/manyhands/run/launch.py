@@ -1,29 +1,28 @@
 """One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import Crew, assembled, prepare, refuse_doubles
-from manyhands.cluster.agents.code import code_files, with_absolute_paths
+from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.mirror import Receiver
-from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.protocol import Bind, FilePiece, OpenRun, RunOpened, TakeCode
+from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.supervise import supervise
-from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
+from manyhands.cluster.descriptions.inventory import Address, Machine
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.questions import AskClock
 from manyhands.config.job import Job
-from manyhands.core.claim import new_holder, run_id
+from manyhands.core.claim import run_id
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import read_lines, write_json
+from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
 from manyhands.run.logs import reach_of, read_places
+from manyhands.run.on_machines import OnMachines
+from manyhands.run.recovery import run_to_the_end
 from manyhands.run.script import shown
 from manyhands.run.train import LOOPBACK, Outcome, conclude, interrupted, run_folder, watch_on
 
@@ -54,13 +53,19 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                 crew.require_all()
                 remember_reach(folder.path, reach_of(job.cluster))
                 addresses = _look_over(job, crew, machines, screen)
-                orders = _ready(job, crew, addresses, folder, receiver, screen)
+                squad = _ready(job, crew, addresses, folder, receiver, screen)
                 watch = replace(
                     watch_on(job, screen, shown(job, folder, screen, quiet=quiet)),
                     on_file=_Keeper(receiver, screen, crew.links[0].machine.name),
                     clock_offsets_s=crew.clock_offsets_s,
                 )
-                ending = supervise(crew.links, orders, watch)
+                ending = run_to_the_end(
+                    job,
+                    folder,
+                    screen.say,
+                    lambda now, number: squad.start(now, number, watch),
+                    lambda: squad.too_few(job),
+                )
         except KeyboardInterrupt:
             raise interrupted(folder) from None
         finally:
@@ -109,52 +114,17 @@ def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen
 
 def _ready(
     job: Job, crew: Crew, addresses: Sequence[Address], folder: RunFolder, receiver: Receiver, screen: Screen
-) -> list[Orders]:
-    """Everything that comes before the workers: folders, code, sizes, the store's port."""
+) -> OnMachines:
+    """Everything that comes before the workers: folders, code, sizes."""
     # First what the user's mistakes show in, so that they leave no folders elsewhere.
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
-    opened = _open_folders(crew, folder, receiver, output=bool(job.run.script))
+    machines = OnMachines(crew, sizes, devices, addresses, folder, receiver, screen.say)
+    opened = machines.open_folders(output=bool(job.run.script))
     _refuse_another_run(job, folder, crew, opened)
     _refuse_lost_checkpoints(job, folder, crew, opened[0])
     if job.cluster.sync_code:
         _share_code(crew, screen)
-    port = crew.links[0].ask(Bind(addresses[0].address), 30.0).port
-    _note_machines(folder, crew, sizes, opened, addresses)
-    for line in describe(crew, sizes, addresses, port):
-        screen.say(line)
-    if job.cluster.sync_code:
-        job = with_absolute_paths(job)
-    return [
-        orders_for(
-            job,
-            "train",
-            answer.folder,
-            Meeting(tuple(sizes), machine, addresses[0].address, port, link.machine.devices),
-            device=devices[machine],
-            environment=address.environment(),
-        )
-        for machine, (link, answer, address) in enumerate(zip(crew.links, opened, addresses, strict=True))
-    ]
-
-
-def _open_folders(crew: Crew, folder: RunFolder, receiver: Receiver, *, output: bool) -> list[RunOpened]:
-    """The run folder on every machine, at the same place in its work folder; a shared one is recognised by a token."""
-    token, holder = f".shared-{secrets.token_hex(8)}", new_holder()
-    marker = folder.ranks / token
-    marker.touch()
-    try:
-        path = folder.path.absolute()
-        place = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-        requests = [
-            OpenRun(
-                str(path) if link.here else place, token, holder, run_id(folder),
-                records=number == 0, held=receiver.held(), output=output,
-            )
-            for number, link in enumerate(crew.links)
-        ]  # fmt: skip
-        return crew.ask(requests)
-    finally:
-        marker.unlink()
+    return machines
 
 
 def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequence[RunOpened]) -> None:
@@ -205,37 +175,3 @@ def _share_code(crew: Crew, screen: Screen) -> None:
     for line in left:
         screen.say(line)
     crew.ask([AskClock() if link.here else TakeCode(files) for link in crew.links], CODE_S)
-
-
-def _note_machines(
-    folder: RunFolder, crew: Crew, sizes: Sequence[int], opened: Sequence[RunOpened], addresses: Sequence[Address]
-) -> None:
-    """machines.json: who has which ranks, and where its part of the run folder is."""
-    firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
-    write_json(
-        folder.machines,
-        [
-            {"host": link.machine.host, "port": link.machine.port, "here": link.here,
-             "local": link.here or answer.shared, "ranks": [first, size], "folder": answer.folder,
-             "address": address.address, "interface": address.interface}
-            for link, first, size, answer, address in zip(crew.links, firsts, sizes, opened, addresses, strict=True)
-        ],
-    )  # fmt: skip
-
-
-def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], port: int) -> list[str]:
-    """Who takes part, and what listens where."""
-    names = [link.machine.name for link in crew.links]
-    who = ", ".join(f"{name} ({size})" if size > 1 else name for name, size in zip(names, sizes, strict=True))
-    total = sum(sizes)
-    lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
-    if all(link.here for link in crew.links):
-        return lines
-    where = ", ".join(
-        f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True)
-    )
-    lines.append(
-        f"between them: {where}; the store listens on {addresses[0].address} port {port}, and each process on free "
-        "ports of its machine's address: open to whoever reaches them, without a password; gradients travel unencrypted"
-    )
-    return lines

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from manyhands.cluster.agents.supervise import Ending, first_cause
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Event, Failure, append, read_lines
 from manyhands.core.stops import saved_step
@@ -20,7 +20,13 @@ MOST_IN_VAIN = 3
 Start = Callable[[Job, int], Ending]
 
 
-def run_to_the_end(job: Job, folder: RunFolder, say: Callable[[str, str], None], start: Start) -> Ending:
+class LostWorkError(RunError):
+    """What was trained is on no machine that is left."""
+
+
+def run_to_the_end(
+    job: Job, folder: RunFolder, say: Callable[[str, str], None], start: Start, too_few: Callable[[], str] = str
+) -> Ending:
     """Starts the processes of a run, again after each fault that a new start may mend.
 
     Args:
@@ -28,6 +34,7 @@ def run_to_the_end(job: Job, folder: RunFolder, say: Callable[[str, str], None],
         folder: where the run is kept.
         say: tells the user, a sentence and its level.
         start: starts all processes, and gives how they ended; of the job, and the number of the start.
+        too_few: why there is nobody to start them on, or nothing.
 
     Returns:
         How the last start ended.
@@ -38,9 +45,9 @@ def run_to_the_end(job: Job, folder: RunFolder, say: Callable[[str, str], None],
         if ending.ok or ending.interrupted or ending.refused or not job.cluster.recovers:
             return ending
         cause = first_cause(ending)
-        useless = budget.spend(cause, script=bool(job.run.script))
+        useless = budget.spend(cause, script=bool(job.run.script)) or too_few()
         if useless:
-            if number:
+            if number or useless == too_few():
                 say(useless, "WARNING")
             return ending
         what = cause.what if cause else f"the agent that watches the processes failed: {ending.broken}"

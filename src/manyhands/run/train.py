@@ -137,8 +137,9 @@ class Here:
         """Starts them; how they ended."""
         if self._link is None or self._link.closed:
             self._link = open_here(self._folder.ranks / "agent.log")
-        orders = orders_for(job, "train", str(self._folder.path.resolve()), self._meeting, **self._more)
-        return supervise_once([self._link], [replace(orders, generation=number)], self._watch)
+        place = str(self._folder.path.resolve())
+        orders = orders_for(job, "train", place, self._meeting, generation=number, **self._more)
+        return supervise_once([self._link], [orders], self._watch)
 
     def close(self) -> None:
         """Ends the agent."""

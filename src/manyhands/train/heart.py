@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from manyhands.core.pulse import PULSE_FILE, PULSE_S, STALL, STALL_S, Pulse
+from manyhands.core.pulse import PULSE_FILE, PULSE_S, STALL, STALL_S, Pulse, leave_path
 from manyhands.parallel.shared_memory import SharedSums
 
 # A cut that has healed is told of where it took so long, and so many times as long as an update does usually.
@@ -115,6 +115,20 @@ class Heart:
             with contextlib.suppress(OSError):  # a full disk; the agent sees for itself whether this process runs
                 temporary.write_text(pulse.model_dump_json(), encoding="utf-8")
                 temporary.replace(path)
+            if leave_path(path.parent).exists():
+                shut_connections()
+                return
+
+
+def shut_connections() -> None:
+    """Ends what this process waits for on its connections: gloo would wait long for who has left without a word."""
+    with contextlib.suppress(OSError):
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(link.readlink()).startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(link.name))) as connection:
+                        if connection.family in {socket.AF_INET, socket.AF_INET6}:
+                            connection.shutdown(socket.SHUT_RDWR)
 
 
 def stood_still(took_s: float, usual_s: float) -> str:

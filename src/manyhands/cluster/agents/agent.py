@@ -31,7 +31,7 @@ from filelock import Timeout
 
 from manyhands.cluster.agents.connection import SILENT_S
 from manyhands.cluster.agents.head_watch import ended_with_head
-from manyhands.cluster.agents.mirror import Sender
+from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.protocol import (
     Alive,
     Bind,
@@ -39,6 +39,7 @@ from manyhands.cluster.agents.protocol import (
     FolderThere,
     Greeting,
     Hello,
+    KeepRecords,
     LogText,
     MakeScratch,
     OpenRun,
@@ -58,6 +59,7 @@ from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.private import private_files
 from manyhands.core.scratch import scratch
+from manyhands.core.stops import saved_step
 from manyhands.parallel.ports import listen
 
 # Looks for new records so often.
@@ -155,6 +157,7 @@ class Agent:
             Hello: self._hello,
             TakeCode: self._take_code,
             OpenRun: self._open,
+            KeepRecords: self._keep,
             MakeScratch: self._scratch,
             Bind: self._bind,
             ReadLog: self._log,
@@ -205,7 +208,9 @@ class Agent:
     def _open_run(self, path: Path, request: OpenRun) -> RunOpened:
         shared = (path / "ranks" / request.token).is_file()
         folder = use_run_folder(path)
-        answer = RunOpened(str(path), shared, folder.has_checkpoints())
+        saved, held = saved_step(folder), Receiver(path).held()
+        answer = RunOpened(str(path), shared, folder.has_checkpoints(), saved=-1 if saved is None else saved, held=held)
+        self._sender = None
         if shared:
             return answer
         with writing_into(path):
@@ -231,6 +236,13 @@ class Agent:
         for stale in folder.failures.glob("*.json"):
             stale.unlink()
         return found
+
+    def _keep(self, request: KeepRecords) -> FolderThere:
+        receiver = Receiver(Path(request.folder))
+        with private_files():
+            for piece in request.pieces:
+                receiver.take(piece)
+        return FolderThere(request.folder)
 
     def _scratch(self, _request: MakeScratch) -> FolderThere:
         return FolderThere(str(self._until_gone.enter_context(scratch("probe"))))

@@ -48,6 +48,12 @@ class Crew:
     clock_offsets_s: dict[str, float] = field(default_factory=dict[str, float])
     contacts: dict[str, Contact] = field(default_factory=dict[str, Contact])
 
+    def keep(self, wanted: Callable[[AgentConnection], bool]) -> None:
+        """Leaves out the machines that aren't wanted."""
+        kept = [number for number, link in enumerate(self.links) if wanted(link)]
+        self.links[:] = [self.links[number] for number in kept]
+        self.facts[:] = [self.facts[number] for number in kept]
+
     def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
         """Asks every machine its own question.
 

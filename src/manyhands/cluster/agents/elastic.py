@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
+    FreeWorkers,
     KillWorker,
     KillWorkers,
     Prepared,
@@ -51,6 +52,7 @@ from manyhands.core.claim import hold_as_agent
 from manyhands.core.cores import cores
 from manyhands.core.devices import device_kind
 from manyhands.core.outside import parse_json
+from manyhands.core.pulse import leave_path
 from manyhands.core.records import Failure
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
@@ -207,6 +209,8 @@ class ElasticAgent(_Base):
             if isinstance(command, KillWorkers):
                 self._signal(signal.SIGKILL)
                 raise RendezvousGracefulExitError("killed")
+            if isinstance(command, FreeWorkers):
+                leave_path(self._scratch).touch()
             if isinstance(command, KillWorker):
                 self._signal(signal.SIGKILL, command.rank)
             if isinstance(command, StopWorkers):

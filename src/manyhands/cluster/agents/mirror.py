@@ -46,7 +46,7 @@ class Sender:
         for name in self._sent:
             yield from self._grown(name)
         for name in WHOLE:
-            yield from self._changed(name)
+            yield from self.changed(name)
 
     def _grown(self, name: str) -> Iterator[FilePiece]:
         path = self._folder / name
@@ -63,7 +63,8 @@ class Sender:
                 yield FilePiece(name, whole.decode(*_coding(name)), self._sent[name])
                 self._sent[name] += len(whole)
 
-    def _changed(self, name: str) -> Iterator[FilePiece]:
+    def changed(self, name: str) -> Iterator[FilePiece]:
+        """A small file whole, where it is another than at the last look."""
         path = self._folder / name
         with contextlib.suppress(OSError):
             state = path.stat()
@@ -125,6 +126,21 @@ class Receiver:
             # Half a piece would be half a line, and what comes next wouldn't carry on from it.
             os.truncate(path, offset)
             raise
+
+
+def pieces_of(folder: Path, there: dict[str, int]) -> Iterator[list[FilePiece]]:
+    """The records of a run, less what another folder of the same run has of those that grow; some at a time."""
+    for name in GROWING:
+        size = _size(folder / name)
+        offset = there.get(name, 0) if there.get(name, 0) <= size else 0
+        while offset < size:
+            with (folder / name).open("rb") as file:
+                file.seek(offset)
+                piece = file.read(PIECE_BYTES)
+            whole = piece[: piece.rfind(b"\n") + 1] or piece
+            yield [FilePiece(name, whole.decode(*_coding(name)), offset)]
+            offset += len(whole)
+    yield [piece for name in WHOLE for piece in Sender(folder, {}).changed(name)]
 
 
 def _coding(name: str) -> tuple[str, str]:

@@ -36,6 +36,7 @@ def orders_for(
     *,
     device: str = "",
     environment: dict[str, str] | None = None,
+    generation: int = 0,
     **more: Any,
 ) -> Orders:
     """The orders to one machine's agent.
@@ -47,6 +48,7 @@ def orders_for(
         meeting: who takes part, and which of them that machine is.
         device: kind of device there; empty for what the job says.
         environment: variables for the workers.
+        generation: counts the starts of a run's processes.
         more: what the task needs besides; plain data.
     """
     return Orders(
@@ -57,4 +59,5 @@ def orders_for(
         job.cluster.threads,
         environment or {},
         job.run.script if task == "train" else (),
+        generation,
     )

@@ -29,6 +29,11 @@ class KillWorkers(Message):
 
 
 @dataclass(frozen=True)
+class FreeWorkers(Message):
+    """Have the workers give up what they wait for: who should come is gone, and the network hasn't told them."""
+
+
+@dataclass(frozen=True)
 class KillWorker(Message):
     """End this one at once, which hangs; the others hear it as any process's end."""
 
@@ -79,6 +84,8 @@ class RunOpened(Message):
         checkpoints: it has some.
         taken: another run goes on in it.
         run: id of the run that it held; empty for none.
+        saved: the newest step that is saved there; -1 for none.
+        held: bytes of each growing file that are there.
     """
 
     folder: str
@@ -86,6 +93,8 @@ class RunOpened(Message):
     checkpoints: bool
     taken: bool = False
     run: str = ""
+    saved: int = -1
+    held: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,23 @@ class OpenRun(Request[RunOpened]):
     records: bool = False
     held: dict[str, int] = field(default_factory=dict[str, int])
     output: bool = False
+
+
+@dataclass(frozen=True)
+class FilePiece(Message):
+    """A piece of a growing file of a run folder from its byte `offset` on, or a small file whole."""
+
+    name: str
+    text: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class KeepRecords(Request[FolderThere]):
+    """Put these pieces of a run's records into its folder, for rank 0 to go on with."""
+
+    folder: str
+    pieces: list[FilePiece]
 
 
 @dataclass(frozen=True)
@@ -214,12 +240,3 @@ class WorkerExited(Message):
     code: int
     host: str
     record: Failure | None = None
-
-
-@dataclass(frozen=True)
-class FilePiece(Message):
-    """A piece of a growing file of a run folder from its byte `offset` on, or a small file whole."""
-
-    name: str
-    text: str
-    offset: int = 0

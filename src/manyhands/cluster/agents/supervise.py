@@ -12,6 +12,7 @@ from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     FilePiece,
+    FreeWorkers,
     KillWorker,
     KillWorkers,
     StartWorkers,
@@ -243,7 +244,9 @@ class _Head:
     def _gone(self, link: AgentConnection) -> None:
         self.running.discard(link)
         if self.ending.failed or self.ending.broken or self.ending.lost or self.ending.refused:
-            patience_s = LEAVE_LOST_S if self.ending.lost else LEAVE_OTHERS_S
+            patience_s = LEAVE_LOST_S if self.ending.lost and not self._watch.evicts else LEAVE_OTHERS_S
+            if self.ending.lost and self._watch.evicts:
+                self._command(FreeWorkers())
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
 
     def _lose(self, link: AgentConnection, how: str = "") -> None:

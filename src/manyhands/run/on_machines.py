@@ -1,0 +1,184 @@
+"""Starts a run's processes on its machines; after a fault on those that are left."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from manyhands.cluster.agents.assemble import Crew
+from manyhands.cluster.agents.code import with_absolute_paths
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
+from manyhands.cluster.agents.mirror import Receiver, pieces_of
+from manyhands.cluster.agents.orders import Orders, orders_for
+from manyhands.cluster.agents.protocol import Bind, KeepRecords, OpenRun, RunOpened
+from manyhands.cluster.agents.supervise import Ending, Watch, supervise_once
+from manyhands.cluster.descriptions.inventory import Address, Meeting
+from manyhands.config.job import Job
+from manyhands.core.claim import new_holder, run_id
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import write_json
+from manyhands.core.stops import saved_step
+from manyhands.run.recovery import LostWorkError
+
+# Records that wait for a slow line.
+RECORDS_S = 120.0
+
+
+class OnMachines:
+    """The machines of a run, and what each is and does in it.
+
+    Args:
+        crew: their agents, in the order of ranks; changed when machines are lost.
+        sizes: processes on each.
+        devices: kind of device on each.
+        addresses: where each is reached by the others.
+        folder: the run folder here.
+        receiver: keeps the records that come.
+        say: tells the user a sentence.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        sizes: Sequence[int],
+        devices: Sequence[str],
+        addresses: Sequence[Address],
+        folder: RunFolder,
+        receiver: Receiver,
+        say: Callable[[str], object],
+    ) -> None:
+        self.crew, self._folder, self._receiver, self._say = crew, folder, receiver, say
+        names = [link.machine.name for link in crew.links]
+        self._sizes = dict(zip(names, sizes, strict=True))
+        self._devices = dict(zip(names, devices, strict=True))
+        self._addresses = dict(zip(names, addresses, strict=True))
+        self._holder = new_holder()
+        self.opened: list[RunOpened] = []
+
+    @property
+    def sizes(self) -> list[int]:
+        """Processes on each machine."""
+        return [self._sizes[link.machine.name] for link in self.crew.links]
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Of each machine."""
+        return [self._addresses[link.machine.name] for link in self.crew.links]
+
+    def open_folders(self, *, output: bool, records: bool = True) -> list[RunOpened]:
+        """The run folder on every machine, at the same place in its work folder; a shared one is known by a token."""
+        token = f".shared-{secrets.token_hex(8)}"
+        marker = self._folder.ranks / token
+        marker.touch()
+        try:
+            path = self._folder.path.absolute()
+            place = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+            requests = [
+                OpenRun(
+                    str(path) if link.here else place, token, self._holder, run_id(self._folder),
+                    records=records and number == 0, held=self._receiver.held(), output=output,
+                )
+                for number, link in enumerate(self.crew.links)
+            ]  # fmt: skip
+            self.opened = self.crew.ask(requests)
+        finally:
+            marker.unlink()
+        return self.opened
+
+    def too_few(self, job: Job) -> str:
+        """Why the run can't go on with the machines that are left; nothing where it can."""
+        left = [link.machine.name for link in self.crew.links if not link.closed]
+        least = job.cluster.least_machines
+        if len(left) >= least:
+            return ""
+        return f"{len(left)} of its machines are left, and --elastic {job.cluster.elastic} wants {least}"
+
+    def start(self, job: Job, number: int, watch: Watch) -> Ending:
+        """Starts the processes; how they ended."""
+        while number:
+            try:
+                self._regroup(job)
+                break
+            except LinkClosed as error:  # one more was lost meanwhile
+                next(link for link in self.crew.links if link.machine.name == error.where).close(0.0)
+                if self.too_few(job):
+                    raise
+        return supervise_once(self.crew.links, self.orders(job, number), watch)
+
+    def orders(self, job: Job, number: int) -> list[Orders]:
+        """What each machine is to start; the first one opens the store's port for that."""
+        first = self.addresses[0].address
+        port = self.crew.links[0].ask(Bind(first), 30.0).port
+        self._note_machines()
+        for line in describe(self.crew, self.sizes, self.addresses, port):
+            self._say(line)
+        if job.cluster.sync_code:
+            job = with_absolute_paths(job)
+        return [
+            orders_for(
+                job,
+                "train",
+                answer.folder,
+                Meeting(tuple(self.sizes), machine, first, port, link.machine.devices),
+                device=self._devices[link.machine.name],
+                environment=address.environment(),
+                generation=number,
+            )
+            for machine, (link, answer, address) in enumerate(
+                zip(self.crew.links, self.opened, self.addresses, strict=True)
+            )
+        ]
+
+    def _regroup(self, job: Job) -> None:
+        """Leaves out who is lost; the first machine is one that has the newest checkpoint, and all records."""
+        output = bool(job.run.script)
+        self.crew.keep(lambda link: not link.closed)
+        opened = self.open_folders(output=output, records=False)
+        newest = max(answer.saved for answer in opened)
+        told = saved_step(self._folder)
+        if newest < 0 and told is not None and not job.run.script:
+            raise LostWorkError(f"no machine that is left has a checkpoint, of which the newest is of step {told}")
+        rank = dict(zip((link.machine.name for link in self.crew.links), opened, strict=True))
+        self.crew.links.sort(key=lambda link: rank[link.machine.name].saved < newest)  # keeps their order else
+        first = self.crew.links[0]
+        self._give_records(first, rank[first.machine.name])
+        self.open_folders(output=output)
+
+    def _give_records(self, link: AgentConnection, there: RunOpened) -> None:
+        """Rank 0 goes on with what is in the head's folder, which knows of the fault and of what came before."""
+        if link.here or there.shared:
+            return
+        for pieces in pieces_of(self._folder.path, there.held):
+            link.ask(KeepRecords(there.folder, pieces), RECORDS_S)
+
+    def _note_machines(self) -> None:
+        """machines.json: who has which ranks, and where its part of the run folder is."""
+        sizes = self.sizes
+        firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
+        parts = zip(self.crew.links, firsts, sizes, self.opened, self.addresses, strict=True)
+        write_json(
+            self._folder.machines,
+            [
+                {"host": link.machine.host, "port": link.machine.port, "here": link.here,
+                 "local": link.here or answer.shared, "ranks": [first, size], "folder": answer.folder,
+                 "address": address.address, "interface": address.interface}
+                for link, first, size, answer, address in parts
+            ],
+        )  # fmt: skip
+
+
+def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], port: int) -> list[str]:
+    """Who takes part, and what listens where."""
+    names = [link.machine.name for link in crew.links]
+    who = ", ".join(f"{name} ({size})" if size > 1 else name for name, size in zip(names, sizes, strict=True))
+    total = sum(sizes)
+    lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
+    if all(link.here for link in crew.links):
+        return lines
+    where = ", ".join(
+        f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True)
+    )
+    lines.append(
+        f"between them: {where}; the store listens on {addresses[0].address} port {port}, and each process on free "
+        "ports of its machine's address: open to whoever reaches them, without a password; gradients travel unencrypted"
+    )
+    return lines
