@@ -226,7 +226,7 @@ def test_a_second_interrupt_kills(here):
 
 @pytest.mark.parametrize("who", ["launcher", "agent"])
 def test_nothing_outlives_the_launcher_or_the_agent(who, here):
-    with running("train", *ENDLESS, "-n", "2", "--out", here / "run") as process:
+    with running("train", *ENDLESS, "-n", "2", "--elastic", "off", "--out", here / "run") as process:
         wait_until(begun("run"), process)
         members = family(process)
         (agent,) = (each for each in members if "manyhands.cluster.agents.agent" in " ".join(each.cmdline()[:4]) and
@@ -246,7 +246,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_worker_is_named_and_the_run_goes_on_to_the_same_bits(processes, here):
     job = ["synthetic:1000x1x8x8x10", f"{NETS}:Killed", "--batch", "50", "--epochs", "2", *QUICK]
-    job += ["--set", "checkpoint.every=7steps", "-n", processes]
+    job += ["--set", "checkpoint.every=7steps", "-n", processes, "--elastic", "off"]
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
     ended = run("train", *job, "--out", "run", **fault)
     assert ended.code == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.e2e.command import (
     NETS,
@@ -233,9 +234,38 @@ def test_machines_hear_of_a_stop_while_they_import_torch(lab, here):
     gone(lab)
 
 
+# In double precision, and without momentum, which lets rounding grow.
+EXACT = ["--set", "train.precision=fp64", "--set", "train.momentum=0", "--set", "train.nesterov=false"]
+
+
+@pytest.mark.parametrize(("how", "host"), [SLOW("agent", 3), SLOW("kill", 1), SLOW("down", 2)])
+def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
+    job = ["digits", "mlp", "--epochs", "100", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
+    with running("launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab), "--out", "run") as process:
+        wait_until(begun(kind="saved"), process)
+        if how == "agent":
+            (agent,) = [pid for pid in lab.processes(host) if is_agent(psutil.Process(pid))]
+            os.kill(agent, signal.SIGKILL)
+        else:
+            {"kill": lab.kill, "down": lab.down}[how](host)
+        ended = finish(process)
+        gone(lab)
+    assert ended.code == 0, ended.err
+    assert f"WARNING n{host} is lost" in ended.err
+    (again,) = events("run", "restarted")
+    (resumed,) = events("run", "resumed")
+    assert again["step"] == resumed["step"]
+    assert len(json.loads(Path("run/machines.json").read_text())) == 2
+    whole = run("train", *job, "--out", "whole")
+    assert whole.code == 0, whole.err
+    for name, tensor in final_weights("run").items():
+        torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("how", [SLOW("kill"), SLOW("down"), SLOW("agent")])
 def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
-    with running("launch", *ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--out", "run") as process:
+    job = [*ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--elastic", "off"]
+    with running("launch", *job, "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
         if how == "agent":
             (agent,) = [pid for pid in lab.processes(3) if is_agent(psutil.Process(pid))]

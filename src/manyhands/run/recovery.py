@@ -75,7 +75,8 @@ class RestartBudget:
         began, self._began = self._began, time.time()
         # What comes from outside may come to anybody; an error of the program's own likely comes again.
         own = cause is not None and cause.error not in {MACHINE_LOST, PROCESS_ENDED}
-        if cause is not None and cause.exit_code != EXIT_FAILED:
+        # What we could name ourselves, such as a loss that is no number or a full disk, comes again.
+        if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a new start would not mend that"
         if own and (script or not self._trained_since(began)):
             return "it failed before its first update, so a new start would fail as well"
