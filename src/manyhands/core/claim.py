@@ -60,11 +60,14 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0) -> FileLock |
             return lock
 
 
-def hold_as_agent(ranks: Path, machine: int) -> FileLock:
-    """What the agent holds while processes of its machine run: they may outlive a head that is killed, and save."""
+def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
+    """What the agent holds while processes of its machine run: they may outlive a head that is killed, and save.
+
+    After a fault the run's own later starts don't wait for who is cut off and may hold on to a disk that all share.
+    """
     ranks.mkdir(parents=True, exist_ok=True)
     # An agent works under the umask that the user has for data, so the mode is said.
-    return FileLock(ranks / f"agent-{machine}.lock", timeout=LEAVING_S, mode=0o600)
+    return FileLock(ranks / f"agent-{machine}-{generation}.lock", timeout=LEAVING_S, mode=0o600)
 
 
 def _wait_for_agents(folder: RunFolder) -> None:

@@ -287,6 +287,10 @@ def _failure_in(record: Path) -> Failure:
     return Failure.model_validate(parse_json(record.read_bytes(), infinite=True))
 
 
+def _held(orders: Orders) -> contextlib.AbstractContextManager[object]:
+    return hold_as_agent(Path(orders.logs), orders.meeting.machine, orders.generation)
+
+
 def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> WorkersEnded:
     """What each worker returned, or how it ended; the first that the agent saw end is among them."""
     records = [_failure_in(path) for path in Path(scratch).glob("*.json")]
@@ -324,7 +328,7 @@ def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEn
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     orders = _settle(orders, listener)
-    with scratch_folder("agent") as scratch, hold_as_agent(Path(orders.logs), orders.meeting.machine):
+    with scratch_folder("agent") as scratch, _held(orders):
         try:
             agent = ElasticAgent(orders, listener, str(scratch), head)
             for number in {*STOPS} - {signal.SIGINT}:
