@@ -145,7 +145,7 @@ class Gradients:
         fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
         return self.on_card and fused and not self.scaler
 
-    def move_statistics(self) -> None:
+    def finish_statistics(self) -> None:
         """Moves BatchNorm's running statistics; a collective where there are any, and an update's last.
 
         It comes before `step`, so that a process whose peer dies has either all of an update or nothing of it.

@@ -90,7 +90,7 @@ class Runner:
     def update(self) -> None:
         self.gradients()
         self._gradients.unscale(self._optimizer)
-        self._gradients.move_statistics()
+        self._gradients.finish_statistics()
         self._gradients.step(self._optimizer)
 
 

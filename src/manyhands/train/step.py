@@ -181,7 +181,7 @@ class Updater:
         self._check_and_clip(update, step)
         if self.gradients.spoilt is not None:
             self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
-        self.gradients.move_statistics()
+        self.gradients.finish_statistics()
         self.under_way.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
