@@ -438,7 +438,7 @@ def auto_precision_is_settled(device):
     _command("train", "digits", "cnn", "--epochs", 1, "--device", device, "--out", "run", "--set",
              "train.precision=auto", "--set", "train.channels_last=auto", *QUIET)  # fmt: skip
     plan = json.loads(Path("run", "plan.json").read_text())
-    said = [event["text"] for event in command.events("run", "note")]
+    said = [event["message"] for event in command.events("run", "note")]
     return {"precision": str(plan.get("precision")), "said": "; ".join(said)}
 
 
