@@ -1,5 +1,6 @@
 """Sums through memory: right whatever is added up, right beside each other, heard of where a process ends."""
 
+import copy
 import multiprocessing
 import os
 import platform
@@ -17,11 +18,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from manyhands.core.world import World
+from manyhands.data.order import BatchSharing
 from manyhands.parallel.flat import FlatNetwork
 from manyhands.parallel.modes import data
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.shared_memory import SLOT_BYTES, SharedSums, open_shared_sums
 from manyhands.train.failing import is_consequence
+from manyhands.train.heart import collectives_begun
 from tests.processes.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
@@ -251,6 +255,41 @@ def test_flat_gradients_are_those_of_one_process(slot_bytes):
                 if one.grad is not None:
                     torch.testing.assert_close(found[update][name], one.grad, rtol=1e-5, atol=1e-3)
                     assert torch.equal(found[update][name], several[0][update][name])
+
+
+def _normalised(world, shared_memory):
+    """Two updates of a network whose BatchNorm's only group lies on all processes; and how often gloo was asked."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 7))
+    group_batch_norms(model)
+    network = data.apply(model, world, ModeRequest(shared_memory=shared_memory))
+    before, count = collectives_begun() - SharedSums.begun, 4 * world.size
+    for update in range(2):
+        model.zero_grad()
+        shares = BatchSharing(world.size, 0, count).micro_batches(count)[0]
+        mine = shares[world.rank]
+        network.norms.begin_micro_batch(mine.spans, mine.shared_groups, mine.count, count)
+        pictures = _values(update, world.rank, mine.count * 48).view(mine.count, 3, 4, 4)
+        network.call(pictures).square().sum().backward()
+        network.finish_gradients()
+        network.finish_update(world.size)
+    asked = collectives_begun() - SharedSums.begun - before
+    assert copy.deepcopy(model)[1].groups.layers
+    network.release()
+    return asked, dict(model.named_buffers()), {name: one.grad for name, one in model.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_batch_norms_sums_go_through_memory_too(size):
+    through, by_gloo = run_on_ranks(_normalised, size, True), run_on_ranks(_normalised, size, False)
+    for (asked, buffers, gradients), (_, other_buffers, others) in zip(through, by_gloo, strict=True):
+        assert asked == 0
+        torch.testing.assert_close(buffers, other_buffers)
+        torch.testing.assert_close(buffers, through[0][1], rtol=0, atol=0)
+        # DDP gives the mean where memory gives the sum.
+        wanted = {name: one * size for name, one in others.items()}
+        torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(gradients, through[0][2], rtol=0, atol=0)
 
 
 def _how(world, request, sparse=False):

@@ -14,7 +14,7 @@ from manyhands.data.splits import ImagesInMemory
 from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 
 _AHEAD_REQUESTS = 64
-_AHEAD_BYTES = 2 << 20  # of normalised float32 pixels: about what a core's cache holds
+_AHEAD_BYTES = 512 << 10  # of normalised float32 pixels: leaves most of a core's cache to the network
 _RESIZED_BYTES = 512 << 20  # a set that stays smaller than this is resized once, a larger one batch by batch
 _BLOCK = 1024
 

@@ -19,6 +19,8 @@ def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]
     2014, arXiv:1409.4842, section 5), 0.4 for a single one (as Inception v3 is usually trained). Raises UserError: it
     is something else.
     """
+    if isinstance(output, Tensor) and output.ndim == 2:
+        return output, []
     main, *others = output if isinstance(output, Sequence) and output else [output]
     others = [head for head in others if head is not None]
     if isinstance(main, Tensor) and main.ndim == 2:

@@ -59,6 +59,8 @@ class FlatNetwork(ParallelNetwork):
         for one in self.inner.parameters():
             if one.requires_grad:
                 kinds.setdefault(one.dtype, []).append(one)
+        if self.sums.of_all:
+            self.norms.through_memory = self.sums.add_up
         self.flats = [FlatGradients(parameters, self.sums) for parameters in kinds.values()]
 
     @override
@@ -74,4 +76,5 @@ class FlatNetwork(ParallelNetwork):
     @override
     def release(self) -> None:
         assert self.sums is not None
+        self.norms.through_memory = None
         self.sums.close()

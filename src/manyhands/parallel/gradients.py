@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
@@ -107,11 +108,13 @@ class Gradients:
             self._backward(self.network.reach_all(loss) if last else loss, self._scale * weight)
 
     def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        if isinstance(weight, Tensor):
-            weight = weight.to(loss.dtype)
-        # Not loss.backward(weight): giving backward its gradient imports sympy, a third of a second.
-        loss = loss * weight
-        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        if self.scaler or loss.ndim:
+            loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+        else:
+            # What loss.backward(weight) does, without its checks, which import sympy: a third of a second.
+            start = weight.to(loss) if isinstance(weight, Tensor) else loss.new_full((), weight)
+            _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         CLOCK.backward_ends()
 
     def finish(self) -> None:

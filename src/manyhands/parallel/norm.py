@@ -33,6 +33,7 @@ class NormGroups:
     weight: float = 1.0  # of this pass's statistics where spans is empty (the process's part of the global batch)
     batch: int = 0  # samples in the global batch
     processes: Any = None  # the process group that shares the samples; None: all processes
+    through_memory: Callable[[Tensor], None] | None = None  # adds flat values [n] up over them, where memory is shared
     apart: bool = False  # each process normalises its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
 
@@ -41,6 +42,13 @@ class NormGroups:
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
         self.batch = batch
         self.weight = count / batch
+
+    def add_up(self, values: Tensor) -> None:
+        """Replaces values by their sum over the processes; a collective."""
+        if self.through_memory:
+            self.through_memory(values.view(-1))
+        else:
+            dist.all_reduce(values, group=self.processes)
 
     def finish_update(self, size: int) -> None:
         """Moves the running statistics once, by what the `size` processes saw; one collective for all layers."""
@@ -51,7 +59,7 @@ class NormGroups:
         flat = torch.cat([layer.take_seen() for layer in layers])
         if size > 1 and not self.apart:
             before = CLOCK.to(COMMUNICATION)
-            dist.all_reduce(flat, group=self.processes)
+            self.add_up(flat)
             CLOCK.to(before)
         position = 0
         for layer in layers:
@@ -140,7 +148,7 @@ class GroupedNorm(_BatchNorm):
         """Groups that several processes hold; every process of the pass calls this, also with no part."""
         sizes = self.groups.shared_sizes
         moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
-        dist.all_reduce(moments, group=self.groups.processes)
+        self.groups.add_up(moments)
         per_sample = _values_per_row(like) * self.rows_per_sample
         counts = torch.tensor(sizes, dtype=moments.dtype, device=like.device)[:, None] * per_sample
         mean = moments[:, 0] / counts
@@ -154,7 +162,7 @@ class GroupedNorm(_BatchNorm):
         bias = self.bias if self.bias is not None else torch.zeros_like(mean[0])
         places = tuple(span.shared for _, span in parts)
         inputs = [part for part, _ in parts] or [like[:0]]
-        return list(SharedNorm.apply(mean, inverse, counts, (places, self.groups.processes), weight, bias, *inputs))
+        return list(SharedNorm.apply(mean, inverse, counts, (places, self.groups.add_up), weight, bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
         flat = statistics.detach().flatten().to(accumulator_dtype(statistics))

@@ -59,6 +59,9 @@ class SharedSums:
         place: this process's among them.
         slot_bytes: of each process's slot.
         timeout_s: how long a silent process is waited for.
+
+    Attributes:
+        of_all: all processes of the run add up.
     """
 
     begun: ClassVar[int] = 0  # sums of all processes of the run that this one has come to
@@ -77,7 +80,7 @@ class SharedSums:
         slots = memory[_slots_begin(size) :].view(2, size, slot_bytes)
         self._slots, self._ranks = slots, ranks
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
-        self._of_all = int(dist.is_initialized() and size == dist.get_world_size())
+        self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
     def own_slots(self, like: Tensor) -> list[Tensor]:
         """Where this process puts what it adds to a sum like the flat `like` [n], by turn."""
@@ -110,6 +113,10 @@ class SharedSums:
         """Leaves; who waits for this process hears it."""
         self._file.close()
 
+    def __deepcopy__(self, memo: object) -> "SharedSums":
+        """A copied network's layers go the same way."""
+        return self
+
     def _slots_for(self, like: Tensor) -> list[list[Tensor]]:
         """By turn and place, the slots' beginnings as flat tensors of this type and length."""
         key = like.dtype, like.numel()
@@ -123,7 +130,7 @@ class SharedSums:
         """Says that this process's slot is filled, and waits for all others'."""
         if self._file.closed:
             raise RuntimeError("this process has left the memory that it shared")
-        SharedSums.begun += self._of_all
+        SharedSums.begun += self.of_all
         for semaphore in self._mine:
             _QUICK.sem_post(semaphore)
         for place, semaphore in self._theirs:

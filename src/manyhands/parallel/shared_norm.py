@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -69,9 +68,9 @@ class SharedNorm(torch.autograd.Function):
         ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor, held: tuple[tuple[int, ...], Any], weight: Tensor,
         bias: Tensor, *parts: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Args: mean, inverse deviation [groups, C] and counts [groups, 1], the parts' places and the processes."""
+        """Args: mean, inverse deviation [groups, C] and counts [groups, 1], the parts' places and what adds up."""
         ctx.save_for_backward(mean, inverse, counts, weight, *parts)
-        ctx.places, ctx.processes = held
+        ctx.places, ctx.add_up = held
         outputs: list[Tensor] = []
         for part, place in zip(parts, ctx.places or (0,), strict=True):
             values = _normalised(part, mean[place], inverse[place])
@@ -93,7 +92,7 @@ class SharedNorm(torch.autograd.Function):
             sums[place, 0] += _reduced(gradient, sums.dtype)
             sums[place, 1] += _reduced(gradient * values, sums.dtype)
         weight_gradient, bias_gradient = sums[:, 1].sum(0).to(weight.dtype), sums[:, 0].sum(0).to(weight.dtype)
-        dist.all_reduce(sums, group=ctx.processes)
+        ctx.add_up(sums)
         means = sums / counts[:, None]
         inputs: list[Tensor] = []
         for part, place, gradient, values in zip(parts, places, wide, normalised, strict=True):

@@ -46,18 +46,17 @@ class Heart:
 
     def updated(self, step: int) -> str:
         """Notes an update, which began with the last `beat`; what is to be said of it if it took too long."""
-        took_s, usual_s = time.monotonic() - self._at, self._usual_s()
+        took_s = time.monotonic() - self._at
         self._step = step
         said = self.too_long(took_s)
         # A cut is no measure of what is usual, unless it stays.
-        self._updates_s.append(took_s if not said else min(took_s, _CUT * max(usual_s, _CUT_S)))
+        self._updates_s.append(took_s if not said else min(took_s, _CUT * max(self._usual_s(), _CUT_S)))
         self.beat()
         return said
 
     def too_long(self, took_s: float) -> str:
         """What is to be said of so many seconds of standing still; nothing where that is usual."""
-        usual_s = self._usual_s()
-        if len(self._updates_s) < _ENOUGH or took_s <= max(_CUT_S, _CUT * usual_s):
+        if took_s <= _CUT_S or len(self._updates_s) < _ENOUGH or took_s <= _CUT * (usual_s := self._usual_s()):
             return ""
         return stood_still(took_s, usual_s)
 

@@ -2,10 +2,12 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from manyhands.config.job import TrainOptions
 from manyhands.data.order import Order
@@ -15,19 +17,54 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
-def _without_compiler(kind: type[Kind]) -> type[Kind]:
-    """The same optimizer without what torch.compile has wrapped around its methods.
+def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> type[Kind]:
+    """The same optimizer without what torch has wrapped around its methods.
 
-    The wrappers keep compiled code from going into them, which we never have call them, and import all of the compiler
-    at the first call: as long as torch itself takes. Where torch has none, the methods are as they are.
+    What keeps compiled code from going into them, which we never have call them, imports all of the compiler at the
+    first call: as long as torch itself takes. Where torch has none, the methods are as they are. What comes with hooks,
+    a mark for the profiler above all, costs a small network a twentieth of its update: it is there where a hook is.
+    `fused` may make an update in a quicker way, and says whether it has.
     """
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
-    plain = type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(inspect.unwrap(kind.step))})
-    return cast(type[Kind], plain)
+    update = torch.no_grad()(inspect.unwrap(kind.step))
+    hooked = torch.optim.Optimizer.profile_hook_step(update)
+    of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+
+    def step(self: Any, *arguments: Any, **named: Any) -> Any:
+        if any((self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *of_all)):
+            return hooked(self, *arguments, **named)
+        return None if not (arguments or named) and fused(self) else update(self, *arguments, **named)
+
+    vars(step)["hooked"] = True  # else torch wraps it itself
+    return cast(type[Kind], type(kind.__name__, (kind,), {**methods, "step": step}))
 
 
+def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
+    """An update by torch's kernel, as torch makes it, but for looking for what tensors have in common and may lack.
+
+    False, with nothing done, where a scaler has a say, or tensors are of several kinds, or lack what is remembered.
+    """
+    calls: list[tuple[list[Tensor], list[Tensor], list[Tensor], dict[str, Any]]] = []
+    kinds: set[Any] = set()
+    for group in optimizer.param_groups:
+        used = [one for one in group["params"] if one.grad is not None]
+        kept = [optimizer.state[one].get("momentum_buffer") for one in used] if group["momentum"] else []
+        kinds.update((one.dtype, one.device, one.grad.dtype, one.grad.layout) for one in used)
+        if not group["fused"] or any(one is None for one in kept):
+            return False
+        if used:
+            calls.append((used, [one.grad for one in used], kept, {name: group[name] for name in _SGD_TAKES}))
+    if len(kinds) > 1 or hasattr(optimizer, "found_inf") or any(kind[-1] != torch.strided for kind in kinds):
+        return False
+    with torch.no_grad():
+        for used, gradients, kept, numbers in calls:
+            torch._fused_sgd_(used, gradients, kept, is_first_step=False, **numbers)
+    return True
+
+
+_SGD_TAKES = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
 # By their own names, so that an optimizer can be pickled.
-SGD, AdamW = _without_compiler(torch.optim.SGD), _without_compiler(torch.optim.AdamW)
+SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
 
 
 def make_optimizer(

@@ -1,0 +1,97 @@
+"""An update of a small network is mostly Python: how much of it there is, and that leaving some out changes nothing."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.job import TrainOptions
+from manyhands.core.shares import Share
+from manyhands.core.world import World
+from manyhands.data.transforms import Batch
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.train.loss import make_loss_fn
+from manyhands.train.optimize import make_optimizer
+from manyhands.train.step import Updater
+
+# Those of the network and the loss, some 30, are among them.
+MOST_CALLS = 135
+
+
+def _network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def _mixed(kinds):
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(37, 5, dtype=kind) for kind in kinds)
+
+
+def test_an_update_makes_few_calls():
+    options, model = TrainOptions(), _network()
+    optimizer = make_optimizer(model, options, sharded=False)
+    update = Updater(ParallelNetwork(model, model), optimizer, make_loss_fn(options), options, World(), lambda _: None)
+    batch = Batch(torch.randn(2, 1, 4, 4), torch.tensor([1, 2]), torch.arange(2))
+    share = UpdateShare([LoadedMicroBatch(Share(0, 2, (), ()), batch, (0, 2))], 2)
+    calls = []
+    for step in range(3):  # the first one imports
+        calls.clear()
+        sys.setprofile(lambda frame, kind, _: calls.append(frame.f_code.co_qualname) if kind == "call" else None)
+        update(share, step)
+        sys.setprofile(None)
+    assert len(calls) <= MOST_CALLS, calls
+
+
+@pytest.mark.parametrize("weight", [0.3, torch.tensor(0.3, dtype=torch.float64)])
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_weight_is_given_to_backward_to_the_last_bit(weight, shape, kind):
+    ours, others = _network().to(kind), _network().to(kind)
+    inputs = torch.randn(5, 16, dtype=kind)
+    Gradients(ParallelNetwork(ours, ours), World()).backward_of(ours(inputs).pow(2).sum().view(shape), weight)
+    (others(inputs).pow(2).sum() * (weight.to(kind) if isinstance(weight, torch.Tensor) else weight)).backward()
+    for one, other in zip(ours.parameters(), others.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_backward_of_what_is_no_single_loss_is_refused():
+    model = _network()
+    with pytest.raises(RuntimeError, match="scalar"):
+        Gradients(ParallelNetwork(model, model), World()).backward_of(model(torch.randn(5, 16)))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kinds", [(torch.float32,) * 3, (torch.float32, torch.float64, torch.float32)])
+def test_an_update_of_ours_is_torchs_to_the_last_bit(momentum, kinds):
+    options = TrainOptions(lr=0.1, momentum=momentum, nesterov=momentum > 0, weight_decay=0.01)
+    ours, others = (_mixed(kinds) for _ in range(2))
+    optimizer = make_optimizer(ours, options, sharded=False)
+    twins = {id(one): twin for one, twin in zip(ours.parameters(), others.parameters(), strict=True)}
+    groups = [{**group, "params": [twins[id(one)] for one in group["params"]]} for group in optimizer.param_groups]
+    other = torch.optim.SGD(groups, lr=0.1, momentum=momentum, nesterov=momentum > 0, fused=True)
+    for step in range(6):
+        for network in (ours, others):
+            for place, one in enumerate(network.parameters()):
+                torch.manual_seed(100 * step + place)
+                # One has no gradient now and then, which torch leaves out.
+                one.grad = torch.randn_like(one) if (step + place) % 3 or not step else None
+        optimizer.step()
+        other.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    for one, another in zip(ours.parameters(), others.parameters(), strict=True):
+        assert torch.equal(one, another)
+
+
+def test_an_update_that_a_scaler_refuses_is_left_out():
+    model = _network()
+    optimizer = make_optimizer(model, TrainOptions(lr=0.1), sharded=False)
+    before = [one.detach().clone() for one in model.parameters()]
+    for one in model.parameters():
+        one.grad = torch.full_like(one, torch.inf)
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
