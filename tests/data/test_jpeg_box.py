@@ -82,3 +82,39 @@ def test_without_a_compiler_there_is_none_and_pictures_are_the_same(monkeypatch,
         assert box_decoder() is None
     finally:
         box_decoder.cache_clear()
+
+
+def decoder_with(monkeypatch, cache):
+    """The decoder as a process finds it that begins with this cache."""
+    monkeypatch.setenv("MANYHANDS_CACHE", str(cache))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "own"))
+    box_decoder.cache_clear()
+    try:
+        return box_decoder()
+    finally:
+        box_decoder.cache_clear()
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "above"])
+def test_what_others_can_write_to_is_not_loaded(decoder, monkeypatch, tmp_path, where):
+    cache = tmp_path / "cache"
+    assert decoder_with(monkeypatch, cache)
+    (library,) = (cache / "native").glob("*.so")
+    assert library.stat().st_mode & 0o022 == library.parent.stat().st_mode & 0o022 == 0
+    library.unlink()  # it is mapped
+    library.write_bytes(b"not a library")
+    library.chmod(0o700)
+    {"file": library, "folder": library.parent, "above": cache}[where].chmod(0o777)
+    assert decoder_with(monkeypatch, cache)
+    assert (library.read_bytes() == b"not a library") == (where != "file")
+    assert bool(list((tmp_path / "own").rglob("*.so"))) == (where != "file")
+
+
+def test_a_library_behind_a_link_is_made_anew(decoder, monkeypatch, tmp_path):
+    cache = tmp_path / "cache"
+    assert decoder_with(monkeypatch, cache)
+    (library,) = (cache / "native").glob("*.so")
+    library.rename(tmp_path / "elsewhere")
+    library.symlink_to(tmp_path / "elsewhere")
+    assert decoder_with(monkeypatch, cache)
+    assert not library.is_symlink()

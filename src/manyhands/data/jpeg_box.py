@@ -7,8 +7,10 @@ library that makes others isn't taken, and what it doesn't know, damaged files a
 import ctypes
 import hashlib
 import io
+import os
 import platform
 import shutil
+import stat
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import numpy
 import torch
 from PIL import Image
+from platformdirs import user_cache_dir
 from torch import Tensor
 
 from manyhands.core.errors import UserError
@@ -61,13 +64,35 @@ def _library() -> Path:
         raise FileNotFoundError("cc")
     # Machines may share a home: a library is for one kind of processor.
     key = hashlib.sha256("\0".join((_SOURCE.read_text(encoding="utf-8"), *_FLAGS, _processor())).encode()).hexdigest()
-    library = cache_folder() / "native" / f"jpeg_box-{key[:20]}.so"
+    library = _own_folder() / f"jpeg_box-{key[:20]}.so"
     with one_at_a_time(library):
-        if not library.is_file():
+        if not _is_ours(library):
             with replacing(library) as part:
                 command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(part)]
                 subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_S)
+                part.chmod(0o700)
     return library
+
+
+def _own_folder() -> Path:
+    """Where what is loaded lies: people may share a cache, and nobody runs what another could have put there."""
+    for base in (cache_folder(), Path(user_cache_dir("manyhands"))):
+        folder = base / "native"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        above = (place.stat().st_mode for place in folder.resolve().parents)
+        # Where a sticky bit is, as in /tmp, nobody moves what is another's.
+        if _is_ours(folder) and not any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above):
+            return folder
+    raise PermissionError(f"others can write to {folder}")
+
+
+def _is_ours(path: Path) -> bool:
+    """True for a file or folder, no link, that is this user's own and that nobody else can write to."""
+    try:
+        state = path.lstat()
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISLNK(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022
 
 
 def _processor() -> str:
