@@ -13,6 +13,7 @@ from manyhands.checkpoint.save import save as commit
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.records import read_lines
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train import saving
@@ -146,3 +147,30 @@ def test_a_run_without_an_evaluation_has_no_best_but_a_last(tmp_path):
 def _untrained():
     network = _network()
     return ParallelNetwork(network, network), torch.optim.SGD(network.parameters(), lr=0.1)
+
+
+def test_an_evaluation_that_a_fault_came_before_is_made_when_the_run_goes_on(tmp_path):
+    flags = {"data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.epochs": 2, "train.max_steps": 8}
+    job = load_job({**flags, "checkpoint.every": "never"}, environment={}).job
+
+    def begun(folder):
+        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        return build(job, RunFolder(folder), World(), "single", Objects(_network()))
+
+    undisturbed, broken = begun(tmp_path / "whole"), begun(tmp_path / "broken")
+    fit(undisturbed)
+    for update in broken.feed.updates(0, 0):  # an epoch, and a peer dies before its end is agreed on
+        broken.update(update, broken.progress.step)
+        broken.count_update()
+    assert saving.rescue(broken)
+    resumed = begun(tmp_path / "broken")
+    assert resumed.progress.step == 4
+    fit(resumed)
+    for trainer in (undisturbed, broken, resumed):
+        trainer.release()
+    evaluated = [
+        [(line["step"], line["loss"]) for line in read_lines(RunFolder(folder).metrics) if line["kind"] == "evaluation"]
+        for folder in (tmp_path / "whole", tmp_path / "broken")
+    ]
+    assert [step for step, _ in evaluated[0]] == [4, 8]
+    assert evaluated[0] == evaluated[1]

@@ -145,12 +145,15 @@ def rescue(trainer: Trainer) -> bool:
     if held_alone or between or not progress.step or trainer.folder is NOWHERE:
         return False
     under_way.undo()
+    # The others may have failed before all could agree that it is to be made.
+    progress.owed |= trainer.evaluation_due() and progress.evaluated_step != progress.step
     folder = trainer.folder.checkpoints
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = capture(network, trainer.update.optimizer, progress, _beside_the_network(trainer))
     snapshot.state["saved_step"] = progress.step
     with FileLock(folder / ".rescue.lock", mode=0o600):  # a second one finds that it is done
-        commit(folder, progress.step, snapshot)
+        path = commit(folder, progress.step, snapshot)
+    trainer.journal.event("saved", path.name, progress.step)
     return True
 
 
