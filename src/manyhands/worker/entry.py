@@ -15,7 +15,7 @@ from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
-from manyhands.core.errors import EXIT_FAILED, ManyhandsError
+from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
@@ -87,20 +87,23 @@ def train_here(
         except BaseException as error:
             record = mine.record_of(error)
             if record.exit_code == EXIT_FAILED and job.cluster.recovers:
-                _rescue(mine)
+                _rescue(mine, consequence=record.consequence)
             raise Failed(record) from error
         finally:
             mine.give_back()
 
 
-def _rescue(mine: GroupMember) -> None:
+def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     """Saves what this process has, for the run to go on from; where that fails the last checkpoint is there."""
     from manyhands.train.saving import rescue
 
+    # A card goes on by itself: what a collective that was broken off has left in gradients may be in the weights.
+    if not mine.trainer or (consequence and mine.trainer.world.device != "cpu"):
+        return
     try:
-        if mine.trainer and rescue(mine.trainer):
+        if rescue(mine.trainer):
             mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the run to go on from")
-    except (ManyhandsError, OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - of somebody's state too; what ended the process is what is raised
         mine.trainer.journal.line(f"could not save for the run to go on from: {error}")
 
 
