@@ -17,7 +17,7 @@ from manyhands.core.claim import new_holder, run_id
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_json
 from manyhands.core.stops import saved_step
-from manyhands.run.recovery import LostWorkError
+from manyhands.run.recovery import LostWorkError, gone_on_with
 
 # Records that wait for a slow line.
 RECORDS_S = 120.0
@@ -53,6 +53,7 @@ class OnMachines:
         self._addresses = dict(zip(names, addresses, strict=True))
         self._holder = new_holder()
         self.opened: list[RunOpened] = []
+        self._before: int | None = None  # the newest step that was saved before this run's first start
 
     @property
     def sizes(self) -> list[int]:
@@ -82,7 +83,13 @@ class OnMachines:
             self.opened = self.crew.ask(requests)
         finally:
             marker.unlink()
+        self._before = self._saved if self._before is None else self._before
         return self.opened
+
+    @property
+    def _saved(self) -> int:
+        """The newest step that is saved on any machine; -1 for none."""
+        return max(answer.saved for answer in self.opened)
 
     def too_few(self, job: Job) -> str:
         """Why the run can't go on with the machines that are left; nothing where it can."""
@@ -102,6 +109,8 @@ class OnMachines:
                 next(link for link in self.crew.links if link.machine.name == error.where).close(0.0)
                 if self.too_few(job):
                     raise
+        if self._saved != self._before:  # what the head has not heard of, too
+            job = gone_on_with(job)
         return supervise_once(self.crew.links, self.orders(job, number), watch)
 
     def orders(self, job: Job, number: int) -> list[Orders]:
@@ -132,8 +141,7 @@ class OnMachines:
         """Leaves out who is lost; the first machine is one that has the newest checkpoint, and all records."""
         output = bool(job.run.script)
         self.crew.keep(lambda link: not link.closed)
-        opened = self.open_folders(output=output, records=False)
-        newest = max(answer.saved for answer in opened)
+        opened, newest = self.open_folders(output=output, records=False), self._saved
         told = saved_step(self._folder)
         if newest < 0 and told is not None and not job.run.script:
             raise LostWorkError(f"no machine that is left has a checkpoint, of which the newest is of step {told}")

@@ -39,9 +39,9 @@ def run_to_the_end(
     Returns:
         How the last start ended.
     """
-    budget = RestartBudget(folder)
+    budget, before = RestartBudget(folder), saved_step(folder)
     for number in itertools.count():
-        ending = start(_gone_on_with(job, folder) if number else job, number)
+        ending = start(job if saved_step(folder) == before else gone_on_with(job), number)
         if ending.ok or ending.interrupted or ending.refused or not job.cluster.recovers:
             return ending
         cause = first_cause(ending)
@@ -95,10 +95,8 @@ class RestartBudget:
         return any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics))
 
 
-def _gone_on_with(job: Job, folder: RunFolder) -> Job:
-    """The job as a later start has it: from the run's own newest checkpoint, where it has one by now."""
-    if not folder.has_checkpoints():
-        return job
+def gone_on_with(job: Job) -> Job:
+    """The job as a later start has it that finds what an earlier one saved: not from what the user named, or anew."""
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
