@@ -86,6 +86,29 @@ def test_a_stopped_process_cannot_hear_a_wish_at_once(clock):
     assert "is stopped" in told(clock, seen(0, still_s=1), seen(1, still_s=1, stopped=True)).hung()
 
 
+@pytest.mark.parametrize(
+    ("rank", "wanted"),
+    [
+        (seen(1, stopped=True, quiet_s=20, calls=-1), "was stopped for 20 s"),
+        (seen(1, quiet_s=20), "gave no sign of life for 20 s"),
+        (seen(1, calls=49, still_s=70), "kept the others waiting for 70 s"),
+        # A disk, or a function of the user's, may be slow; all wait for rank 0 then.
+        (seen(1, calls=49, still_s=700, phase="save"), ""),
+        (seen(1, calls=49, still_s=700, phase="at_epoch_end"), ""),
+    ],
+)
+def test_who_is_ended_has_been_seen_to_hang_for_some_seconds(rank, wanted, clock):
+    stalls = Stalls()
+    for seconds in range(6):
+        stalls.take(WorkersSeen("n1", [seen(0), rank]))
+        # At first it may have been a scheduler that had stopped the whole run, and has it go on.
+        assert not stalls.culprit() or (wanted and seconds > 3)
+        clock.now += 1
+    culprit = stalls.culprit()
+    assert (culprit and culprit[0]) == (1 if wanted else None)
+    assert wanted in (culprit[1] if culprit else "")
+
+
 def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(heart, "time", clock)

@@ -19,6 +19,8 @@ _BUSY = 0.3
 _NAMED = 4
 # Who doesn't run at all for so long is given up, where the run can go on without it.
 _EVICT_S = 15.0
+# What rank 0 does for all, however long a disk or a function of the user's takes.
+_ALONE = ("save", "at_epoch_end")
 
 
 @dataclass
@@ -39,6 +41,11 @@ class _Rank:
         (begin, before, spent), (end, after, now) = self.past[0], self.past[-1]
         seconds = max(end - begin, 1e-9)
         return ((after - before) / seconds if before else 0.0), (now - spent) / seconds
+
+    @property
+    def watched_s(self) -> float:
+        """For how long it is known not to be well; little where this whole machine, or all of the run, stood still."""
+        return self.past[-1][0] - self.past[0][0]
 
     @property
     def silent(self) -> bool:
@@ -93,11 +100,15 @@ class Stalls:
         ranks = self._known()
         for rank in ranks:
             seen = rank.seen
+            if rank.watched_s < _QUIET_S:
+                continue
             if rank.silent and seen.quiet_s > _EVICT_S:
                 how = "was stopped" if seen.stopped else "gave no sign of life"
                 return seen.rank, f"{rank.name} {how} for {seen.quiet_s:.0f} s, and was ended"
         # Who computes may yet come; and where bytes still move nothing hangs.
         for rank in [] if _moving(ranks) else _behind(ranks):
+            if rank.watched_s < _QUIET_S or rank.seen.phase in _ALONE:
+                continue
             if rank.seen.stood_s > 2 * rank.seen.limit_s and rank.rates()[1] < _BUSY:
                 how = f"kept the others waiting for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
                 return rank.seen.rank, f"{rank.name} {how}, and was ended"
