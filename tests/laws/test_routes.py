@@ -20,7 +20,7 @@ import json, os, sys
 
 PACKAGE, FOUND = os.environ["MANYHANDS_SRC"] + "/", os.environ["MANYHANDS_HOPS"]
 ENDS = {
-    "supervise": "cluster/agents/supervise.py", "_start_workers": "cluster/agents/elastic.py",
+    "supervise_once": "cluster/agents/supervise.py", "_start_workers": "cluster/agents/elastic.py",
     "fit": "train/loop.py", "batches": "data/order.py", "__call__": "data/transforms.py",
     "write_stream": "checkpoint/stream.py", "commit": "checkpoint/commit.py",
 }
@@ -45,7 +45,7 @@ def look(frame, event, _argument):
         return
     stack = own(frame)
     trains = any(hop.startswith("train/loop.py") for hop in stack)
-    if (os.getpid(), name) in written or not (trains or name in {"supervise", "_start_workers"}):
+    if (os.getpid(), name) in written or not (trains or name in {"supervise_once", "_start_workers"}):
         return
     written.add((os.getpid(), name))
     with open(FOUND, "a") as out:
@@ -96,7 +96,7 @@ def processes(stacks):
     """The hops in each process; a worker is forked within its agent's frames."""
     agent = stacks["_start_workers"]
     assert stacks["fit"][: len(agent)] == agent
-    return {"head": stacks["supervise"], "agent": agent, "worker": stacks["fit"][len(agent) :]}
+    return {"head": stacks["supervise_once"], "agent": agent, "worker": stacks["fit"][len(agent) :]}
 
 
 @pytest.mark.parametrize("command", ["command", pytest.param("launch", marks=pytest.mark.slow)])

@@ -18,7 +18,7 @@ from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.saving import save
 from tests.processes.ranks import run_on_ranks
-from tests.processes.test_parity import BATCH, SAMPLES, _network
+from tests.processes.updates import BATCH, SAMPLES, network
 
 PLANS = {
     "outputs": (2, "", ("0=o@dp", "1=c@dp", "8=o@dp", "loss=o@dp")),
@@ -55,7 +55,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
     with tempfile.TemporaryDirectory() as temporary:
         run = RunFolder(Path(folder or temporary))
         followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
-        trainer = build(job, run, world, mode, Objects(_network(True)), followed)
+        trainer = build(job, run, world, mode, Objects(network(True)), followed)
         losses = []
         while len(losses) < updates:
             for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
@@ -78,7 +78,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
 def test_a_pin_under_a_mode_that_splits_nothing_is_refused(mode, why, tmp_path):
     job = _job("samples", {"parallel.mode": "data"})
     with pytest.raises(UserError, match=why):
-        build(job, RunFolder(tmp_path), World(), mode, Objects(_network(True)))
+        build(job, RunFolder(tmp_path), World(), mode, Objects(network(True)))
 
 
 def _same(got, wanted, tolerance=1e-9):

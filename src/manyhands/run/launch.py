@@ -9,6 +9,7 @@ from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.descriptions.inventory import Address, Machine
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.questions import AskClock
@@ -22,7 +23,7 @@ from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
 from manyhands.run.logs import reach_of, read_places
 from manyhands.run.on_machines import OnMachines
-from manyhands.run.recovery import run_to_the_end
+from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
 from manyhands.run.train import LOOPBACK, Outcome, conclude, interrupted, run_folder, watch_on
 
@@ -59,13 +60,10 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                     on_file=_Keeper(receiver, screen, crew.links[0].machine.name),
                     clock_offsets_s=crew.clock_offsets_s,
                 )
-                ending = run_to_the_end(
-                    job,
-                    folder,
-                    screen.say,
-                    lambda now, number: squad.start(now, number, watch),
-                    lambda: squad.too_few(job),
-                )
+                recovery = Recovery(job, folder, screen.say, lambda: squad.too_few(job))
+                ending = supervise_once(crew.links, squad.orders(recovery), watch)
+                while recovery.again(ending):
+                    ending = supervise_once(crew.links, squad.orders(recovery), watch)
         except KeyboardInterrupt:
             raise interrupted(folder) from None
         finally:

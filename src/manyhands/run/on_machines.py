@@ -10,14 +10,13 @@ from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.mirror import Receiver, pieces_of
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import Bind, KeepRecords, OpenRun, RunOpened
-from manyhands.cluster.agents.supervise import Ending, Watch, supervise_once
 from manyhands.cluster.descriptions.inventory import Address, Meeting
 from manyhands.config.job import Job
 from manyhands.core.claim import new_holder, run_id
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_json
 from manyhands.core.stops import saved_step
-from manyhands.run.recovery import LostWorkError, gone_on_with
+from manyhands.run.recovery import LostWorkError, Recovery, gone_on_with
 
 # Records that wait for a slow line.
 RECORDS_S = 120.0
@@ -99,8 +98,9 @@ class OnMachines:
             return ""
         return f"{len(left)} of its machines are left, and --elastic {job.cluster.elastic} wants {least}"
 
-    def start(self, job: Job, number: int, watch: Watch) -> Ending:
-        """Starts the processes; how they ended."""
+    def orders(self, recovery: Recovery) -> list[Orders]:
+        """What each machine that is left is to start next; the first one opens the store's port for that."""
+        job, number = recovery.job, recovery.number
         while number:
             try:
                 self._regroup(job)
@@ -111,10 +111,6 @@ class OnMachines:
                     raise
         if self._saved != self._before:  # what the head has not heard of, too
             job = gone_on_with(job)
-        return supervise_once(self.crew.links, self.orders(job, number), watch)
-
-    def orders(self, job: Job, number: int) -> list[Orders]:
-        """What each machine is to start; the first one opens the store's port for that."""
         first = self.addresses[0].address
         port = self.crew.links[0].ask(Bind(first), 30.0).port
         self._note_machines()

@@ -1,6 +1,5 @@
 """Goes on by itself after a fault: the processes are started again from what was saved, where that is of any use."""
 
-import itertools
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,44 +16,50 @@ SOON_UPDATES = 20
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
 
-Start = Callable[[Job, int], Ending]
-
 
 class LostWorkError(RunError):
     """What was trained is on no machine that is left."""
 
 
-def run_to_the_end(
-    job: Job, folder: RunFolder, say: Callable[[str, str], None], start: Start, too_few: Callable[[], str] = str
-) -> Ending:
-    """Starts the processes of a run, again after each fault that a new start may mend.
+class Recovery:
+    """Starts the processes of a run again after each fault that a new start may mend.
 
     Args:
         job: what to do.
         folder: where the run is kept.
         say: tells the user, a sentence and its level.
-        start: starts all processes, and gives how they ended; of the job, and the number of the start.
-        too_few: why there is nobody to start them on, or nothing.
+        too_few: why there is nobody to start the processes on, or nothing.
 
-    Returns:
-        How the last start ended.
+    Attributes:
+        job: as the next start has it.
+        number: of the next start, counted from 0.
     """
-    budget, before = RestartBudget(folder), saved_step(folder)
-    for number in itertools.count():
-        ending = start(job if saved_step(folder) == before else gone_on_with(job), number)
-        if ending.ok or ending.interrupted or ending.refused or not job.cluster.recovers:
-            return ending
+
+    def __init__(
+        self, job: Job, folder: RunFolder, say: Callable[[str, str], object], too_few: Callable[[], str] = str
+    ) -> None:
+        self.job, self.number = job, 0
+        self._folder, self._say, self._too_few = folder, say, too_few
+        self._budget, self._before = RestartBudget(folder), saved_step(folder)
+
+    def again(self, ending: Ending) -> bool:
+        """Whether the run is to go on by another start; notes what has happened, or says why there is none."""
+        if ending.ok or ending.interrupted or ending.refused or not self.job.cluster.recovers:
+            return False
         cause = first_cause(ending)
-        useless = budget.spend(cause, script=bool(job.run.script)) or too_few()
-        if useless:
-            if number or useless == too_few():
-                say(useless, "WARNING")
-            return ending
+        useless, too_few = self._budget.spend(cause, script=bool(self.job.run.script)), self._too_few()
+        if too_few or (useless and self.number):
+            self._say(too_few or useless, "WARNING")
+        if useless or too_few:
+            return False
         what = cause.what if cause else f"the agent that watches the processes failed: {ending.broken}"
-        step = saved_step(folder)
+        step = saved_step(self._folder)
         going_on = "begins again" if step is None else f"goes on from step {step}"
-        _note(folder, cause, number, f"{what}: the run {going_on}", step)
-    raise AssertionError("a run has an end")
+        _note(self._folder, cause, self.number, f"{what}: the run {going_on}", step)
+        self.number += 1
+        if step != self._before:
+            self.job = gone_on_with(self.job)
+        return True
 
 
 class RestartBudget:

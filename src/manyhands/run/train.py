@@ -13,9 +13,6 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.cluster.agents.connection import AgentConnection, close_all
-from manyhands.cluster.agents.orders import orders_for
-from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Ending, Watch, first_cause, supervise_once
 from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.descriptions.machines import machines_of
@@ -55,8 +52,9 @@ from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
+from manyhands.run.here import Here
 from manyhands.run.load import load_worker
-from manyhands.run.recovery import run_to_the_end
+from manyhands.run.recovery import Recovery
 from manyhands.run.script import note_end, shown, stopping
 
 STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
@@ -113,39 +111,13 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         try:
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
             with closing(Here(folder, meeting, watch, more)) as here:
-                ending = run_to_the_end(job, folder, screen.say, here) if not several else here(job, 0)
+                recovery = Recovery(job, folder, screen.say)
+                ending = supervise_once([here.link()], [here.orders(recovery)], watch)
+                while not several and recovery.again(ending):
+                    ending = supervise_once([here.link()], [here.orders(recovery)], watch)
         finally:
             screen.close()
         return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
-
-
-class Here:
-    """Starts the processes of a run on this machine, by an agent that stays for the next start.
-
-    Args:
-        folder: the run folder.
-        meeting: who takes part.
-        watch: what the head wants to hear of.
-        more: what the task needs besides.
-    """
-
-    def __init__(self, folder: RunFolder, meeting: Meeting, watch: Watch, more: dict[str, Any]) -> None:
-        self._folder, self._meeting, self._watch, self._more = folder, meeting, watch, more
-        self._link: AgentConnection | None = None
-
-    def __call__(self, job: Job, number: int) -> Ending:
-        """Starts them; how they ended."""
-        if self._link is None or self._link.closed:
-            self._link = open_here(self._folder.ranks / "agent.log")
-        place = str(self._folder.path.resolve())
-        orders = orders_for(job, "train", place, self._meeting, generation=number, **self._more)
-        return supervise_once([self._link], [orders], self._watch)
-
-    def close(self) -> None:
-        """Ends the agent."""
-        if self._link:
-            close_all([self._link])
-            self._watch.on_tick()
 
 
 def place_of(job: Job) -> Participation:

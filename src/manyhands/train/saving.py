@@ -151,7 +151,7 @@ def rescue(trainer: Trainer) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = capture(network, trainer.update.optimizer, progress, _beside_the_network(trainer))
     snapshot.state["saved_step"] = progress.step
-    with FileLock(folder / ".rescue.lock", mode=0o600):  # a second one finds that it is done
+    with FileLock(trainer.folder.ranks / "rescue.lock", mode=0o600):  # a second one finds that it is done
         path = commit(folder, progress.step, snapshot)
     trainer.journal.event("saved", path.name, progress.step)
     return True
