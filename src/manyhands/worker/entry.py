@@ -98,7 +98,8 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     from manyhands.train.saving import rescue
 
     # A card goes on by itself: what a collective that was broken off has left in gradients may be in the weights.
-    if not mine.trainer or (consequence and mine.trainer.world.device != "cpu"):
+    world = mine.trainer.world if mine.trainer else None
+    if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
     try:
         if rescue(mine.trainer):
