@@ -110,6 +110,8 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         screen = Screen(folder.path, quiet=quiet)
         try:
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
+            # Where no head watches all processes nobody starts them again; who stands still may yet go on.
+            watch.evicts &= not several
             with closing(Here(folder, meeting, watch, more)) as here:
                 recovery = Recovery(job, folder, screen.say)
                 ending = supervise_once([here.link()], [here.orders(recovery)], watch)
