@@ -61,6 +61,8 @@ SHAPES = ((256, 3072), (256,), (256,), (256,), (10, 256), (10,))
 STATISTICS = 2 * 256
 # An epoch is 40 updates.
 JOB = ["synthetic:960x3x32x32x10", "net.py:Net", "--batch", "24", "--train.evaluate_every", "0"]
+# Nothing is measured beforehand, on another network, which would leave its own weights too.
+JOB += ["--train.precision", "fp32", "--train.channels_last", "false"]
 GRADIENTS = ["--sync", "powersgd"]
 
 
