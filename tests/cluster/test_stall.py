@@ -145,3 +145,17 @@ def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_p
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_a_process_that_is_stopped_before_its_first_pulse_is_seen(tmp_path):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert Pulses(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
+        psutil.Process(sleeper.pid).suspend()
+        while psutil.Process(sleeper.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        (found,) = Pulses(tmp_path, {1: sleeper.pid}).news(all_of_them=False)
+        assert (found.rank, found.phase, found.stopped) == (1, "build", True)
+    finally:
+        sleeper.kill()
+        sleeper.wait()

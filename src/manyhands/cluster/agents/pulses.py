@@ -14,6 +14,8 @@ from manyhands.core.pulse import PULSE_S, Pulse, Seen
 
 # Who got on or gave a sign of life more recently is well.
 _WELL_S = 2.0
+# Of a process that the system doesn't let run, and that hasn't begun to train.
+_BEFORE_THE_FIRST = Pulse(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
 
 
 def pulse_path(scratch: Path, rank: int) -> Path:
@@ -42,6 +44,7 @@ class Pulses:
     def __init__(self, scratch: Path, pids: Mapping[int, int]) -> None:
         self._scratch, self._pids = scratch, pids
         self._last: dict[int, tuple[Pulse, float]] = {}
+        self._stopped: dict[int, float] = {}
         self._due = 0.0
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
@@ -60,9 +63,13 @@ class Pulses:
             pulse = Pulse.model_validate_json(read_bytes(pulse_path(self._scratch, rank), 1 << 12))
             if rank not in self._last or self._last[rank][0].count != pulse.count:
                 self._last[rank] = pulse, now
-        if rank not in self._last:
-            return None  # it hasn't begun to train
-        pulse, at = self._last[rank]
         found = look_at(self._pids[rank])
+        if rank in self._last:
+            pulse, at = self._last[rank]
+        elif found.get("stopped"):
+            pulse, at = _BEFORE_THE_FIRST, self._stopped.setdefault(rank, now)
+        else:
+            self._stopped.pop(rank, None)
+            return None  # it hasn't begun to train
         known = pulse.model_dump() | {"rank": rank, "pid": self._pids[rank], "quiet_s": now - at}
         return Seen(**known | found) if found else None
