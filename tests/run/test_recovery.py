@@ -3,8 +3,11 @@
 import pytest
 
 from manyhands.cluster.agents.supervise import Ending
+from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.run.launch import launch
 from manyhands.run.recovery import MOST_IN_VAIN, Recovery
 
 
@@ -30,3 +33,18 @@ def test_what_the_user_names_holds_until_this_run_has_saved(folder, named):
 def test_a_run_that_does_not_recover_has_one_start(folder):
     recovery = Recovery(load_job({"cluster.elastic": "off"}, environment={}).job, folder, lambda *_: None)
     assert not recovery.again(Ending(failed={0: -9}))
+
+
+@pytest.mark.parametrize("word", ["sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"])
+def test_what_elastic_may_be_is_said_in_one_sentence(word):
+    with pytest.raises(UserError, match="should be on, off, the least number of machines"):
+        load_job({"cluster.elastic": word}, environment={})
+
+
+@pytest.mark.parametrize(("word", "hosts"), [("3:4", 2), ("1:2", 3)])
+def test_fewer_or_more_machines_than_are_wanted_begin_nothing(word, hosts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = load_job({"cluster.elastic": word}, environment={}).job
+    with pytest.raises(UserError, match=f"{hosts} machines are named, and {word} are wanted"):
+        launch(job, [Machine(f"n{number}") for number in range(hosts)], quiet=True)
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """The whole job as one typed tree. Each part's own section lies beside the code that reads it."""
 
+import re
 from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -198,7 +199,6 @@ class ClusterOptions(Options):
     sync_code: bool = Field(default=False, description="copy this folder's code to the other machines first")
     elastic: str = Field(
         default="on",
-        pattern=r"^(on|off|[1-9]\d{0,3}(:[1-9]\d{0,3})?)$",
         description="a run that loses a process or a machine goes on by itself; off: it ends; 2:4: with at least two "
         "machines, and at most four",
     )
@@ -212,10 +212,20 @@ class ClusterOptions(Options):
         return self.elastic != "off"
 
     @property
-    def least_machines(self) -> int:
-        """With fewer machines a run doesn't go on."""
-        least = self.elastic.partition(":")[0]
-        return int(least) if least.isdecimal() else 1
+    def machines_wanted(self) -> range:
+        """With other numbers of machines a run neither begins nor goes on."""
+        least, _, most = self.elastic.partition(":")
+        return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
+
+    @field_validator("elastic")
+    @classmethod
+    def _is_elastic(cls, given: str) -> str:
+        """Raises ValueError for what isn't a word of it, or two numbers of which the first isn't the smaller."""
+        least, colon, most = given.partition(":")
+        numbers = [int(one) for one in (least, most) if re.fullmatch(r"[1-9]\d{0,3}", one)]
+        if given not in {"on", "off"} and (len(numbers) != 1 + bool(colon) or numbers != sorted(numbers)):
+            raise ValueError("should be on, off, the least number of machines, or that and the most: 2:4")
+        return given
 
     @field_validator("shares", mode="before")
     @classmethod

@@ -41,6 +41,9 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
         ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
     """
     refuse_doubles(machines)
+    if len(machines) not in job.cluster.machines_wanted:
+        what = f"{len(machines)} machines are named, and {job.cluster.elastic} are wanted"
+        raise UserError(what, "--elastic", ("name as many, or other numbers: --elastic LEAST:MOST",))
     with run_folder(job) as folder:
         receiver, screen = Receiver(folder.path), Screen(folder.path, quiet=quiet)
         try:

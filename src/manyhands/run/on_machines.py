@@ -93,7 +93,7 @@ class OnMachines:
     def too_few(self, job: Job) -> str:
         """Why the run can't go on with the machines that are left; nothing where it can."""
         left = [link.machine.name for link in self.crew.links if not link.closed]
-        least = job.cluster.least_machines
+        least = job.cluster.machines_wanted.start
         if len(left) >= least:
             return ""
         return f"{len(left)} of its machines are left, and --elastic {job.cluster.elastic} wants {least}"
