@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from tests.e2e.command import (
     NETS,
@@ -97,6 +98,34 @@ def test_a_stopped_process_is_ended_and_replaced(here):
         r"WARNING rank 1 on \S+ was stopped for \d+ s, and was ended: the run goes on from step", ended.err
     )
     assert not stopped.is_running()
+
+
+def test_processes_that_are_killed_leave_nothing_in_the_temporary_folder(here):
+    for number in range(40):
+        path = here / "pictures" / "ab"[number % 2] / f"{number}.jpeg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(path)
+    (here / "temporary").mkdir()
+    job = [
+        "pictures",
+        "resnet18",
+        "--data.image-size",
+        "32",
+        "--batch",
+        "4",
+        "--epochs",
+        "5",
+        "--data.workers",
+        "1",
+        *QUICK,
+    ]
+    training = start("train", *job, "-n", "2", "--out", "run", TMPDIR=str(here / "temporary"))
+    wait_until(lambda: events("run", "started") and any(one.children() for one in _workers_of(training)), training)
+    _workers_of(training)[0].kill()
+    ended = finish(training)
+    assert ended.code == 0, ended.err
+    assert events("run", "restarted")
+    assert not list((here / "temporary").glob("[!t]*"))
 
 
 def _workers_of(training):

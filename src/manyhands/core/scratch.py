@@ -4,6 +4,7 @@ A process that is killed can't remove its own. So it holds a lock in it, which t
 next one removes those of this user that nobody holds any more.
 """
 
+import multiprocessing.util
 import os
 import shutil
 import stat
@@ -41,6 +42,20 @@ def of_this_start() -> Path | None:
     """The folder that a run's processes on this machine share till they end; None where no agent of ours is."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None
+
+
+def keep_sockets_of_this_start() -> None:
+    """Puts multiprocessing's sockets into this start's folder: a loader's process that is killed leaves its own behind.
+
+    Each process would make a folder of its own when it first passes a tensor on; those that are forked take this one.
+    """
+    folder, before = of_this_start(), tempfile.tempdir
+    if folder is not None:
+        tempfile.tempdir = str(folder)
+        try:
+            multiprocessing.util.get_temp_dir()
+        finally:
+            tempfile.tempdir = before
 
 
 def abandoned() -> Iterator[Path]:

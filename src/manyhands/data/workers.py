@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from manyhands.core.errors import ManyhandsError, RunError
+from manyhands.core.scratch import keep_sockets_of_this_start
 from manyhands.data.child import begin_worker
 from manyhands.data.on_demand import Answer, FileSamples, OwnSamples, Request
 from manyhands.data.transforms import Batch, Normalise
@@ -77,6 +78,7 @@ class WorkerFeed:
             raise RunError(f"a process that decodes pictures died: {error}", "data.workers", mend) from error
 
     def _start(self) -> DataLoader[Any]:
+        keep_sockets_of_this_start()
         in_main_thread = threading.current_thread() is threading.main_thread()
         return DataLoader(
             self._samples,  # pyright: ignore[reportArgumentType]  # torch calls __getitems__ alone
