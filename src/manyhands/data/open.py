@@ -1,5 +1,6 @@
 """From the word that the user wrote to two sources of samples."""
 
+import contextlib
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,31 @@ from manyhands.data.known import named
 from manyhands.data.objects import splits_of_objects, splits_of_targets
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import is_divided_pack
+from manyhands.data.places import data_folder
 from manyhands.data.random import spread
 from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
 
 _CHOICES = "manyhands.data.datasets"
 _WHERE = "data.name"
+# What this process, or the one that forked it, has opened ahead, by its options and place.
+_AHEAD: dict[tuple[str, str], Splits] = {}
+
+
+def open_ahead(options: DataOptions) -> None:
+    """Opens a data set that lies here for processes to be forked; what is wrong with it they say themselves."""
+    with contextlib.suppress(UserError):
+        _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
+
+
+def _key(options: DataOptions) -> tuple[str, str]:
+    return options.model_dump_json(exclude={"download"}), str(data_folder(options))
 
 
 def open_data(options: DataOptions) -> Splits:
     """Opens the data set that `options.name` names, downloaded or decoded first. Raises UserError: it can't be used."""
+    if ahead := _AHEAD.get(_key(options)):
+        return ahead
     known = named(options.name)
     if known:
         options = options.model_copy(update={"name": known[0], "dir": known[1]})

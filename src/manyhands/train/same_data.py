@@ -22,8 +22,9 @@ from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.parallel.apply import compare_replicas
 
-# Bytes of each split that are compared; and of a user's own data set the samples whose labels are, and whose x is.
-MOST_BYTES, LABELS, INPUTS = 32 << 20, 16, 4
+# Bytes of each split that are compared, fewer where all read the same disk; and of a user's own data set the samples
+# whose labels are, and whose x is.
+MOST_BYTES, MOST_HERE, LABELS, INPUTS = 32 << 20, 2 << 20, 16, 4
 
 
 def refuse_other_data(splits: Splits, world: World) -> None:
@@ -81,7 +82,7 @@ def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
         made = source.packed.pack.made if source.packed else ""
         return [made.encode(), *(_of_files(source) if elsewhere else [])]
     if isinstance(source, ImagesInMemory):
-        return _rows(source.images)
+        return _rows(source.images, MOST_BYTES if elsewhere else MOST_HERE)
     if type(source.dataset) is TensorDataset:
         return [part for tensor in source.dataset.tensors for part in _rows(tensor)]
     return _of_samples(source)
@@ -113,11 +114,11 @@ def _size(path: str) -> int:
         return -1
 
 
-def _rows(tensor: Tensor) -> Iterator[bytes]:
+def _rows(tensor: Tensor, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
     """A tensor's type and shape, and the bytes of some of its rows."""
     yield f"{tensor.dtype} {list(tensor.shape)}".encode()
     row_bytes = max(1, tensor[0].numel() * tensor.element_size())
-    count = max(1, min(len(tensor), MOST_BYTES // row_bytes))
+    count = max(1, min(len(tensor), most_bytes // row_bytes))
     rows = tensor if count == len(tensor) else tensor[spread(count, len(tensor))]
     yield _bytes_of(rows)
 

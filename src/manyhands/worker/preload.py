@@ -2,8 +2,13 @@
 
 import importlib
 
+# The imports are the purpose.
+import manyhands.cluster.doctor.unused
+import manyhands.parallel.modes.data
+import manyhands.train.exceptions
 import manyhands.train.job
-import manyhands.train.loop  # noqa: F401 - the imports are the purpose
+import manyhands.train.loop
+import manyhands.worker.precision  # noqa: F401
 from manyhands.cluster.agents.orders import Orders
 from manyhands.config.job import Job
 from manyhands.data.open import is_published

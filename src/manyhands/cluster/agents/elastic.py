@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
+from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     FreeWorkers,
     KillWorker,
@@ -262,9 +262,10 @@ def _devices(wanted: str, processes: int) -> tuple[str, int]:
 
 
 def preload(orders: Orders) -> None:
-    """Imports what workers need that are to be forked."""
+    """Imports what workers need that are to be forked, and opens their data."""
     if not orders.script and _devices(orders.device, sum(orders.meeting.sizes))[0] == "cpu":
-        importlib.import_module(PRELOAD).preload(orders)
+        with importlib.import_module(AHEAD).opened_ahead(orders):
+            importlib.import_module(PRELOAD).preload(orders)
 
 
 def _settle(orders: Orders, listener: socket.socket | None) -> Orders:

@@ -2,11 +2,11 @@
 
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-POLL_MS = 100
 # A pipe's end hangs up; of sshd's socket only one direction is closed.
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
@@ -24,20 +24,22 @@ def ended_with_head(descriptor: int, clean_up: Callable[[], None]) -> Generator[
     if not hasattr(select, "poll"):
         yield
         return
-    over = threading.Event()
+    ours, over = socket.socketpair()
 
     def watch() -> None:
         poll = select.poll()
         poll.register(descriptor, _GONE)
-        while not over.is_set():
-            if any(event & _GONE for _, event in poll.poll(POLL_MS)) and not over.is_set():
+        poll.register(over, select.POLLIN)
+        while over.fileno() not in (events := dict(poll.poll())):
+            if events.get(descriptor, 0) & _GONE:
                 clean_up()
                 os._exit(1)
 
     thread = threading.Thread(target=watch, name="watches the head", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    with ours, over:
+        thread.start()
+        try:
+            yield
+        finally:
+            ours.send(b".")
+            thread.join()

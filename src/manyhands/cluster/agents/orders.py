@@ -12,6 +12,8 @@ DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"
 WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
 # Imported before CPU workers are forked, so that they start at once.
 PRELOAD = "manyhands.worker.preload"
+# Opens their data meanwhile.
+AHEAD = "manyhands.worker.ahead"
 
 
 @dataclass(frozen=True)

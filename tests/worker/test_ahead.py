@@ -1,0 +1,69 @@
+"""What an agent opens before it forks its workers, they have, whatever becomes of the files; else they open it."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from manyhands.cluster.agents.orders import orders_for
+from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.data.idx import write_idx
+from manyhands.data.open import open_data
+from manyhands.data.options import DataOptions
+from manyhands.worker.ahead import opened_ahead
+
+
+def _mnist(place):
+    for part, count in (("train", 20), ("t10k", 10)):
+        (place / "mnist").mkdir(parents=True, exist_ok=True)
+        write_idx(place / f"mnist/{part}-images-idx3-ubyte.gz", torch.ones(count, 28, 28, dtype=torch.uint8))
+        write_idx(place / f"mnist/{part}-labels-idx1-ubyte.gz", torch.arange(count, dtype=torch.uint8) % 10)
+    return place
+
+
+def _open_ahead(options, **more):
+    job = Job(data=options)
+    with opened_ahead(orders_for(job, "train", "nowhere", Meeting((2,)), **more)):
+        pass
+
+
+def _in_a_child(check):
+    """What a forked process finds: 0, or 1 where it had to open what is gone."""
+    child = os.fork()
+    if not child:
+        try:
+            check()
+        except UserError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_workers_have_what_their_agent_has_opened(tmp_path):
+    options = DataOptions(name="mnist", dir=str(_mnist(tmp_path / "data")))
+    _open_ahead(options)
+    shutil.rmtree(options.dir)
+    assert _in_a_child(lambda: open_data(options)) == 0
+    assert len(open_data(options).train) == 20
+    fewer = options.model_copy(update={"train_samples": 5, "download": False})
+    with pytest.raises(UserError, match="has no"):
+        open_data(fewer)
+
+
+def test_what_is_wrong_with_the_data_the_workers_say(tmp_path):
+    options = DataOptions(name="mnist", dir=str(tmp_path), download=False)
+    _open_ahead(options)
+    with pytest.raises(UserError, match="has no train-images"):
+        open_data(options)
+    assert len(open_data(DataOptions(name="mnist", dir=str(_mnist(tmp_path)), download=False)).test) == 10
+
+
+def test_a_users_own_objects_leave_the_named_data_alone(tmp_path):
+    options = DataOptions(name="mnist", dir=str(_mnist(tmp_path / "data")), download=False)
+    _open_ahead(options, objects="a file")
+    shutil.rmtree(options.dir)
+    with pytest.raises(UserError, match="has no"):
+        open_data(options)
