@@ -218,8 +218,10 @@ def _paces(out):
 
 def _steps_made(folder):
     """As far as it is recorded."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    return lines[-1]["step"]
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+    return steps[-1] if steps else 0
 
 
 @both

@@ -9,8 +9,9 @@ from urllib.parse import urlparse
 
 from manyhands.cluster.agents.assemble import Crew, assembled, prepare
 from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.protocol import Bind, MakeScratch
+from manyhands.cluster.agents.protocol import MakeScratch
 from manyhands.cluster.agents.ssh import reached_by
+from manyhands.cluster.agents.store_way import StoreWay, store_way
 from manyhands.cluster.agents.supervise import Watch, first_cause, supervise
 from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
@@ -162,15 +163,16 @@ def _add_up(job: Job, crew: Crew, survey: Survey, say: Callable[[str], object]) 
     alone = len(survey.hosts) < 2
     if alone or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return AllReduceTest("skipped")
-    try:
-        orders = _orders(job, crew, survey)
-    except ManyhandsError as error:
-        return AllReduceTest("failed", error.what)
-    where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
-    met = orders[0].meeting
-    say(f"for the all-reduce port {met.port} of {met.address} and a free port on each of {where} are open, "
-        "without a password")  # fmt: skip
-    ending = supervise(crew.links, orders, Watch())
+    with store_way(job.cluster) as way:
+        try:
+            orders = _orders(job, crew, survey, way)
+        except ManyhandsError as error:
+            return AllReduceTest("failed", error.what)
+        met = orders[0].meeting
+        store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
+        where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
+        say(f"for the all-reduce {store}a free port on each of {where} are open, without a password")
+        ending = supervise(crew.links, orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)
@@ -178,11 +180,11 @@ def _add_up(job: Job, crew: Crew, survey: Survey, say: Callable[[str], object]) 
     return AllReduceTest("failed", said, missing=tuple(ending.lost))
 
 
-def _orders(job: Job, crew: Crew, survey: Survey) -> list[Orders]:
+def _orders(job: Job, crew: Crew, survey: Survey, way: StoreWay) -> list[Orders]:
     """One process for each machine; what they write goes into a folder that goes with the agent."""
     _, devices = prepare(crew, [1] * len(crew.links), job.cluster)
-    address = survey.chosen[survey.hosts[0]][1]
-    port = crew.links[0].ask(Bind(address), COLLECTIVE_S).port
+    addresses = [Address(*survey.chosen[host]) for host in survey.hosts]
+    places = way.open(crew, addresses)
     answers = crew.ask_each(MakeScratch(), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
@@ -191,9 +193,9 @@ def _orders(job: Job, crew: Crew, survey: Survey) -> list[Orders]:
             quick,
             "add-up",
             answer.folder,
-            Meeting((1,) * len(answers), machine, address, port),
+            Meeting((1,) * len(answers), machine, *places.ends[machine]),
             device=devices[machine],
-            environment=Address(*survey.chosen[survey.hosts[machine]]).environment(),
+            environment=addresses[machine].environment(),
         )
         for machine, answer in enumerate(answers)
     ]

@@ -9,6 +9,7 @@ from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.store_way import store_way
 from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.descriptions.inventory import Address, Machine
 from manyhands.cluster.doctor.examine import examine
@@ -51,9 +52,12 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
             screen.say(f"reaching {names}, and starting there; this takes some seconds")
             if len(machines) > 1:
                 screen.say(LISTENING)
-            with assembled(
-                machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN)
-            ) as crew:
+            with (
+                assembled(
+                    machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN)
+                ) as crew,
+                store_way(job.cluster) as way,
+            ):
                 crew.require_all()
                 remember_reach(folder.path, reach_of(job.cluster))
                 addresses = _look_over(job, crew, machines, screen)
@@ -64,9 +68,9 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                     clock_offsets_s=crew.clock_offsets_s,
                 )
                 recovery = Recovery(job, folder, screen.say, lambda: squad.too_few(job))
-                ending = supervise_once(crew.links, squad.orders(recovery), watch)
+                ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
                 while recovery.again(ending):
-                    ending = supervise_once(crew.links, squad.orders(recovery), watch)
+                    ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
         except KeyboardInterrupt:
             raise interrupted(folder) from None
         finally:

@@ -9,7 +9,8 @@ from manyhands.cluster.agents.code import with_absolute_paths
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.mirror import Receiver, pieces_of
 from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.protocol import Bind, KeepRecords, OpenRun, RunOpened
+from manyhands.cluster.agents.protocol import KeepRecords, OpenRun, RunOpened
+from manyhands.cluster.agents.store_way import StorePlaces, StoreWay
 from manyhands.cluster.descriptions.inventory import Address, Meeting
 from manyhands.config.job import Job
 from manyhands.core.claim import new_holder, run_id
@@ -98,8 +99,8 @@ class OnMachines:
             return ""
         return f"{len(left)} of its machines are left, and --elastic {job.cluster.elastic} wants {least}"
 
-    def orders(self, recovery: Recovery) -> list[Orders]:
-        """What each machine that is left is to start next; the first one opens the store's port for that."""
+    def orders(self, recovery: Recovery, way: StoreWay) -> list[Orders]:
+        """What each machine that is left is to start next, and how it comes to the store, whose port is opened now."""
         job, number = recovery.job, recovery.number
         while number:
             try:
@@ -111,10 +112,9 @@ class OnMachines:
                     raise
         if self._saved != self._before:  # what the head has not heard of, too
             job = gone_on_with(job)
-        first = self.addresses[0].address
-        port = self.crew.links[0].ask(Bind(first), 30.0).port
+        places = way.open(self.crew, self.addresses)
         self._note_machines()
-        for line in describe(self.crew, self.sizes, self.addresses, port):
+        for line in describe(self.crew, self.sizes, self.addresses, places):
             self._say(line)
         if job.cluster.sync_code:
             job = with_absolute_paths(job)
@@ -123,13 +123,13 @@ class OnMachines:
                 job,
                 "train",
                 answer.folder,
-                Meeting(tuple(self.sizes), machine, first, port, link.machine.devices),
+                Meeting(tuple(self.sizes), machine, *end, link.machine.devices),
                 device=self._devices[link.machine.name],
                 environment=address.environment(),
                 generation=number,
             )
-            for machine, (link, answer, address) in enumerate(
-                zip(self.crew.links, self.opened, self.addresses, strict=True)
+            for machine, (link, answer, address, end) in enumerate(
+                zip(self.crew.links, self.opened, self.addresses, places.ends, strict=True)
             )
         ]
 
@@ -170,7 +170,7 @@ class OnMachines:
         )  # fmt: skip
 
 
-def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], port: int) -> list[str]:
+def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], places: StorePlaces) -> list[str]:
     """Who takes part, and what listens where."""
     names = [link.machine.name for link in crew.links]
     who = ", ".join(f"{name} ({size})" if size > 1 else name for name, size in zip(names, sizes, strict=True))
@@ -181,8 +181,15 @@ def describe(crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], por
     where = ", ".join(
         f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True)
     )
+    first = addresses[0].address
+    if places.why_open:
+        lines.append(
+            f"{places.why_open}; so the store listens on {first} port {places.ends[0][1]}, open to whoever reaches it, "
+            "without a password"
+        )
     lines.append(
-        f"between them: {where}; the store listens on {addresses[0].address} port {port}, and each process on free "
-        "ports of its machine's address: open to whoever reaches them, without a password; gradients travel unencrypted"
+        f"between them: {where}; {'' if places.why_open else 'the store listens on loopback alone, through ssh, and '}"
+        "each process on free ports of its machine's address: open to whoever reaches them, without a password; "
+        "gradients travel unencrypted"
     )
     return lines
