@@ -77,3 +77,8 @@ class Seen(Pulse):
     def stood_s(self) -> float:
         """Seconds since it last got on, as far as anybody knows."""
         return self.still_s + self.quiet_s
+
+
+def rescue_path(folder: Path, rank: int) -> Path:
+    """Is there once a process whose peer has failed saves what it has; in the folder of its pulse."""
+    return folder / f"{rank}.saves"

@@ -20,6 +20,7 @@ from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.private import private_files
+from manyhands.core.pulse import PULSE_FILE, rescue_path
 from manyhands.core.world import Membership
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.worker.account import give_account, own_environment
@@ -101,6 +102,8 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     world = mine.trainer.world if mine.trainer else None
     if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
+    if PULSE_FILE in os.environ:  # the agent gives it the time that it needs
+        rescue_path(Path(os.environ[PULSE_FILE]).parent, mine.membership.rank).touch()
     try:
         if rescue(mine.trainer):
             mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the run to go on from")

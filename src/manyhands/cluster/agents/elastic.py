@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import (
@@ -34,12 +34,15 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from manyhands.cluster.agents.leaving import LEAVE_S, Leaving
 from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     FreeWorkers,
     KillWorker,
     KillWorkers,
+    OthersFailed,
     Prepared,
+    StillLeaving,
     StopWorkers,
     WorkerExited,
     WorkersEnded,
@@ -60,8 +63,8 @@ from manyhands.parallel.group import IFNAMES
 from manyhands.parallel.ports import loopback_interface
 
 POLL_S = 0.05
-# After the first failure the others get this long to leave by themselves before they are killed.
-LEAVE_S = 3
+# Told so often that processes are leaving yet.
+TELL_S = 1.0
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
 STOP_S = 600.0
 # So long after the last sign of their head the workers, which were asked to save, are killed.
@@ -127,8 +130,9 @@ class ElasticAgent(_Base):
     def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, head: Head) -> None:
         self._orders, self._listener, self._head = orders, listener, head
         self._served: TCPStore | None = None
-        self._stopping_since = 0.0
+        self._stopping_since, self._told_at = 0.0, 0.0
         self._scratch, self._pulses = Path(scratch), Pulses(Path(scratch), {})
+        self._leaving = Leaving(self._scratch)
         self.exits: dict[int, int] = {}
         self.log_starts: dict[int, int] = {}
         spec = WorkerSpec(
@@ -167,16 +171,13 @@ class ElasticAgent(_Base):
         context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
         context.close = functools.partial(_close_soon, context.close)
-        if not self._orders.script:
-            context._pc.join = functools.partial(context._pc.join, grace_period=LEAVE_S)
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
             meeting, descriptor = self._orders.meeting, self._listener.detach()
             self._served = TCPStore(
                 meeting.address, meeting.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
             )
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        self._pulses = Pulses(self._scratch, dict(zip(ranks, self._pids(), strict=True)))
+        self._pulses = Pulses(self._scratch, self._pids_by_rank())
         self._head.wire.tell(WorkersStarted(self._orders.generation, self._pids()))
         return started
 
@@ -188,7 +189,25 @@ class ElasticAgent(_Base):
                 record = self._scratch / f"{worker.global_rank}.json"
                 said = _failure_in(record) if record.is_file() else None
                 self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
+        if self.exits and not self._orders.script:
+            self._leaving.begin()
+        if self._leaving.begun and self._give_time():
+            return RunResult(WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
+
+    def _give_time(self) -> bool:
+        """Whether processes of this machine are to leave by themselves; those that don't in time are killed."""
+        codes = dict(zip(self._ranks(), self._exit_codes(), strict=True))
+        left = {rank: pid for rank, pid in self._pids_by_rank().items() if codes[rank] is None}
+        if not left:
+            return False
+        if not self._leaving.patient(left, self._pulses.usual_s):
+            self._signal(signal.SIGKILL)
+            return False
+        if time.monotonic() > self._told_at + TELL_S:
+            self._told_at = time.monotonic()
+            self._head.wire.tell(StillLeaving())
+        return True
 
     def _exit_codes(self) -> list[int | None]:
         """Of each process of this machine; None while it runs."""
@@ -203,12 +222,20 @@ class ElasticAgent(_Base):
     def _pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []
 
+    def _pids_by_rank(self) -> dict[int, int]:
+        return dict(zip(self._ranks(), self._pids(), strict=False))
+
+    def _ranks(self) -> list[int]:
+        return [worker.global_rank for worker in self._worker_group.workers]
+
     def _obey(self) -> None:
         """Does what the head says; called on the main thread at every poll."""
         for command in self._head.tick():
             if isinstance(command, KillWorkers):
                 self._signal(signal.SIGKILL)
                 raise RendezvousGracefulExitError("killed")
+            if isinstance(command, OthersFailed) and not self._orders.script:
+                self._leaving.begin()
             if isinstance(command, FreeWorkers):
                 leave_path(self._scratch).touch()
             if isinstance(command, KillWorker):
@@ -232,7 +259,7 @@ class ElasticAgent(_Base):
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
-        pids = dict(zip((worker.global_rank for worker in self._worker_group.workers), self._pids(), strict=False))
+        pids = self._pids_by_rank()
         for pid in pids.values() if rank is None else [pids[rank]] if rank in pids else []:
             with contextlib.suppress(ProcessLookupError):  # one that has come to its end already
                 os.kill(pid, number)

@@ -34,6 +34,11 @@ class FreeWorkers(Message):
 
 
 @dataclass(frozen=True)
+class OthersFailed(Message):
+    """Processes of another machine have failed: those here may save what they have, and leave."""
+
+
+@dataclass(frozen=True)
 class KillWorker(Message):
     """End this one at once, which hangs; the others hear it as any process's end."""
 
@@ -240,3 +245,8 @@ class WorkerExited(Message):
     code: int
     host: str
     record: Failure | None = None
+
+
+@dataclass(frozen=True)
+class StillLeaving(Message):
+    """One of the run has failed, and processes of this machine save what they have, or are on their way to it."""

@@ -47,6 +47,11 @@ class Pulses:
         self._stopped: dict[int, float] = {}
         self._due = 0.0
 
+    @property
+    def usual_s(self) -> float:
+        """What an update usually takes, as far as it is known."""
+        return max((pulse.usual_s for pulse, _ in self._last.values()), default=0.0)
+
     def news(self, *, all_of_them: bool) -> list[Seen]:
         """About once a second, all processes where one of them isn't well, or where all are asked for; else nothing."""
         now = time.monotonic()

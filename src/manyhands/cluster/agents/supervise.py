@@ -15,7 +15,9 @@ from manyhands.cluster.agents.protocol import (
     FreeWorkers,
     KillWorker,
     KillWorkers,
+    OthersFailed,
     StartWorkers,
+    StillLeaving,
     StopWorkers,
     WorkerExited,
     WorkersEnded,
@@ -35,7 +37,8 @@ START_S = 300.0
 KILL_S = 10.0
 # A process that hangs is known by then; one that is well has heard the wish to stop, and is given the time it needs.
 HEAR_S = 2.0
-# When one machine's processes have failed the others' see it by themselves; after so long they are killed.
+# When one machine's processes have failed the others' see it by themselves. They are killed so long after their agents,
+# who let them save and leave, have last said that they are at it.
 LEAVE_OTHERS_S = 6.0
 # The peers of a machine that is lost may wait for it in silence.
 LEAVE_LOST_S = 2.0
@@ -161,6 +164,8 @@ class _Head:
                     self._stalls.take(message)
                 case WorkerExited():
                     self._tell_of(message)
+                case StillLeaving():
+                    self._wait_for_leavers()
                 case FilePiece():
                     self._watch.on_file(message)
                 case WorkersEnded():
@@ -248,6 +253,11 @@ class _Head:
             if self.ending.lost and self._watch.evicts:
                 self._command(FreeWorkers())
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
+            self._command(OthersFailed())
+
+    def _wait_for_leavers(self) -> None:
+        if self._kill_at < float("inf") and self._watch.evicts:
+            self._kill_at = time.monotonic() + LEAVE_OTHERS_S
 
     def _lose(self, link: AgentConnection, how: str = "") -> None:
         if how:

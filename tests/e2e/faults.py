@@ -1,0 +1,136 @@
+"""A user's network whose module brings a fault to an exact place of a run, once: the environment says which and whose.
+
+FAULT_AT names the place, FAULT_RANK the process, FAULT_STEP the updates before it, FAULT_MARKER the file that says that
+it has come, FAULT_HOW the signal.
+"""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from manyhands.checkpoint import commit
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.modes import data
+from manyhands.parallel.modes.data import Replica
+from manyhands.parallel.norm import NormGroups
+from manyhands.parallel.shared_memory import SharedSums
+from manyhands.sync.talk import SyncGroup
+from manyhands.train.step import Updater
+
+STEP = [0, ""]  # updates made so far, and what this one is at
+
+
+def act(place):
+    """Does what the environment says, where this is the place, and the first time."""
+    if os.environ.get("FAULT_AT") != place or STEP[0] < int(os.environ["FAULT_STEP"]):
+        return
+    marker = Path(os.environ["FAULT_MARKER"])
+    if not dist.is_initialized() or dist.get_rank() != int(os.environ["FAULT_RANK"]) or marker.exists():
+        return
+    marker.with_suffix(".new").write_text(f"{time.time()} {STEP[0]} {os.getpid()} {threading.current_thread().name}")
+    marker.with_suffix(".new").rename(marker)
+    os.kill(os.getpid(), getattr(signal, os.environ["FAULT_HOW"]))
+
+
+def take_time():
+    """The first save after the fault goes on for FAULT_SAVE_S seconds, little by little."""
+    marker, seconds = Path(os.environ.get("FAULT_MARKER", "none")), float(os.environ.get("FAULT_SAVE_S", "0"))
+    slow, until = marker.with_suffix(".slow"), time.monotonic() + seconds
+    if not seconds or not marker.exists() or slow.exists():
+        return
+    while time.monotonic() < until:
+        slow.write_bytes(bytes(1000))
+        time.sleep(0.2)
+
+
+def around(owner, name, place, *, after=False, when=lambda *_: True):
+    """Has the fault come before, or after, each call of a function."""
+    whole = getattr(owner, name)
+
+    def call(*arguments, **named):
+        if not after and when(*arguments):
+            act(place)
+        result = whole(*arguments, **named)
+        if after and when(*arguments):
+            act(place)
+        if place == "saving":
+            take_time()
+        return result
+
+    setattr(owner, name, call)
+
+
+def noting(name, found):
+    """Has everybody know how far the run is."""
+    whole = getattr(Updater, name)
+
+    def call(self, *arguments, **named):
+        STEP[:] = [arguments[-1], found]
+        return whole(self, *arguments, **named)
+
+    setattr(Updater, name, call)
+
+
+def _in_backward():
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_a_thread(*_):
+    return threading.current_thread() is not threading.main_thread()
+
+
+def _mean(_, bucket):
+    """What DDP does by itself; the fault comes while the sum is under way."""
+    under_way = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+    act("all-reduce")
+    return under_way.then(lambda future: future.value()[0])
+
+
+class _Replica(Replica):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.register_comm_hook(None, _mean)
+
+
+if os.environ.get("FAULT_AT") == "all-reduce":
+    data.Replica = _Replica
+noting("begin", "passes")
+noting("finish", "update")
+around(Gradients, "step", "stepped", after=True)
+around(SharedSums, "_wait", "shared memory", when=lambda *_: STEP[1] == "passes" and not _in_backward())
+around(NormGroups, "add_up", "norm in backward", when=lambda *_: _in_backward())
+around(NormGroups, "add_up", "norm statistics", when=lambda *_: STEP[1] == "update")
+around(commit, "commit", "saving")
+around(SyncGroup, "exchange", "thread", after=True, when=_in_a_thread)
+around(SyncGroup, "gather", "thread", after=True, when=_in_a_thread)
+
+
+class _Hit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        act("backward")
+        return gradient
+
+
+class Net(nn.Module):
+    """With BatchNorm in the middle, whose groups processes share."""
+
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.Tanh())
+        self.last = nn.Sequential(nn.Linear(48, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, num_classes))
+
+    def forward(self, images):
+        if not self.training:
+            act("evaluation")
+        return self.last(_Hit.apply(self.first(images)))

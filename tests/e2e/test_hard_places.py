@@ -1,0 +1,99 @@
+"""A process that fails at the worst moment costs one update at most, and leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import QUICK, events, final_weights, finish, forked, marked
+
+pytestmark = pytest.mark.timeout(300)
+FAULTS = Path(__file__).with_name("faults.py")
+UPDATES = 20
+JOB = [
+    "synthetic:480x1x8x8x10", f"{FAULTS}:Net", "--batch", "24", "--epochs", "2", *QUICK[:4],
+    "--set", f"train.max_steps={UPDATES}", "--set", "train.precision=fp64", "--set", "train.momentum=0",
+]  # fmt: skip
+GLOO = ["--set", "parallel.shared_memory=false"]
+OFTEN = ["--set", "checkpoint.every=1steps"]
+EVALUATES = ["--set", "train.evaluate_every=0.25", "--set", "train.evaluate_batch=8"]
+POWERSGD = ["--sync", "powersgd", "--set", "sync.rank=2"]
+LOCAL = ["--sync", "local", "--set", "sync.every=4", "--set", "sync.delay=2", "--set", "sync.codec=int8"]
+# What survivors may take to leave on a busy machine; they take a tenth of it on one that isn't.
+LEAVE_S = 20.0
+
+FAST = [
+    pytest.param("norm in backward", GLOO, 1, id="in BatchNorm's all-reduce in backward"),
+    pytest.param("stepped", [], 1, id="after one rank's optimizer step"),
+    pytest.param("thread", [*OFTEN, *POWERSGD], 1, id="in a thread of powersgd"),
+]
+PLACES = [
+    ("in backward", "backward", [], 1),
+    ("in the gradients' sum through memory", "shared memory", [], 1),
+    ("in the gradients' all-reduce", "all-reduce", GLOO, 1),
+    ("in BatchNorm's sum in backward", "norm in backward", [], 1),
+    ("where running statistics are agreed on", "norm statistics", GLOO, 1),
+    ("in an evaluation", "evaluation", EVALUATES, 0),
+    ("in an evaluation that rank 0 leads", "evaluation", EVALUATES, 1),
+    ("while it saves", "saving", OFTEN, 0),
+    ("in a thread of local steps", "thread", [*OFTEN, *LOCAL], 1),
+]
+SLOW = [pytest.param(*place, id=words, marks=pytest.mark.slow) for words, *place in PLACES]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights that a run which nothing befalls comes to, by its options."""
+    found = {}
+
+    def of(*more):
+        if more not in found:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            ended = finish(forked("train", *JOB, *more, "-n", "2", "--out", folder))
+            assert ended.code == 0, ended.err
+            found[more] = final_weights(folder)
+        return found[more]
+
+    return of
+
+
+@pytest.mark.parametrize(("place", "options", "rank"), FAST + SLOW)
+def test_a_process_killed_at_the_worst_moment_costs_one_update_at_most(place, options, rank, here, whole):
+    again, resumed, made = fault_in(here, place, options, rank)
+    assert resumed["step"] >= made - 1
+    assert again["time"] - (here / "marker").stat().st_mtime < LEAVE_S
+    assert_alike(final_weights("run"), whole(*options))
+
+
+@pytest.mark.slow
+def test_a_save_that_takes_long_and_gets_on_is_waited_for(here):
+    again, resumed, made = fault_in(here, "backward", [], 1, FAULT_SAVE_S="15")
+    assert resumed["step"] == made
+    assert again["time"] - (here / "marker").stat().st_mtime > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "options"), [("backward", []), ("backward", GLOO), ("saving", OFTEN)])
+def test_a_process_that_stands_still_writes_nothing_later(place, options, here, whole):
+    again, resumed, made = fault_in(here, place, options, 0, how="SIGSTOP")
+    assert "and was ended" in again["message"]
+    assert resumed["step"] >= made - 1
+    assert_alike(final_weights("run"), whole(*options))
+
+
+def fault_in(here, place, options, rank, *, how="SIGKILL", **more):
+    """A run that something befalls once; the events that tell of it, and the updates that were made by then."""
+    marker = here / "marker"
+    fault = {"FAULT_AT": place, "FAULT_RANK": str(rank), "FAULT_STEP": "7", "FAULT_HOW": how}
+    job = ["train", *JOB, *options, "-n", "2", "--out", "run"]
+    ended = finish(forked(*job, FAULT_MARKER=str(marker), **fault, **more))
+    assert ended.code == 0, ended.err
+    assert not marked(str(here))
+    (again,), (resumed,) = events("run", "restarted"), events("run", "resumed")
+    return again, resumed, int(marker.read_text().split()[1])
+
+
+def assert_alike(one, other):
+    """To rounding, in double precision."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert (tensor - other[name]).abs().max() <= 1e-9 * other[name].abs().max().clamp_min(1), name
