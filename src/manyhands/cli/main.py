@@ -30,6 +30,7 @@ COMMANDS = {
     "launch": "Train on several machines, started and watched from here over ssh.",
     "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
     "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
+    "drill": "Try faults on a run in a scratch folder, and say of each whether it came through as promised.",
     "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
     "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
     "predict": "Say what is on pictures: the most likely classes of each.",

@@ -1,0 +1,60 @@
+"""Faults between machines that a run doesn't even notice."""
+
+import time
+
+import pytest
+import torch
+
+from tests.e2e.command import events, final_weights, finish, run, running, wait_until
+from tests.network.test_launch import EXACT, QUICK, begun, gone, here, hosts  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+JOB = ["digits", "mlp", "--epochs", "200", "--set", "train.evaluate_every=100", *QUICK, *EXACT]
+# Each process of a host sees this time, ahead or behind; n3's jumps to and fro.
+CLOCK = """
+import os, time
+real, by = time.time, os.environ["CLOCK_BY"]
+time.time = lambda: real() + (60 * (int(real()) % 2) if by == "jumps" else float(by))
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of the undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    ended = run("train", *JOB, "--out", folder)
+    assert ended.code == 0, ended.err
+    return final_weights(folder)
+
+
+def assert_undisturbed(ended, whole):
+    assert ended.code == 0, ended.err
+    assert not events("run", "restarted")
+    for name, tensor in final_weights("run").items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_short_cut_is_ridden_through(lab, here, whole):  # noqa: F811 - the fixture
+    with running("launch", *JOB, *hosts(lab), "--out", "run") as process:
+        wait_until(begun(), process)
+        lab.down(2)
+        time.sleep(8)
+        assert process.poll() is None
+        lab.up(2)
+        ended = finish(process)
+    assert_undisturbed(ended, whole)
+    gone(lab)
+
+
+def test_clocks_that_are_apart_do_no_harm(lab, here, whole):  # noqa: F811 - the fixture
+    (here / "clock").mkdir()
+    (here / "clock/sitecustomize.py").write_text(CLOCK)
+    path = f"{here / 'clock'}:{lab.environment['PYTHONPATH']}"
+    for host, by in ((1, "60"), (2, "-60"), (3, "jumps")):
+        lab.start(host, environment={"PYTHONPATH": path, "CLOCK_BY": by})
+    with running("launch", *JOB, *hosts(lab), "--out", "run") as process:
+        ended = finish(process)
+    assert_undisturbed(ended, whole)
+    # They did see another time.
+    assert abs(events("run", "finished")[0]["time"] - time.time()) > 30
+    gone(lab)
