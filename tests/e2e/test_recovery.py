@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -100,32 +102,23 @@ def test_a_stopped_process_is_ended_and_replaced(here):
     assert not stopped.is_running()
 
 
-def test_processes_that_are_killed_leave_nothing_in_the_temporary_folder(here):
+@pytest.mark.slow
+def test_processes_that_are_killed_leave_nothing_in_the_temporary_folder(here, request):
+    temporary = Path(tempfile.mkdtemp())  # short: sockets lie there
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
     for number in range(40):
         path = here / "pictures" / "ab"[number % 2] / f"{number}.jpeg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (32, 32), (number, 0, 0)).save(path)
-    (here / "temporary").mkdir()
-    job = [
-        "pictures",
-        "resnet18",
-        "--data.image-size",
-        "32",
-        "--batch",
-        "4",
-        "--epochs",
-        "5",
-        "--data.workers",
-        "1",
-        *QUICK,
-    ]
-    training = start("train", *job, "-n", "2", "--out", "run", TMPDIR=str(here / "temporary"))
-    wait_until(lambda: events("run", "started") and any(one.children() for one in _workers_of(training)), training)
+    job = ["pictures", "mlp", "--data.image-size", "32", "--batch", "4", "--epochs", "40", "--out", "run", "-n", "2"]
+    decoding = ["--data.workers", "1", "--set", "data.memory_limit_mib=0", *QUICK]
+    training = start("train", *job, *decoding, TMPDIR=str(temporary))
+    wait_until(lambda: list(temporary.rglob("pymp-*")) and Path("run/metrics.jsonl").exists(), training)
     _workers_of(training)[0].kill()
     ended = finish(training)
     assert ended.code == 0, ended.err
     assert events("run", "restarted")
-    assert not list((here / "temporary").glob("[!t]*"))
+    assert not list(temporary.glob("[!t]*"))
 
 
 def _workers_of(training):

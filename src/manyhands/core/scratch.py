@@ -22,6 +22,8 @@ PREFIX = "manyhands-"
 ALIVE = ".alive"
 # A folder may be there for a moment before its lock is held.
 NEW_S = 60.0
+# A socket's path has at most 107 bytes; multiprocessing adds 32 of them.
+MOST_OF_A_SOCKETS_PATH = 75
 
 
 @contextmanager
@@ -50,7 +52,7 @@ def keep_sockets_of_this_start() -> None:
     Each process would make a folder of its own when it first passes a tensor on; those that are forked take this one.
     """
     folder, before = of_this_start(), tempfile.tempdir
-    if folder is not None:
+    if folder is not None and len(os.fsencode(folder)) < MOST_OF_A_SOCKETS_PATH:
         tempfile.tempdir = str(folder)
         try:
             multiprocessing.util.get_temp_dir()
