@@ -120,13 +120,17 @@ class Heart:
 
 
 def shut_connections() -> None:
-    """Ends what this process waits for on its connections: gloo would wait long for who has left without a word."""
+    """Ends what this process waits for on its connections: gloo would wait long for who has left without a word.
+
+    What listens stays: gloo ends the whole process where it can't accept any more.
+    """
     with contextlib.suppress(OSError):
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 if str(link.readlink()).startswith("socket:"):
                     with socket.socket(fileno=os.dup(int(link.name))) as connection:
-                        if connection.family in {socket.AF_INET, socket.AF_INET6}:
+                        listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        if connection.family in {socket.AF_INET, socket.AF_INET6} and not listens:
                             connection.shutdown(socket.SHUT_RDWR)
 
 
