@@ -50,6 +50,19 @@ def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, g
     assert position == count
 
 
+@given(counts, groups, processes, st.lists(processes, min_size=1, max_size=4))
+def test_no_process_takes_more_in_one_pass_than_when_the_run_began(count, group, first, later):
+    began = BatchSharing(first, 0, group).within(0, count)
+    most = began.most
+    widest = max(b - a for a, b in itertools.pairwise(group_edges(count, group)))
+    for size in later:
+        cut = BatchSharing(size, 0, group).within(most, count)
+        assert cut.most == most
+        assert cut.largest_share(count) <= max(most, -(-widest // size))
+        assert cut.micro_batch or size >= first or cut.largest_share(count) <= most
+        most = cut.most
+
+
 @given(counts, processes, micro_batches, groups, wanted_shares)
 def test_normalisation_groups_do_not_depend_on_who_computes_them(count, size, micro, group, wanted):
     micro_batches = _micro_batches(count, _sharing(size, micro, group, wanted))

@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.command import QUICK, events, final_weights, run, running, wait_until
+from tests.e2e.command import NETS, QUICK, events, final_weights, run, running, wait_until
 from tests.e2e.test_hard_places import assert_alike
 from tests.network.test_launch import EXACT, begun, gone, hosts, is_agent
 
@@ -21,13 +22,18 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def end_agent(lab, host):
+    """Kills a host's agent, with which its processes end."""
+    (agent,) = [pid for pid in lab.processes(host) if is_agent(psutil.Process(pid))]
+    os.kill(agent, signal.SIGKILL)
+
+
 def lose_one(lab, here, *options):
     """A run on three hosts, one of which is lost while it trains; what it said."""
     job = [*JOB, "--epochs", "12", *options]
     with running("launch", *job, *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
-        (agent,) = [pid for pid in lab.processes(2) if is_agent(psutil.Process(pid))]
-        os.kill(agent, signal.SIGKILL)
+        end_agent(lab, 2)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         gone(lab)
@@ -52,3 +58,49 @@ def test_what_a_lost_host_held_back_is_said_and_nobody_else_takes_it(method, lab
     again = run("resume", "run", "--epochs", "42")
     assert again.code == 0, again.err
     assert "3 processes on" in again.err
+
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def few_bytes(lab):
+    """Puts what a host starts from now on under a limit of memory, which is set later."""
+    if not (CGROUP / "memory.limit_in_bytes").exists():
+        pytest.skip("NO LIMIT OF MEMORY: there is no cgroup v1 here, or no right to it")
+    group = CGROUP / f"manyhands-{os.getpid()}"
+    group.mkdir()
+    for pid in lab.processes(1):
+        (group / "cgroup.procs").write_text(str(pid))
+    yield group
+    for pid in (group / "cgroup.procs").read_text().split():
+        (CGROUP / "cgroup.procs").write_text(pid)
+    group.rmdir()
+
+
+def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_memory(lab, few_bytes, here):
+    """Each of three takes 8 samples; the last one has no memory for 24."""
+    job = ["synthetic:4800x1x8x8x10", f"{NETS}:Bulky", "--batch", "24", "--epochs", "1", *QUICK, *EXACT]
+    limits = [
+        "--set",
+        "train.norm_group=8",
+        "--set",
+        "checkpoint.every=3steps",
+        "--set",
+        "train.max_steps=10",
+        "--set",
+        "train.evaluate_batch=8",
+    ]
+    with running("launch", *job, *limits, *hosts(lab), "--out", "run") as process:
+        wait_until(begun(kind="saved"), process)
+        used = int((few_bytes / "memory.max_usage_in_bytes").read_text())
+        (few_bytes / "memory.limit_in_bytes").write_text(str(used + (100 << 20)))
+        for host in (2, 3):
+            end_agent(lab, host)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert "no process takes more than 8 samples in one pass, as when the run began: 3 passes" in err
+    assert len(json.loads((here / "run/machines.json").read_text())) == 1
+    whole = run("train", *job, *limits, "--out", "whole")
+    assert whole.code == 0, whole.err
+    assert_alike(final_weights("run"), final_weights("whole"))

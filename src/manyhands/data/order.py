@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class BatchSharing:
     # processes
     aligned: bool = True
     shares: tuple[int, ...] = ()  # what each process takes, in proportion; empty: all the same
+    most: int = 0  # samples that a process has taken in one pass since the run began; 0 where that isn't known
 
     @functools.cached_property
     def edges(self) -> tuple[int, ...]:
@@ -71,6 +72,22 @@ class BatchSharing:
     def largest(self) -> int:
         """Most samples that fit into one micro-batch of all processes; 0 for no limit."""
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
+
+    def within(self, most: int, count: int) -> "BatchSharing":
+        """The same with passes of at most `most` samples (0: any number) where that is less than they have.
+
+        A group that needs more is kept whole. `count` are the samples of the largest update.
+        """
+        if self.micro_batch or not most:
+            return replace(self, most=self.largest_share(count))
+        widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
+        needed = math.ceil(widest * max(self.shares, default=1) / self.edges[-1])
+        fits = self.largest_share(count) <= most
+        return replace(self, micro_batch=0 if fits else max(most, needed), most=most)
+
+    def largest_share(self, count: int) -> int:
+        """The most samples that a process takes in one pass, of updates of `count`."""
+        return max(share.count for shares in self.micro_batches(count) for share in shares)
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
         """For each micro-batch of `count` samples, each process's share. Raises UserError: a group doesn't fit in."""

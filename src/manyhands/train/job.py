@@ -36,7 +36,7 @@ from manyhands.train.recover import (
 )
 from manyhands.train.rehearse import warm_up
 from manyhands.train.scheduler_state import reading_of
-from manyhands.train.sharing import kept_shares, order_and_cut, refuse_small_micro_batches
+from manyhands.train.sharing import kept_most, kept_shares, order_and_cut, refuse_small_micro_batches
 from manyhands.train.state import Progress, restore
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -91,8 +91,9 @@ def build(
     network, synced, rehearsed = under.network, under.synced, under.rehearsed
     _tell_of_mode(network, len(classes), journal)
     classes = _name_all(classes, max(rehearsed.outputs, network.outputs), journal)
+    own, most = synced.synchronizer.own_statistics, kept_most(found)
     order, cut = order_and_cut(
-        job, samples.splits, world, mode, network, journal, kept_shares(found), own=synced.synchronizer.own_statistics
+        job, samples.splits, world, mode, network, journal, kept_shares(found), own=own, most=most
     )
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:

@@ -27,6 +27,7 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
     kept: list[int] | None,
     *,
     own: bool = False,
+    most: int = 0,
 ) -> tuple[Order, BatchSharing]:
     """Which samples make up an update, and how processes share them.
 
@@ -38,6 +39,7 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
         network: under it.
         journal: told of shares that aren't equal.
         own: each process trains by itself, so that BatchNorm's groups are its own.
+        most: samples that a process took in one pass when the run began; 0 where that isn't known.
         kept: shares of the checkpoint that the run goes on from, none where they were equal; None for a fresh start.
     """
     options = job.train
@@ -62,9 +64,22 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
         mend = ("--parallel data --sync allreduce", f"or {_EQUAL}")
         raise UserError(f"cluster.shares can't be kept: {why}", _WHERE, mend)
     shares = () if why and job.cluster.shares == MACHINES else _shares(job, sharing, journal, kept)
-    return Order(len(splits.train), batch, options.seed, options.drop_last), BatchSharing(
-        sharing, options.micro_batch, group, aligned=not network.together, shares=shares
-    )
+    order = Order(len(splits.train), batch, options.seed, options.drop_last)
+    cut = BatchSharing(sharing, options.micro_batch, group, aligned=not network.together, shares=shares)
+    within = cut.within(most, batch)
+    if within.micro_batch != cut.micro_batch:
+        journal.event("note", _told_of_passes(within, most, batch), 0)
+    return order, within
+
+
+def _told_of_passes(cut: BatchSharing, most: int, batch: int) -> str:
+    """What is said where passes are made smaller, so that they fit where they did when the run began."""
+    passes, largest = len(cut.micro_batches(batch)), cut.largest_share(batch)
+    more = f"where there is memory for more: --set train.micro_batch={batch}"
+    if largest <= most:
+        return f"no process takes more than {most} samples in one pass, as when the run began: {passes} passes ({more})"
+    groups = f"BatchNorm takes {cut.group} together, train.norm_group"
+    return f"a process takes {largest} samples in one pass, and took {most} when the run began ({groups}; {more})"
 
 
 def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
@@ -101,6 +116,11 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
 def kept_shares(found: Resumable | None) -> list[int] | None:
     """What `order_and_cut` asks for of the checkpoint that a run goes on from."""
     return list(found.snapshot.state.get("shares", [])) if found else None
+
+
+def kept_most(found: Resumable | None) -> int:
+    """The same of the samples that a process took in one pass."""
+    return int(found.snapshot.state.get("most_in_a_pass", 0)) if found else 0
 
 
 def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
