@@ -32,7 +32,7 @@ class Order:
     seed: int  # the job's seed
     drop_last: bool = False  # leave out the last batch of an epoch where it is smaller
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Updates in one epoch, at least one."""
         whole = self.length // self.batch

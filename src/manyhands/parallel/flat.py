@@ -10,9 +10,16 @@ from typing_extensions import override
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.shared_memory import SharedSums
 
+# So many tensors of two processes are added in place; of more, one pass over the flat ones costs less.
+_FEW = 16
+
 
 class FlatGradients:
-    """Of parameters of one dtype."""
+    """Of parameters of one dtype.
+
+    Attributes:
+        values: the sum, whose views are the gradients; empty where it is in the gradients that backward made.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums
@@ -22,10 +29,24 @@ class FlatGradients:
         self._fits = self.values.nbytes <= sums.slot_bytes
         slots = sums.own_slots(self.values) if self._fits else [self.values] * 2
         self._into = [_views(parameters, slot) for slot in slots]
+        self._other: list[list[Tensor]] = []
+        if self._fits and sums.size == 2 and len(parameters) <= _FEW:
+            self._other = [_views(parameters, slot) for slot in sums.slots_of(1 - sums.place, self.values)]
+            self.values, self._views = self.values[:0], []
 
     def add_up(self) -> None:
         """Gives each parameter the sum of all processes' gradients; zeros count where one has none. A collective."""
-        into = self._into[self._sums.turn]
+        turn = self._sums.turn
+        into = self._into[turn]
+        if self._other:
+            # a + b is b + a, to the bit: each of two adds the other's to its own, which is still in its cache.
+            given = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._parameters]
+            torch._foreach_copy_(into, given)
+            self._sums.meet()
+            torch._foreach_add_(given, self._other[turn])
+            for one, gradient in zip(self._parameters, given, strict=True):
+                one.grad = gradient
+            return
         given = [
             view.zero_() if one.grad is None else one.grad for one, view in zip(self._parameters, into, strict=True)
         ]
@@ -71,7 +92,8 @@ class FlatNetwork(ParallelNetwork):
 
     @override
     def flat_gradients(self) -> list[Tensor]:
-        return [flat.values for flat in self.flats]
+        flat = [one.values for one in self.flats]
+        return flat if all(map(len, flat)) else []
 
     @override
     def release(self) -> None:

@@ -175,7 +175,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     sums = [tensor.sum() for tensor in tensors]
     if sums and sums[0].device.type != "cpu":  # a card is waited for once
         return bool(torch.stack([torch.isfinite(one) for one in sums]).all())
-    return all(math.isfinite(one.item()) for one in sums)
+    return all(map(math.isfinite, sums))
 
 
 def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:

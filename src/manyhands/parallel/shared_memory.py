@@ -61,6 +61,9 @@ class SharedSums:
         timeout_s: how long a silent process is waited for.
 
     Attributes:
+        size: how many processes add up.
+        place: this process's among them.
+        turn: which of a process's slots is filled next.
         of_all: all processes of the run add up.
     """
 
@@ -68,7 +71,7 @@ class SharedSums:
 
     def __init__(self, file: Any, ranks: list[int], place: int, slot_bytes: int, timeout_s: float) -> None:
         size = len(ranks)
-        self.slot_bytes, self.turn, self._place, self._file = slot_bytes, 0, place, file
+        self.slot_bytes, self.turn, self.size, self.place, self._file = slot_bytes, 0, size, place, file
         self._timeout_s, self._tries = timeout_s, 1
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -84,7 +87,11 @@ class SharedSums:
 
     def own_slots(self, like: Tensor) -> list[Tensor]:
         """Where this process puts what it adds to a sum like the flat `like` [n], by turn."""
-        return [slots[self._place] for slots in self._slots_for(like)]
+        return self.slots_of(self.place, like)
+
+    def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
+        """Where another puts it, which may be read after `meet`, up to the next one."""
+        return [slots[place] for slots in self._slots_for(like)]
 
     def add_up(self, values: Tensor) -> None:
         """Replaces flat values [n] by their sum over all processes; a collective.
@@ -99,15 +106,19 @@ class SharedSums:
     def add_slots_up(self, total: Tensor) -> None:
         """The same of what stands in this turn's `own_slots`, into the flat total [n]."""
         slots = self._slots_for(total)[self.turn]
+        self.meet()
+        torch.add(slots[0], slots[1], out=total)
+        for more in slots[2:]:
+            total.add_(more)
+
+    def meet(self) -> None:
+        """Waits until all slots of this turn are filled, which are then to be read; raises as `add_up` does."""
         try:
             self._meet()
         except BaseException:
             self.close()  # out of step from now on, which others are to hear
             raise
         self.turn ^= 1
-        torch.add(slots[0], slots[1], out=total)
-        for more in slots[2:]:
-            total.add_(more)
 
     def close(self) -> None:
         """Leaves; who waits for this process hears it."""

@@ -10,7 +10,7 @@ from manyhands.data.order import BatchSharing, Order, Share, sharing
 from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which would take three times as long to make
 class LoadedMicroBatch:
     """One forward and backward pass of this process, and what it is of.
 
@@ -32,7 +32,7 @@ class LoadedMicroBatch:
         return MicroBatch(self.batch.images, self.batch.labels, self.share, shape)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class UpdateShare:
     """All micro-batches of this process for one update.
 
