@@ -56,7 +56,9 @@ def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
     assert ended.code == 1
     assert_one_screen(ended.err)
     assert "the output of the network is NaN" in ended.err
-    assert "rank 1, step 5" in ended.err
+    assert "rank 1, step 7" in ended.err
+    # The two before it cost nothing but themselves.
+    assert [one["step"] for one in events("run", "left-out")] == [6, 7]
     assert not events("run", "restarted")
     # What was trained before is saved, and is well.
     assert all(tensor.isfinite().all() for tensor in final_weights("run").values())

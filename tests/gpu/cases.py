@@ -198,7 +198,9 @@ def fp16_skips_alike_and_goes_on(device):
 
 def _refused(world):
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(world, folder, lambda: BadOnce(call=9), **{"train.precision": "fp32"})
+        trainer = _trainer(
+            world, folder, lambda: BadOnce(call=9), **{"train.precision": "fp32", "train.stop_after_bad": 1}
+        )
         told = ""
         try:
             fit(trainer)

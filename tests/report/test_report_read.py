@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
+from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, append
 from manyhands.report.follow import Follower, Tail
 from manyhands.report.read import read_run, sessions, without_repeats
 
@@ -53,6 +53,17 @@ def test_the_later_record_wins(plan):
     kept = without_repeats(records, events)
     assert {record.step: record.loss for record in kept} == expected
     assert [record.step for record in kept] == sorted(expected)
+
+
+def test_what_was_undone_is_counted_by_nobody(tmp_path):
+    run = FakeRun(tmp_path / "run").begin().train(0, 120)
+    found = read_run(run.path)
+    for time, kind, at in ((0, "left-out", 30), (1, "left-out", 90), (2, "undone", 60), (3, "left-out", 70)):
+        event = Event(time=found.steps[-1].time + 1 + time, kind=kind, step=at)
+        append(run.folder.events, event)
+    undone = read_run(run.path)
+    assert undone.steps[-1].step <= 60 < found.steps[-1].step
+    assert [event.step for event in undone.counted("left-out")] == [30, 70]
 
 
 @given(PLANS)

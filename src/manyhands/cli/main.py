@@ -38,6 +38,7 @@ COMMANDS = {
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
     "ps": "List the runs that go on: where, since when, how far.",
     "stop": "Have a run that goes on save and stop, and wait for it.",
+    "why": "Say why a run ended, or how it goes on: which rank, machine, step and file; what to do.",
     "logs": "Show what the processes of a run wrote.",
     "clean": "Say what old copies and caches take on this machine, and remove them with --yes.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",

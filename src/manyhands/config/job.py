@@ -74,6 +74,12 @@ class TrainOptions(Options):
         description="samples of the global batch that BatchNorm takes its statistics over; global: all of them; "
         "local: whatever a process has, so that the result depends on the number of processes",
     )
+    stop_after_bad: int = Field(
+        default=3,
+        ge=1,
+        description="end the run at so many updates in a row whose loss or gradients aren't finite; those before are "
+        "left out by all processes alike; 1: at the first",
+    )
     drop_last: bool = Field(default=False, description="leave out an epoch's last, smaller batch")
     metrics: tuple[str, ...] = Field(
         default=(),

@@ -83,12 +83,13 @@ class Gradients:
         divisor: float | Tensor,
         *,
         last: bool = True,
-        heed: Callable[[MicroBatchResult], None] = _nothing,
+        heed: Callable[[MicroBatchResult], bool | None] = _nothing,
     ) -> MicroBatchResult:
         """Adds a micro-batch's gradients to those that are there.
 
         `divisor` is what the whole update's sum of losses is divided by, the samples as a rule. With the update's last
-        one gradients are averaged over processes as they come. `heed` is shown what forward gave, before backward.
+        one gradients are averaged over processes as they come. `heed` is shown what forward gave, before backward; its
+        False makes gradients NaN, by which all processes hear of it.
         """
         assert self._loss_fn is not None
         with contextlib.nullcontext() if last else self.network.no_sync():
@@ -96,9 +97,10 @@ class Gradients:
             with self.autocast():
                 loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
             result = MicroBatchResult(loss.detach(), logits.detach(), labels, self.network.counted(part, labels))
-            heed(result)
+            bad = heed(result) is False
             # Where processes compute a batch together, an empty share has part in others' gradients.
             weight = self._scale / divisor if part.share.count or self.network.together else 0.0
+            weight = math.nan if bad else weight
             self._backward(self.network.reach_all(loss) if last else loss, weight)
         return result
 

@@ -188,6 +188,13 @@ class GroupedNorm(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
+def forget_seen(model: nn.Module) -> None:
+    """Has running statistics not hear of an update that isn't made."""
+    for layer in model.modules():
+        if isinstance(layer, GroupedNorm):
+            layer.seen = None
+
+
 class _InGroups(TorchFunctionMode):
     """Has a layer's own forward normalise over groups where it calls torch's function."""
 

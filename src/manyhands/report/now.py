@@ -33,9 +33,9 @@ class Now:
 
 def look(record: Running) -> Now:
     folder = RunFolder(Path(record.run))
-    lines = _end_of(folder.metrics)
+    lines = end_of(folder.metrics)
     measured = [found for line in lines if (found := parse_metrics(line, folder))]
-    events = [event for line in _end_of(folder.events) if (event := parse(Event, line, folder.events))]
+    events = [event for line in end_of(folder.events) if (event := parse(Event, line, folder.events))]
     since = [event for event in events if event.time >= record.time]
     steps = [found for found in measured if isinstance(found, StepMetrics)]
     scores = [found.top1 for found in measured if isinstance(found, EvaluationMetrics) and math.isfinite(found.top1)]
@@ -79,7 +79,7 @@ def _state(record: Running, since: list[Event], measured: bool) -> str:
     return "running" if measured else "starting"
 
 
-def _end_of(path: Path) -> list[dict[str, Any]]:
+def end_of(path: Path) -> list[dict[str, Any]]:
     """The last records of a file; one that is cut in two is left out."""
     with suppress(OSError):
         return Tail(path, max(0, path.stat().st_size - _END_BYTES)).poll()

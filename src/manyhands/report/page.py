@@ -17,7 +17,7 @@ from manyhands.report import summary, tables, words
 from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
 from manyhands.report.pictures import PICTURES, draw_all
 from manyhands.report.read import RunData, read_run
-from manyhands.report.time_shares import change_line
+from manyhands.report.time_shares import change_line, slow_rank
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -95,7 +95,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "test_count": next((f"{test.count:,}" for test in run.tests.values()), ""),
         "chosen": summary.CHOSEN[0].upper() + summary.CHOSEN[1:],
         "facts": facts(run),
-        "change": change_line(run),
+        "change": _change(run),
         "pictures": {p.name: (p.title, Markup(pictures[p.name])) for p in PICTURES if p.name in pictures},
         "detail": detail,
         "scores": scores,
@@ -138,9 +138,21 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("processes", _first(run, "processes", "world_size", "size")),
         ("device", _first(run, "device", "devices")),
         ("mode", _first(run, "mode")),
+        ("updates left out", _count(run, "left-out")),
+        ("pictures replaced", _count(run, "replaced")),
         ("evaluation samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
     ]
     return [(name, value) for name, value in found if value]
+
+
+def _change(run: RunData) -> str:
+    """What would help most, and who is slow, where that isn't the same."""
+    change, slow = change_line(run), slow_rank(run)
+    return change if slow in change else f"{change}; {slow}"
+
+
+def _count(run: RunData, kind: str) -> str | None:
+    return str(count) if (count := len(run.counted(kind))) else None
 
 
 def _epochs(run: RunData) -> str | None:

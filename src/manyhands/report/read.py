@@ -28,6 +28,8 @@ from manyhands.report.thinned import MOST_RECORDS, Measured, Thinned
 METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
 # The words of events that begin a session of work: everything between two of them ran without a pause.
 STARTS = frozenset({"started", "resumed", "restarted"})
+# Those by which everything beyond their step, whatever was written of it before, hasn't happened.
+_GOES_BACK = frozenset({"resumed", "undone"})
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
@@ -67,6 +69,16 @@ class RunData:
     tests: dict[str, EvaluationDetail] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)  # the first causes before their consequences, by time
     unreadable: str = ""  # letters of class names that this machine can't draw; known once pictures were drawn
+
+    def counted(self, kind: str) -> list[Event]:
+        """The events of a kind, but for those of updates that were undone later."""
+        kept: list[Event] = []
+        for event in self.events:
+            if event.kind == kind:
+                kept.append(event)
+            elif event.kind in _GOES_BACK and event.step is not None:
+                kept = [one for one in kept if one.step is None or one.step <= event.step]
+        return kept
 
 
 def read_run(path: Path) -> RunData:
@@ -126,8 +138,8 @@ class _MetricsFile:
 
 
 def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
-    """Leaves out what a resumed run forgot: records beyond the step that it went back to. Thinned to `most`."""
-    resumes = sorted((e.time, e.step) for e in events if e.kind == "resumed" and e.step is not None)
+    """Leaves out what was undone: records beyond the step that a run went back to. Thinned to `most`."""
+    resumes = sorted((e.time, e.step) for e in events if e.kind in _GOES_BACK and e.step is not None)
     kept = Thinned[Measured](most)
     for record in measured:
         while resumes and resumes[0][0] <= record.time:

@@ -118,6 +118,8 @@ def result_lines(run: RunData) -> list[str]:
             lines.append(CHOSEN)
     else:
         lines.append("no evaluation was made")
+    if left_out := run.counted("left-out"):
+        lines.append(f"left out  {len(left_out)} updates, whose loss or gradients weren't finite")
     took = duration(seconds(run)) + (f", {rate(speed)} images/s" if speed is not None else "")
     ends = {"finished": f"finished in {took}", "stopped": f"stopped after {took}", "failed": f"failed after {took}"}
     lines.append(ends.get(status(run), f"worked for {took}"))

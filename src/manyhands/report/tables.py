@@ -32,7 +32,8 @@ class Moment:
     level: str
 
 
-_LEVELS = {"warning": "warning", "stopping": "warning", "restarted": "warning", "failed": "error"}
+_WARNINGS = ("warning", "stopping", "restarted", "left-out", "replaced", "slow", "stall", "undone")
+_LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
 
 def configuration(run: RunData) -> list[tuple[str, list[ReportRow]]]:

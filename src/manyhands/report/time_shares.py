@@ -81,6 +81,12 @@ def _option(run: RunData, section: str, key: str, default: Any) -> Any:
     return run.plan.resolved.get(f"{section}.{key}", found)
 
 
+def slow_rank(run: RunData) -> str:
+    """Who has been slow for the whole time, and what to do; empty where nobody has."""
+    ranks = seconds_by_rank(run)
+    return next((found.what for found in _slow_rank(run, ranks) if found.gain > _WORTH), "") if ranks else ""
+
+
 def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
     own_s = [sum(one.values()) - one["communication"] for one in ranks]
     slowest = max(range(len(own_s)), key=own_s.__getitem__)

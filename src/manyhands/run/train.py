@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -177,8 +178,10 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
         if ending.refused:
             raise ending.refused
         if ending.interrupted and (ending.hung or not ending.records):
+            error = interrupted(folder, ending.hung)
+            _note(folder, Event(time=time.time(), kind="interrupted", message=error.what))
             report_on(job, folder)
-            raise interrupted(folder, ending.hung)
+            raise error
         cause = first_cause(ending)
         if cause:
             _note_failure(folder, cause)
@@ -197,12 +200,15 @@ def interrupted(folder: RunFolder, hung: str = "") -> ManyhandsError:
     return unsaved(folder.path, saved_step(folder), hung)
 
 
+def _note(folder: RunFolder, event: Event) -> None:
+    with suppress(OSError):
+        append(folder.events, event)
+
+
 def _note_failure(folder: RunFolder, cause: Failure) -> None:
     """The first cause in the run's diary, and in full where the process couldn't leave its record itself."""
+    _note(folder, Event(time=cause.time, kind="failed", rank=cause.rank, step=cause.step, message=cause.what))
     with suppress(OSError):
-        append(
-            folder.events, Event(time=cause.time, kind="failed", rank=cause.rank, step=cause.step, message=cause.what)
-        )
         record = folder.failures / f"{cause.rank}.json"
         if not record.exists():
             write_json(record, cause)

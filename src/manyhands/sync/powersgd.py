@@ -73,6 +73,7 @@ class PowerSgd:
             own, turn = [shapes[place] for place in places], number % 2
             compressor = LowRank(own, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
+        self._first = [batch.compressor.state() for batch in self._batches]
         # All processes multiply what their machines have agreed on.
         everybody = SyncGroup(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else SyncGroup()
         compute_alike([batch.compressor for batch in self._batches], everybody, self._batches[0].residual)
@@ -126,6 +127,12 @@ class PowerSgd:
             own = {name[len(prefix) :]: one for name, one in state.items() if name.startswith(prefix)}
             batch.residual.copy_(own.pop("held"))
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
+
+    def forget(self) -> None:
+        """Begins anew between two updates: with nothing held back, and the first factors."""
+        for batch, first in zip(self._batches, self._first, strict=True):
+            batch.residual.zero_()
+            batch.compressor.load(first)
 
     def close(self) -> None:
         """Leaves the parameters without hooks."""
@@ -276,6 +283,10 @@ class PowerSgdSynchronizer(Synchronizer):
 
     def on_gradients(self) -> None:
         self._power.average()
+
+    def forget(self) -> str:
+        self._power.forget()
+        return "what earlier gradients had held back is given up with it"
 
     def finish(self, step: int) -> None:
         self._buffers.average(step)

@@ -109,6 +109,10 @@ class Synchronizer:
     def after_update(self, step: int) -> None:
         """`step` updates have been made."""
 
+    def forget(self) -> str:
+        """Gives up what came of an update's gradients that aren't finite; what that costs besides, for the user."""
+        return ""
+
     def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
         """Suits the pace to all processes' seconds of a step, and of an exchange (0: none); the new one, if any."""
 

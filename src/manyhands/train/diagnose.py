@@ -24,8 +24,41 @@ MEND = (
 MEND_INPUT = ("look at these samples (counted from 0 in the training split), and at what prepares them",)
 
 
-def explain_loss(network: ParallelNetwork, part: LoadedMicroBatch, world: World, step: int) -> RunError:
-    """The error for a loss that is NaN or infinite on this process: names the first tensor that was not finite.
+def explain_left_out(
+    updater: "Updater", bad: LoadedMicroBatch | None, update: UpdateShare, step: int, *, closely: bool
+) -> RunError:
+    """The error for an update whose loss or gradient isn't finite; all that share its gradients call it, and say alike.
+
+    Args:
+        updater: of the update, whose gradients are there.
+        bad: this process's part whose loss isn't finite.
+        update: of this process.
+        step: its number.
+        closely: look for the first tensor that isn't finite, which runs the network once more.
+    """
+    network, world = updater.network, updater.world
+    mine = None
+    if bad:
+        found = explain_loss(network, bad, world, step, closely=closely)
+        mine = [found.what, found.where, list(found.mend)]
+    losses = [said for said in told(updater.synchronizer, mine, world).values() if said]
+    if losses:
+        what, where, mend = losses[0]
+        return RunError(what, where, tuple(mend))
+    if network.sharded and not closely:  # torch would add what is computed once more to the next update
+        return RunError("a gradient is not finite", f"step {step}", MEND)
+    if not network.together:
+        return explain_gradient(updater, update, step)
+    piece = _bad_gradient(network.inner)
+    names: dict[int, str] = told(updater.synchronizer, piece, world)
+    rank = next((rank for rank, name in names.items() if name), world.rank)
+    return _of_gradient(names[rank], rank, step)
+
+
+def explain_loss(
+    network: ParallelNetwork, part: LoadedMicroBatch, world: World, step: int, *, closely: bool = True
+) -> RunError:
+    """The error for a loss that is NaN or infinite on this process; `closely` names the first tensor that was not.
 
     Only this process may be here, so a network that is held in pieces, which others would have to give, isn't searched.
     """
@@ -34,7 +67,7 @@ def explain_loss(network: ParallelNetwork, part: LoadedMicroBatch, world: World,
     where = f"rank {world.rank}, step {step}, samples {_some(spoilt if len(spoilt) else batch.samples)}"
     if not _finite(batch.images):
         return RunError("the loss is not finite: the input pictures already hold NaN or infinity", where, MEND_INPUT)
-    found = f": {_first_bad(network.inner, batch.images)}" if network.runs_alone else ""
+    found = f": {_first_bad(network.inner, batch.images)}" if closely and network.runs_alone else ""
     return RunError(f"the loss is not finite{found}", where, MEND)
 
 
@@ -90,8 +123,16 @@ def explain_piece(model: nn.Module, world: World, step: int) -> RunError:
 
     Other processes may hold nothing of that parameter, so this one says it without them.
     """
-    bad = next((n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)), "")
-    return RunError(f"the gradient of {bad} is not finite", f"rank {world.rank}, step {step}", MEND)
+    return _of_gradient(_bad_gradient(model), world.rank, step)
+
+
+def _bad_gradient(model: nn.Module) -> str:
+    """The name of the first parameter whose gradient isn't finite here; empty for none."""
+    return next((n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)), "")
+
+
+def _of_gradient(name: str, rank: int, step: int) -> RunError:
+    return RunError(f"the gradient of {name} is not finite", f"rank {rank}, step {step}", MEND)
 
 
 def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -> RunError:

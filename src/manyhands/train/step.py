@@ -4,19 +4,23 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.utils as nn_utils
 from torch import Tensor
 
 from manyhands.config.job import TrainOptions
+from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMPUTE, UPDATE
 from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.diagnose import explain_gradient, explain_loss, explain_piece
+from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss, explain_piece
 from manyhands.train.draws import seed_generators
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import LossFn, something
@@ -61,11 +65,29 @@ class StepSums:
         self.loss, self._correct, self.samples = 0.0, 0.0, 0
         return values
 
+    def mark(self) -> tuple[Any, ...]:
+        """What was measured so far, for `back`."""
+        return self.loss, self.samples, self._correct, [*self._guesses]
+
+    def back(self, mark: tuple[Any, ...]) -> None:
+        """Forgets what was measured since a mark."""
+        self.loss, self.samples, self._correct, self._guesses = mark
+
     def _count(self) -> None:
         if self._guesses:
             logits, labels = (torch.cat(tensors) for tensors in zip(*self._guesses, strict=True))
             self._correct = self._correct + (logits.argmax(1) == labels).sum()
             self._guesses.clear()
+
+
+@dataclass(frozen=True)
+class LeftOutUpdate:
+    """An update that no process has made, since a loss or gradient wasn't finite."""
+
+    step: int  # updates before it, those that were left out included
+    what: str  # wasn't finite
+    where: str  # the rank, and the samples where they are known
+    also: str  # what else that has cost
 
 
 class UnderWay:
@@ -149,12 +171,21 @@ class Updater:
         )
         self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
         self.under_way = UnderWay(network)
+        # A card tells later, fp16's scaler has rules of its own, and a loop of the user's may look at the gradients.
+        self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
+        self._bad: LoadedMicroBatch | None = None
+        self._mark = self.measured.mark()
+        self._in_a_row = 0
+        self.left_out: list[LeftOutUpdate] = []  # taken by who tells of them
 
     def __call__(self, update: UpdateShare, step: int) -> None:
         """Makes update number `step`, counted from 0.
 
+        One whose loss or gradients aren't finite is left out by all that would make it with the same gradients.
+
         Raises:
-            RunError: a loss or gradient is not finite; the parameters are left as they were before this update.
+            RunError: it is one too many in a row (train.stop_after_bad), or not all can hear of it in time; the
+                parameters are left as they were before this update.
         """
         self.begin(step)
         self.add_gradients(update, step, before_last=self.synchronizer.before_last_micro_batch)
@@ -167,6 +198,7 @@ class Updater:
         self.set_rates(step)
         for parameter in self.parameters:
             parameter.grad = None
+        self._bad, self._mark = None, self.measured.mark()
         self.under_way.begin()
         self.synchronizer.before_update(step)
 
@@ -178,7 +210,10 @@ class Updater:
                 # Of a branch that this update left out: zero, as where another process has taken it.
                 parameter.grad = torch.zeros_like(parameter)
         self.gradients.unscale(self.optimizer)
-        self._check_and_clip(update, step)
+        if not self._check_and_clip(update, step):
+            self._leave_out(update, step)
+            return
+        self._in_a_row = 0
         if self.gradients.spoilt is not None:
             self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
         self.gradients.finish_statistics()
@@ -220,54 +255,89 @@ class Updater:
 
     def _measure(
         self, part: LoadedMicroBatch, step: int, shown: float | Tensor | None, found: MicroBatchResult
-    ) -> None:
+    ) -> bool:
+        """False where the loss isn't finite, which all are to hear of by way of the gradients."""
         if found.count:
             self.note(part, step, found.loss if shown is None else found.loss * shown, found.count)
             self.measured.guess(found.logits, found.labels[: len(found.logits)])
+        return self._bad is None
 
     def note(self, part: LoadedMicroBatch, step: int, loss: Tensor, count: int) -> None:
         """Counts the sum [] of so many samples' losses among what is measured.
 
         Raises:
-            RunError: it is not finite; on accelerators the status round says so.
+            RunError: it is not finite, and the update can't be left out; on accelerators the status round says so.
         """
         measured = self.measured
         if self.device == "cpu":
             value = loss.item()
             if not math.isfinite(value):
-                raise explain_loss(self.network, part, self.world, step)
+                if not self._leaves_out:
+                    raise explain_loss(self.network, part, self.world, step)
+                self._bad = self._bad or part
+                return
             measured.loss += value
         else:
             measured.loss = measured.loss + loss
             measured.first_bad = _first(measured.first_bad, torch.isfinite(loss), step)
         measured.samples += count
 
-    def _check_and_clip(self, update: UpdateShare, step: int) -> None:
-        """Clips by the whole network's norm; refuses what isn't finite, unless their update is skipped."""
+    def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
+        """Clips by the whole network's norm; False where a gradient isn't finite and the update is to be left out."""
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
         # Pieces are looked at before the others are asked; of what torch shards a norm alone is known.
         asked, together = self.options.clip or self.network.sharded, self.network.together
-        if checked and (together or not asked):
-            self._refuse(self._finite(), update, step)
+        if checked and (together or not asked) and not self._is_well(self._finite(), update, step):
+            return False
         if not asked:
-            return
+            return True
         others = [(one, one.grad) for one in self._others if one.grad is not None]
         for parameter, _ in others:
             parameter.grad = None
         norm = self.network.gradient_norm()
         for parameter, gradient in others:
             parameter.grad = gradient
-        if checked and not together:
-            self._refuse(math.isfinite(norm.item()), update, step)
+        if checked and not together and not self._is_well(math.isfinite(norm.item()), update, step):
+            return False
         if self.options.clip:
             nn_utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm)
+        return True
+
+    def _is_well(self, finite: bool, update: UpdateShare, step: int) -> bool:
+        """Whether the update is to be made; raises where it is not and can't be left out by all alike."""
+        if not self._leaves_out:
+            self._refuse(finite, update, step)
+        elif finite and self._bad:  # what isn't finite has not come through to the gradients
+            raise explain_loss(self.network, self._bad, self.world, step)
+        return finite
+
+    def _leave_out(self, update: UpdateShare, step: int) -> None:
+        """Has everything be as before this update, but for its number; a collective of those who share gradients."""
+        self._in_a_row += 1
+        last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
+        error = explain_left_out(self, self._bad, update, step, closely=bool(last))
+        if last:
+            row = f"; none of the last {last} updates could be made" if last > 1 else ""
+            raise RunError(f"{error.what}{row}", error.where, error.mend)
+        self.measured.back(self._mark)
+        forget_seen(self.network.inner)
+        self.under_way.undo()
+        self.under_way.end()
+        also = self.synchronizer.forget()
+        self.left_out.append(LeftOutUpdate(step, error.what, error.where, also))
+        self.synchronizer.after_update(step + 1)
+        CLOCK.to(COMPUTE)
 
     def _finite(self) -> bool:
         """Whether all gradients are: a glance at flat ones is enough, unless a loop of the user's may replace them."""
         flat = self.network.flat_gradients() if self.loss_fn else []
-        if flat and all_finite(flat):
-            return True
-        return all_finite([one.grad for one in self.parameters if one.grad is not None])
+        finite = bool(flat) and all_finite(flat)
+        finite = finite or all_finite([one.grad for one in self.parameters if one.grad is not None])
+        if self.network.together and self._leaves_out and not self.world.alone:
+            told = torch.tensor(float(finite))
+            dist.all_reduce(told, dist.ReduceOp.MIN)
+            return bool(told)
+        return finite
 
     def _refuse(self, finite: bool, update: UpdateShare, step: int) -> None:
         if not finite and (self.network.together or self.loss_fn is None):

@@ -119,7 +119,13 @@ class Trainer:
         return self.update.synchronizer
 
     def count_update(self) -> None:
-        """Counts the update that was just made."""
+        """Counts the update that was just made, or left out, which is told."""
+        for one in self.update.left_out:
+            cost = f" ({one.also})" if one.also else ""
+            told = f"update {one.step + 1} is left out: {one.what} ({one.where}){cost}"
+            self.journal.line(told)
+            self.journal.event("left-out", told, self.progress.step + 1)
+        self.update.left_out.clear()
         self.progress.advance(self.feed.order.steps_per_epoch)
         if self.on_first_update:
             self.on_first_update()

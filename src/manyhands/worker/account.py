@@ -10,13 +10,15 @@ from typing import Any
 
 import tomli_w
 
-from manyhands.core.folder import replace_job, write_job
+from manyhands.core.folder import RunFolder, replace_job, write_job
 from manyhands.core.git import revision
+from manyhands.core.journal import Journal
 from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import write_json
 from manyhands.core.shown import plain
 from manyhands.core.version import __version__
 from manyhands.report.changes import changes_since, refuse_idle
+from manyhands.report.now import end_of
 from manyhands.sync.method import option_keys
 
 
@@ -35,6 +37,8 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     """
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained = folder.has_trained()
+    if trained:
+        _tell_of_undone(folder, journal, step)
     changes = changes_since(folder, trainer.job) if trained else []
     if trainer.done():
         refuse_idle(folder, changes, step, trainer.total_steps)
@@ -61,6 +65,14 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     else:
         write_job(folder, job)
         write_files()
+
+
+def _tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
+    """Marks the records of updates that are made again, since nothing was saved after them."""
+    newest = max((line["step"] for line in end_of(folder.metrics) if isinstance(line.get("step"), int)), default=0)
+    if newest > step:
+        told = f"steps {step + 1} to {newest} are undone, and made again: they were not saved"
+        journal.event("undone", told, step, first=step + 1, last=newest)
 
 
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:

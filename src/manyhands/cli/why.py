@@ -1,0 +1,21 @@
+"""manyhands why."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manyhands.cli.flags import AsJson
+from manyhands.core.shown import show, show_json
+
+
+def why(run: Annotated[str, Parameter(help="a run's folder or its short name")], /, *, as_json: AsJson = False) -> int:
+    """Say why a run ended, or how it goes on: which rank, machine, step and file; what was done; what to do."""
+    from manyhands.run.why import why as told
+
+    found = told(run)
+    if as_json:
+        show_json(asdict(found))
+    else:
+        show(found.lines())
+    return 0

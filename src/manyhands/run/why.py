@@ -1,0 +1,228 @@
+"""Why a run ended, or how it goes on: who, where, when and what to do, from its records alone."""
+
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manyhands.core.errors import shortened
+from manyhands.core.going_on import going_on, tells_how
+from manyhands.core.records import MACHINE_LOST, Event, Failure
+from manyhands.core.registry import Running, running
+from manyhands.core.shown import plain
+from manyhands.core.stops import saved_step
+from manyhands.report import summary
+from manyhands.report.read import RunData, read_run
+from manyhands.report.time_shares import slow_rank
+from manyhands.report.words import ago, duration
+from manyhands.run.find import find_reference
+
+_SHOWN = 3
+_LONGEST = 300
+
+
+@dataclass(frozen=True)
+class Why:
+    """What is to be told of a run, in this order; what isn't known is empty.
+
+    Attributes:
+        run: its folder.
+        state: "going on", "finished", "stopped", "interrupted" (at once, unsaved), "failed", "killed" (without a word).
+        told: how far it is or came, in a sentence.
+        cause: the first cause, in a sentence.
+        rank: that it was on; None where it was on none, or isn't known.
+        host: the machine of that.
+        step: updates made by then.
+        phase: what went on there.
+        file: that it lies in.
+        others: what became of the other processes.
+        done: what was done by itself, and what else was noticed.
+        do: what the user can do.
+    """
+
+    run: str
+    state: str
+    told: str
+    cause: str = ""
+    rank: int | None = None
+    host: str = ""
+    step: int | None = None
+    phase: str = ""
+    file: str = ""
+    others: str = ""
+    done: list[str] = field(default_factory=list[str])
+    do: list[str] = field(default_factory=list[str])
+
+    def lines(self) -> list[str]:
+        """For people; who and what comes first."""
+        named = [("why", self.cause), ("others", self.others)]
+        rows = [self.told, *(f"{name}: {text}" for name, text in named if text)]
+        return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
+
+
+def why(word: str) -> Why:
+    """What is to be told of the run that a word means.
+
+    Raises:
+        UserError: there is none, or its records can't be read.
+    """
+    run = read_run(find_reference(word))
+    place = str(run.folder.path.resolve())
+    return explained(run, next((head for head in running() if head.run == place), None))
+
+
+def explained(run: RunData, head: Running | None = None) -> Why:
+    """The same of a run that was read; `head` is the process that watches it, where one does."""
+    state = _state(run, head)
+    folder = str(run.folder.path)
+    done, do = _done(run), []
+    if state not in {"going on", "finished"}:
+        do = [_go_on(run)]
+    if state == "going on" and head:
+        ours = "" if head.here else f" on {head.host}, if that machine is still up"
+        told = f"{folder} goes on{ours}, {_place(run)}{_heard(run)}"
+        return Why(folder, state, told, done=done, do=[f"manyhands logs {folder} --follow shows what processes write"])
+    took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
+    if state == "finished":
+        return Why(folder, state, f"{folder} finished {took}", done=done)
+    if state == "stopped":
+        cause = "it was asked to (Ctrl-C, manyhands stop, a signal), or the command that watched it had gone"
+        return Why(folder, state, f"{folder} stopped {took}; all was saved", cause, done=done, do=do)
+    if state == "interrupted":
+        end = next(event for event in reversed(run.events) if event.kind == "interrupted")
+        return Why(folder, state, f"{folder} was ended at once {took}", plain(end.message), done=done, do=do)
+    if state == "killed":
+        cause = (
+            "nothing says why: no process has left a word. All were killed from outside, or the machine of the command "
+            "that watched them went down"
+        )
+        told = f"{folder} ended without a word {took}{_heard(run)}"
+        do = ["dmesg | tail says whether the system ended it for memory; last -x whether the machine went down", *do]
+        return Why(folder, state, told, cause, done=done, do=do)
+    return _failed(run, f"{folder} failed {took}", done, do)
+
+
+def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
+    first = _first(run)
+    others = _others(run, first)
+    mend = [line for line in first.mend if not tells_how(line)]
+    if first.error == MACHINE_LOST:
+        cause, rank = f"machine {plain(first.host)}: {plain(first.what)}", None
+    else:
+        cause, rank = f"{_who(first)}: {shortened(plain(first.what), _LONGEST)}", first.rank
+    file = _file(first)
+    if first.consequence:
+        cause = f"no process says why. What came first is a mere consequence, on {cause}"
+        do = ["the logs of all processes, in ranks/, may say more; so may the machine that isn't among them", *do]
+    elif file and file not in cause:
+        cause += f" ({file})"
+    return Why(
+        str(run.folder.path), "failed", told, cause, rank, first.host, first.step, first.phase, file, others, done,
+        [*mend, *do],
+    )  # fmt: skip
+
+
+def _state(run: RunData, head: Running | None) -> str:
+    word = summary.status(run)
+    last = next((e.kind for e in reversed(run.events) if e.kind in {"interrupted", *summary.ENDS, *summary.STARTS}), "")
+    if head and word != "finished":
+        return "going on"
+    if last == "interrupted":
+        return last
+    return "killed" if word == "unfinished" else word
+
+
+def _first(run: RunData) -> Failure:
+    """The first cause, as the head has found it, or the first that is no consequence."""
+    event = next((event for event in reversed(run.events) if event.kind == "failed"), None)
+    same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
+    if same or not event:
+        return (same or run.failures)[0]
+    # A rank's record of its own end may stand where the head's would.
+    lost = re.match(r"(\S+) is lost: ", event.message)
+    return Failure(
+        time=event.time, rank=event.rank, host=lost[1] if lost else _host(run, event.rank), pid=0, step=event.step,
+        error=MACHINE_LOST if lost else "", what=event.message,
+    )  # fmt: skip
+
+
+def _others(run: RunData, first: Failure) -> str:
+    """What the other processes were doing as it came about."""
+    rest = [one for one in run.failures if one is not first and one.rank != first.rank]
+    told = "; ".join(
+        f"{_who(one)} {'ended since another had' if one.consequence else 'failed as well: ' + shortened(one.what)}"
+        for one in rest[:_SHOWN]
+    )
+    size = run.environment.get("processes")
+    unknown = size - 1 - len(rest) if isinstance(size, int) else 0
+    more = f"{len(rest) - _SHOWN} more like them" if len(rest) > _SHOWN else ""
+    silent = f"{unknown} of {size} processes were ended by us before they could say anything" if unknown > 0 else ""
+    return plain("; ".join(filter(None, (told, more, silent))))
+
+
+def _done(run: RunData) -> list[str]:
+    """Starts made by itself, updates and pictures that were left out, and who was slow or stood still."""
+    found: list[str] = []
+    starts = [event for event in run.events if event.kind == "restarted"]
+    for event in starts[-_SHOWN:]:
+        at = f"{_host(run, event.rank)}, " if _host(run, event.rank) else ""
+        found.append(f"started again by itself ({at}{ago(time.time() - event.time)}): {event.message}")
+    if len(starts) > _SHOWN:
+        found.insert(0, f"started again by itself {len(starts)} times in all; the last {_SHOWN}:")
+    found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
+    for kind, words in (("left-out", "updates were left out"), ("replaced", "times a picture was replaced")):
+        events = run.counted(kind)
+        if events:
+            found.append(f"{len(events)} {words}, the last one: {events[-1].message}")
+    slow = slow_rank(run)
+    found += [f"{slow}"] if slow else []
+    for kind in ("slow", "stall"):
+        said = Counter(_without_figures(event) for event in run.events if event.kind == kind)
+        last = {_without_figures(event): event.message for event in run.events if event.kind == kind}
+        found += [f"{last[key]}{f' ({count} times)' if count > 1 else ''}" for key, count in said.most_common(_SHOWN)]
+    return [plain(line) for line in found]
+
+
+def _without_figures(event: Event) -> str:
+    return re.sub(r"[\d.e+-]+ s|\d+%", "", event.message)
+
+
+def _go_on(run: RunData) -> str:
+    step = saved_step(run.folder)
+    if step is None:
+        return "nothing was saved yet: the same command begins anew"
+    return f"{going_on(run.folder.path)} goes on from step {step}"
+
+
+def _place(run: RunData) -> str:
+    if not run.steps:
+        return "before its first update"
+    last = run.steps[-1]
+    return f"at step {last.step} of {last.total_steps}"
+
+
+def _heard(run: RunData) -> str:
+    times = [record.time for record in (*run.steps[-1:], *run.evaluations[-1:], *run.events[-1:])]
+    return f"; the last news of it came {ago(time.time() - max(times))}" if times else ""
+
+
+def _who(failure: Failure) -> str:
+    step = f" at step {failure.step}" if failure.step is not None else ""
+    phase = f" ({failure.phase})" if failure.phase else ""
+    return f"rank {failure.rank}{failure.host and f' on {plain(failure.host)}'}{step}{phase}"
+
+
+def _file(failure: Failure) -> str:
+    """The file that a failure is about, or the line of the user's that it came from."""
+    lines = re.findall(r'File "([^"\n]+)", line (\d+)', failure.excerpt)
+    if lines:
+        return plain(f"{lines[-1][0]}:{lines[-1][1]}")
+    where = failure.where.rpartition(", ")[0] or failure.where
+    return plain(where) if "/" in where and Path(where).suffix else ""
+
+
+def _host(run: RunData, rank: int) -> str:
+    ranks = run.environment.get("ranks")
+    own = ranks[rank] if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict) else {}
+    return plain(str(own.get("host", run.environment.get("host", ""))))

@@ -1,0 +1,139 @@
+"""`manyhands why`: for each kind of failure that a test can make, the right rank and cause in the first five lines."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands.report.read import read_run
+from tests.e2e.command import NETS, QUICK, events, finish, forked, run, start, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+LONG = [*QUICK, "--epochs", "3", "--out", "run"]
+ENDLESS = ["synthetic:1000x1x8x8x10", "mlp", "--batch", "50", "--epochs", "2000", *QUICK, "--out", "run"]
+CONSEQUENCES = ("closed by peer", "reset by peer", "Timed out", "recvBytes")
+
+
+def why(*flags):
+    ended = finish(forked("why", "run", *flags))
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def named(*words):
+    """The words are in the first five lines, and no consequence passes for a cause."""
+    told = why()
+    first = "\n".join(told.splitlines()[:5])
+    for word in words:
+        assert re.search(word, first), told
+    assert not any(word in told for word in CONSEQUENCES), told
+    return told
+
+
+FAULTS = {
+    "Raises": ([], (r"why: rank 1 on \S+ at step \d+ \(train\): KeyError", r"nets\.py:\d+")),
+    "Leaves": ([], (r"why: rank 1 on \S+ .*ended with exit code 3",)),
+    "NotANumber": ([], (r"why: rank \d .*the loss is not finite: the output of the network is NaN", "of the last 3")),
+    "Hungry": (["--batch", "128"], (r"out of memory at 64 pictures", "do: --set train.micro_batch=16")),
+}
+
+
+@pytest.mark.parametrize("fault", ["Raises", *(pytest.param(one, marks=pytest.mark.slow) for one in [*FAULTS][1:])])
+def test_a_run_that_failed_names_rank_and_cause(fault, here):
+    words, told = FAULTS[fault]
+    assert run("train", "digits", f"{NETS}:{fault}", "-n", "2", *words, *LONG).code == 1
+    named("run failed after", *told)
+    found = json.loads(why("--json"))
+    assert found["state"] == "failed"
+    assert found["rank"] == (1 if fault in {"Raises", "Leaves"} else found["rank"])
+    assert found["host"]
+
+
+def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
+    training = start("train", *ENDLESS, "-n", "2")
+    wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
+    told = named(r"run goes on, at step \d+ of 40000; the last news of it came \d+s ago")
+    assert "why:" not in told
+    training.send_signal(signal.SIGINT)
+    finish(training)
+    named(
+        r"run stopped after .* at step \d+ of 40000; all was saved", "why: it was asked to", "do: manyhands resume run"
+    )
+    assert json.loads(why("--json"))["state"] == "stopped"
+
+
+def test_a_run_that_was_started_again_and_finished(here):
+    job = ["synthetic:1000x1x8x8x10", f"{NETS}:Killed", "--batch", "50", "--epochs", "3", *QUICK]
+    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
+    ended = run("train", *job, "-n", "2", "--out", "run", **fault)
+    assert ended.code == 0, ended.err
+    again = r"done: started again by itself .*rank 1 was killed by SIGKILL: the run goes on from step"
+    told = named("run finished after", again)
+    assert "why:" not in told
+
+
+@pytest.mark.slow
+def test_a_run_that_started_again_three_times_names_each(here):
+    training = start("train", *ENDLESS, "-n", "2")
+    for number in range(3):
+        since = len(events("run", "saved"))
+        wait_until(lambda since=since: Path("run/metrics.jsonl").exists() and _steps() > 0 and since >= 0, training)
+        before = _steps()
+        (agent,) = psutil.Process(training.pid).children()
+        wait_until(lambda agent=agent: len(agent.children()) == 2, training)
+        max(agent.children(), key=lambda one: one.pid).kill()
+        wait_until(lambda number=number: len(events("run", "restarted")) > number, training)
+        wait_until(lambda before=before: _steps() > before, training)
+    named(r"run goes on", r"done: started again by itself")
+    assert why().count("started again by itself") == 3
+    training.send_signal(signal.SIGINT)
+    finish(training)
+
+
+def _steps():
+    return max(_all_steps(), default=0)
+
+
+def _all_steps():
+    path = Path("run/metrics.jsonl")
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
+    training = start("train", *ENDLESS, "-n", "2")
+    wait_until(lambda: events("run", "saved") and _steps() > 1, training)
+    everybody = [psutil.Process(training.pid), *psutil.Process(training.pid).children(recursive=True)]
+    for one in everybody:
+        one.suspend()
+    for one in everybody:
+        one.kill()
+    finish(training)
+    named(r"run ended without a word", "why: nothing says why: no process has left a word")
+    assert "do: manyhands resume run goes on from step" in why()
+    # Gone on with, what was done after the last save is marked as undone, and nobody counts it.
+    saved, before = max(event["step"] for event in events("run", "saved")), _steps()
+    training = start("resume", "run")
+    wait_until(lambda: events("run", "undone"), training)
+    wait_until(lambda: any(line > before for line in _all_steps()), training)
+    training.send_signal(signal.SIGINT)
+    finish(training)
+    (undone,) = events("run", "undone")
+    assert (undone["step"], undone["data"]) == (saved, {"first": saved + 1, "last": before})
+    counted = [record.step for record in read_run(Path("run")).steps]
+    assert len(set(_all_steps())) < len(_all_steps()) or saved + 1 == before
+    assert counted == sorted(set(counted))
+    named("run stopped after")
+    assert f"done: steps {saved + 1} to {before} are undone" in why()
+
+
+def test_a_second_ctrl_c_is_told_as_such(here):
+    training = start("train", "digits", f"{NETS}:Sleepy", "-n", "2", *LONG, FAULT_MARKER=str(here / "marker"))
+    wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
+    training.send_signal(signal.SIGINT)
+    wait_until(lambda: "Ctrl-C again" in training.stderr.readline(), training)
+    training.send_signal(signal.SIGINT)
+    finish(training)
+    named("run was ended at once", "why: stopped ")
