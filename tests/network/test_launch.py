@@ -411,6 +411,7 @@ def test_a_machine_that_cannot_take_part_is_named_before_anything_starts(fault, 
         bare.chmod(0o755)
         given = ["--hosts", "n1", *given[2:], "--cluster.python", bare]
     else:
+        given += ["--interface", "eth0"]  # where none is named, they are joined through ssh
         accepted = f"ip saddr {lab.address(254)} accept; ct state established,related accept"
         lab.nft(2, f"table inet t {{ chain c {{ type filter hook input priority 0; {accepted}; drop; }}; }}\n")
     job = ["digits", "mine.py:net", *SHORT[2:]] if fault == "file" else SHORT

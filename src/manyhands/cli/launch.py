@@ -50,6 +50,9 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     hostfile: Hostfile = None,
     on: Annotated[str | None, Parameter(help="slurm or kubernetes: hand the job over instead")] = None,
     interface: Interface = None,
+    relay: Annotated[
+        bool | None, Parameter(negative="", help="join machines that can't log in to each other by way of this one")
+    ] = None,
     sync_code: Annotated[
         bool | None, Parameter(negative="", help="copy this folder's code to the other machines first")
     ] = None,
@@ -89,6 +92,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "cluster.hostfile": hostfile,
         "cluster.on": on,
         "cluster.interface": interface,
+        "cluster.relay": relay,
         "cluster.sync_code": sync_code,
         "run.out": out,
         "checkpoint.resume": resume,

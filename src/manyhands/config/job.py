@@ -198,7 +198,15 @@ class ClusterOptions(Options):
         description="samples of each update that each process takes, by rank: [24, 8]; they add up to train.batch; "
         "auto: what suits each one's measured speed; machines: auto where kinds of machines differ, else equal",
     )
-    interface: str = Field(default="", description="network interface between the machines; empty: found by trying")
+    interface: str = Field(
+        default="",
+        description="network interface between the machines; empty: found by trying; ssh: through ssh, between "
+        "machines that let each other in",
+    )
+    relay: bool = Field(
+        default=False,
+        description="machines that can't log in to each other are joined by way of the one that launches them",
+    )
     ssh: str = Field(default="ssh", description="the ssh command, with any options of your own")
     python: str = Field(default="", description="Python on the other machines; empty: found by trying")
     workdir: str = Field(default="", description="folder to work in on the other machines; empty: the same as here")
@@ -216,6 +224,11 @@ class ClusterOptions(Options):
     def recovers(self) -> bool:
         """True where a run goes on by itself after a fault."""
         return self.elastic != "off"
+
+    @property
+    def through_ssh(self) -> bool:
+        """True where machines are to be joined through ssh, whether or not another network joins them."""
+        return self.relay or self.interface == "ssh"
 
     @property
     def machines_wanted(self) -> range:

@@ -28,6 +28,7 @@ from manyhands.parallel.meet import check_in, tell_of_two
 from manyhands.parallel.said import Told
 from manyhands.parallel.standing import STARTED_BY, groups, own_use, standing_store
 from manyhands.parallel.tell import tell_those_who_wait
+from manyhands.parallel.through_ssh import use_tunnels
 
 Say = Callable[[str], None]
 
@@ -180,7 +181,7 @@ def choose_interface(membership: Membership, present: dict[int, dict[str, Any]])
     """
     here, loopback = present[membership.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
-    if not others:
+    if use_tunnels() or not others:
         os.environ.update(dict.fromkeys(IFNAMES, loopback))
         return loopback
     if said := os.environ.get(IFNAMES[0], ""):

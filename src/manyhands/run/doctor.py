@@ -101,6 +101,7 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
         threads=job.cluster.threads,
         port=_meeting(job)[1],
         interface=job.cluster.interface,
+        through_ssh=job.cluster.through_ssh,
         data=job.data.name,
         download=job.data.download,
         code=any(is_object_reference(word) for word in references) and carried,

@@ -1,6 +1,7 @@
 """One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,22 +51,20 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
         try:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"reaching {names}, and starting there; this takes some seconds")
-            if len(machines) > 1:
+            if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
-            with (
-                assembled(
-                    machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN)
-                ) as crew,
-                store_way(job.cluster) as way,
-            ):
+            reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))
+            with ExitStack() as stack, reached as crew, store_way(job.cluster) as way:
                 crew.require_all()
                 remember_reach(folder.path, reach_of(job.cluster))
                 addresses = _look_over(job, crew, machines, screen)
                 squad = _ready(job, crew, addresses, folder, receiver, screen)
+                stack.callback(squad.head_tunnels.close)
                 watch = replace(
                     watch_on(job, screen, shown(job, folder, screen, quiet=quiet)),
                     on_file=_Keeper(receiver, screen, crew.links[0].machine.name),
                     clock_offsets_s=crew.clock_offsets_s,
+                    cut=squad.head_tunnels.ended,
                 )
                 recovery = Recovery(job, folder, screen.say, lambda: squad.too_few(job))
                 ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
@@ -98,6 +97,8 @@ class _Keeper:
 def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen) -> list[Address]:
     """What the doctor sees without measuring anything, and the addresses that all machines reach each other at.
 
+    There are none where the machines are to be joined through ssh, or nothing else joins them.
+
     Raises:
         RunError: training would fail; what the doctor found is in it.
     """
@@ -106,7 +107,11 @@ def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen
     survey = survey_crew(job, crew, machines, measure=False)
     found = examine(survey)
     worst = [finding for finding in found if finding.severity == "fail"]
-    if worst:
+    apart = bool(worst) and all(finding.check == "reach" for finding in worst)
+    through_ssh = job.cluster.through_ssh or (apart and not job.cluster.interface)
+    if apart and through_ssh:
+        screen.say(f"{worst[0].what}: trying ssh between them")
+    elif worst:
         others = [f"also: {finding.what}" for finding in worst[1:]]
         error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].mend, *others))
         error.exit_code = EXIT_DOCTOR
@@ -114,7 +119,7 @@ def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen
     for finding in found:
         if finding.severity == "warn" and finding.check not in MOMENTARY:
             screen.say(finding.what, "WARNING")
-    return [Address(*survey.chosen[link.machine.name]) for link in crew.links]
+    return [] if through_ssh else [Address(*survey.chosen[link.machine.name]) for link in crew.links]
 
 
 def _ready(
@@ -124,12 +129,27 @@ def _ready(
     # First what the user's mistakes show in, so that they leave no folders elsewhere.
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
     machines = OnMachines(crew, sizes, devices, addresses, folder, receiver, screen.say)
+    if not addresses:
+        _refuse_devices(job, devices)
     opened = machines.open_folders(output=bool(job.run.script))
     _refuse_another_run(job, folder, crew, opened)
     _refuse_lost_checkpoints(job, folder, crew, opened[0])
     if job.cluster.sync_code:
         _share_code(crew, screen)
     return machines
+
+
+def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
+    """Only gloo goes through ssh. Raises UserError: the processes would talk by something else."""
+    if any(device != "cpu" for device in devices) and job.cluster.backend != "gloo":
+        others = ", ".join(sorted({*devices} - {"cpu"}))
+        what = f"only ssh joins these machines, and what {others} devices exchange by can't go through it"
+        mend = (
+            "--backend gloo, which copies through the processor's memory",
+            "or --device cpu",
+            "or put them into one network",
+        )
+        raise UserError(what, "cluster.backend", mend)
 
 
 def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequence[RunOpened]) -> None:

@@ -14,6 +14,7 @@ from manyhands.cluster.agents.own_output import begin
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.shown import say
+from manyhands.core.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:
@@ -42,6 +43,10 @@ def _run(script: str, own: list[str]) -> None:
         here = f"{os.uname().nodename}:{Path.cwd()}"
         mend = ("--sync-code copies this folder's code to the other machines", "or put it there")
         raise UserError(f"there is no {script}", here, mend)
+    if tunnel_ends():
+        from manyhands.parallel.through_ssh import use_tunnels
+
+        use_tunnels()
     sys.argv = [script, *own]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")

@@ -32,10 +32,12 @@ from filelock import Timeout
 from manyhands.cluster.agents.connection import SILENT_S
 from manyhands.cluster.agents.head_watch import ended_with_head
 from manyhands.cluster.agents.mirror import Receiver, Sender
+from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import (
     Alive,
     Bind,
     Bound,
+    DigTunnels,
     FolderThere,
     Greeting,
     Hello,
@@ -43,12 +45,15 @@ from manyhands.cluster.agents.protocol import (
     LogText,
     MakeScratch,
     OpenRun,
+    OpenTunnelEnds,
     Prepare,
     Prepared,
     ReadLog,
     RunOpened,
     StartWorkers,
     TakeCode,
+    TunnelEnded,
+    TunnelsDug,
     WorkersEnded,
 )
 from manyhands.cluster.doctor.probe import Probe
@@ -60,6 +65,7 @@ from manyhands.core.folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.private import private_files
 from manyhands.core.scratch import scratch
 from manyhands.core.stops import saved_step
+from manyhands.core.tunnel_ends import reach
 from manyhands.parallel.ports import listen
 
 # Looks for new records so often.
@@ -153,6 +159,8 @@ class Agent:
         self._sender: Sender | None = None
         self._probes = Probe()
         self._mirror_at = 0.0
+        self._tunnels, self._tunnel_told = Tunnels(), False
+        until_gone.callback(self._tunnels.close)
         self.answers: dict[type[Message], Callable[[Any], Message]] = {
             Hello: self._hello,
             TakeCode: self._take_code,
@@ -160,6 +168,8 @@ class Agent:
             KeepRecords: self._keep,
             MakeScratch: self._scratch,
             Bind: self._bind,
+            OpenTunnelEnds: self._open_tunnel_ends,
+            DigTunnels: lambda request: TunnelsDug(self._tunnels.dig(request.commands, request.seconds)),
             ReadLog: self._log,
             Prepare: self._prepare,
             StartWorkers: self._start,
@@ -172,7 +182,13 @@ class Agent:
         if self._sender and time.monotonic() > self._mirror_at:
             self._mirror_at = time.monotonic() + MIRROR_S
             self.send_records()
+        self._tell_of_tunnels()
         return commands
+
+    def _tell_of_tunnels(self) -> None:
+        if not self._tunnel_told and (what := self._tunnels.ended()):
+            self._tunnel_told = True
+            self.wire.tell(TunnelEnded(what))
 
     def send_records(self) -> bool:
         """Sends what is new in the run folder; True if there was something."""
@@ -265,6 +281,10 @@ class Agent:
         self._listener = listen(request.address, request.port)
         return Bound(self._listener.getsockname()[1])
 
+    def _open_tunnel_ends(self, request: OpenTunnelEnds) -> FolderThere:
+        self._tunnel_told = False
+        return FolderThere(self._tunnels.open(request.address))
+
     def _prepare(self, request: Prepare) -> Prepared:
         set_threads(request.threads, request.size)
         with ended_with_head(0, self._until_gone.close), importing():
@@ -282,8 +302,11 @@ class Agent:
             preload(orders)
         if self._listener is None and orders.meeting.machine == 0 and not orders.meeting.file:
             self._listener = listen(orders.meeting.address, orders.meeting.port)
+        if self._tunnels.ends.address:
+            reach(self._tunnels.ends, orders.meeting.address, orders.meeting.port)
         listener, self._listener = self._listener, None
         ended = run(orders, self, listener)
+        self._tell_of_tunnels()
         while self.send_records():
             pass
         return replace(ended, host=platform.node())

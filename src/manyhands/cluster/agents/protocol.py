@@ -175,6 +175,35 @@ class Bind(Request[Bound]):
 
 
 @dataclass(frozen=True)
+class OpenTunnelEnds(Request[FolderThere]):
+    """Make a folder for the ends of ssh tunnels, anew for each start; the machine's processes get this address."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class TunnelsDug(Message):
+    """The last words of those that don't stand, by name."""
+
+    failed: dict[str, str]
+
+
+@dataclass(frozen=True)
+class DigTunnels(Request[TunnelsDug]):
+    """Start these ssh commands, by the name of the machine that each leads to, and wait until they stand."""
+
+    commands: dict[str, list[str]]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TunnelEnded(Message):
+    """A tunnel that this machine holds has ended by itself."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Prepared(Message):
     """The kind of device that is used on a machine, and how many there are; 1 for a CPU."""
 

@@ -19,6 +19,7 @@ from manyhands.cluster.agents.protocol import (
     StartWorkers,
     StillLeaving,
     StopWorkers,
+    TunnelEnded,
     WorkerExited,
     WorkersEnded,
     WorkersSeen,
@@ -55,6 +56,7 @@ class Ending:
         words: the end of the logs of failed processes that wrote none.
         hosts: rank to the name of its machine, of failed processes.
         lost: machine's name to what is known of its end, where the machine or its agent has gone.
+        cut: what is told of a tunnel between machines that has ended.
         evicted: rank to why it was ended by its head, since it hung.
         hung: why the processes could not do what was asked for, and were killed.
         interrupted: True when the user (or the system) asked for a stop.
@@ -68,6 +70,7 @@ class Ending:
     words: dict[int, str] = field(default_factory=dict[int, str])
     hosts: dict[int, str] = field(default_factory=dict[int, str])
     lost: dict[str, str] = field(default_factory=dict[str, str])
+    cut: str = ""
     evicted: dict[int, str] = field(default_factory=dict[int, str])
     hung: str = ""
     interrupted: bool = False
@@ -77,7 +80,7 @@ class Ending:
     @property
     def ok(self) -> bool:
         """True when every process came to its end by itself."""
-        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.refused)
+        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.cut or self.refused)
 
 
 @dataclass
@@ -91,6 +94,7 @@ class Watch:
         on_file: given each piece of the run's records that comes from another machine.
         clock_offsets_s: machine's name to how far its clock is ahead of ours.
         evicts: a process that hangs is ended, so that the run can go on without it.
+        cut: asked now and then what is told of a tunnel of the head's own that has ended.
     """
 
     on_tick: Callable[[], None] = lambda: None
@@ -99,6 +103,7 @@ class Watch:
     on_file: Callable[[FilePiece], None] = lambda _piece: None
     clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
     evicts: bool = False
+    cut: Callable[[], str] = str
 
 
 def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
@@ -157,25 +162,30 @@ class _Head:
     def hear(self, link: Any) -> None:
         """Takes in what a machine says."""
         for _, message in link.read():
-            match message:
-                case WorkersStarted():
-                    self._started.add(link)
-                case WorkersSeen():
-                    self._stalls.take(message)
-                case WorkerExited():
-                    self._tell_of(message)
-                case StillLeaving():
-                    self._wait_for_leavers()
-                case FilePiece():
-                    self._watch.on_file(message)
-                case WorkersEnded():
-                    self._take_in(link, message)
-                case RequestFailed():
-                    self._refuse(link, message)
-                case _:
-                    pass
+            self._take(link, message)
         if link.closed and link in self.running:
             self._lose(link)
+
+    def _take(self, link: Any, message: Message) -> None:
+        match message:
+            case WorkersStarted():
+                self._started.add(link)
+            case WorkersSeen():
+                self._stalls.take(message)
+            case WorkerExited():
+                self._tell_of(message)
+            case StillLeaving():
+                self._wait_for_leavers()
+            case FilePiece():
+                self._watch.on_file(message)
+            case WorkersEnded():
+                self._take_in(link, message)
+            case TunnelEnded():
+                self._cut_off(message.what)
+            case RequestFailed():
+                self._refuse(link, message)
+            case _:
+                pass
 
     def obey(self, wishes: int) -> None:
         """Passes on the user's wish to stop."""
@@ -201,6 +211,8 @@ class _Head:
                 self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
         if stands := self._stalls.to_say():
             self._watch.on_warning(stands)
+        if not self.ending.cut and (what := self._watch.cut()):
+            self._cut_off(what)
         if self._watch.evicts and not self._wishes:
             self._evict()
         if self._wishes == 1 and not self.ending.hung and now - self._asked_at > HEAR_S:
@@ -212,6 +224,13 @@ class _Head:
         if now > self._end_at:
             for link in self.running:
                 link.process.kill()
+
+    def _cut_off(self, what: str) -> None:
+        """A tunnel between machines has ended: whoever waits for what came through it is let go."""
+        self.ending.cut = self.ending.cut or what
+        if self._watch.evicts:
+            self._command(FreeWorkers())
+        self._kill_at = min(self._kill_at, time.monotonic() + LEAVE_LOST_S)
 
     def _evict(self) -> None:
         """Ends a process that hangs, which its peers then hear of as of any that has gone."""
@@ -307,6 +326,8 @@ def first_cause(ending: Ending) -> Failure | None:
         return records[0]
     if ending.lost:
         return _lost(*next(iter(ending.lost.items())))
+    if ending.cut:
+        return _lost("", ending.cut, "are both machines, and the line between them, up?")
     silent = [rank for rank in ending.failed if rank not in ending.records]
     if silent:
         rank = silent[0]
@@ -314,10 +335,11 @@ def first_cause(ending: Ending) -> Failure | None:
     return records[0] if records else None
 
 
-def _lost(host: str, how: str) -> Failure:
+def _lost(host: str, how: str, mend: str = "") -> Failure:
+    mend = mend or f"is {host} switched on and on the network? was its agent killed, for memory perhaps?"
+    what = f"{host} is lost: {how}" if host else how
     return Failure(
-        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=f"{host} is lost: {how}", where=host,
-        mend=[f"is {host} switched on and on the network? was its agent killed, for memory perhaps?"],
+        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, mend=[mend]
     )  # fmt: skip
 
 

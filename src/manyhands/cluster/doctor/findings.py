@@ -50,6 +50,7 @@ class Needs:
     threads: int = 0  # of each process; 0: cores divided by processes
     port: int = 0  # that the job names; 0: any
     interface: str = ""  # that the job names; empty: found by trying
+    through_ssh: bool = False  # the machines need no way to each other beside ssh
     data: str = ""  # what the user called the data; empty: nothing to compare
     download: bool = True  # a named data set may be fetched where it is missing
     code: bool = False  # the job uses the user's own Python files

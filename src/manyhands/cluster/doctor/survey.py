@@ -45,7 +45,7 @@ def take_survey(
     talk = _Talk(ask, survey)
     if measure:
         _compare_clocks(talk, survey)
-    if len(talk.hosts) > 1:
+    if len(talk.hosts) > 1 and not needs.through_ssh:
         targets = _listen(talk, survey)
         _try_all(talk, survey, targets)
         survey.chosen = choose_addresses(_narrowed(survey), survey.reach)

@@ -15,7 +15,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
 def _asked_for(survey: Survey) -> list[DoctorFinding]:
     wanted, lost = survey.needs.interface, []
     for host, interfaces in fact(survey, "interfaces").items():
-        if wanted and not any(i["name"] == wanted and i["up"] for i in interfaces):
+        if wanted and not survey.needs.through_ssh and not any(i["name"] == wanted and i["up"] for i in interfaces):
             lost.append(host)
     if not lost:
         return []

@@ -65,6 +65,9 @@ def _finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFi
         mend.append(f"the attempt left from {attempt.local}")
     closed = host if way != "from" else who(others)
     mend += [f"open {closed}'s firewall for the other machines' addresses: training uses ports that are free, not one"]
+    mend += [
+        "or leave it shut: where they let each other in by ssh, `launch` joins them through that, else with --relay"
+    ]
     explains = ("collective", "chosen")
     return DoctorFinding("reach", "fail", (host, *others), said, tuple(mend), f"reach:{host}:{way}", explains)
 

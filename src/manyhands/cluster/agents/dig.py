@@ -1,0 +1,232 @@
+"""Joins machines that only ssh reaches by tunnels: straight where one of two can log in to the other, else relayed.
+
+Each machine digs its own, so that none goes with the head; but where no machine of the run reaches both of two, and
+the user allows it, the head's machine passes on what they send. No key is copied, and no agent forwarded.
+"""
+
+import random
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from manyhands.cluster.agents.assemble import Crew
+from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
+from manyhands.cluster.agents.protocol import DigTunnels, OpenTunnelEnds
+from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.tunnel_ends import TunnelEnds
+
+# Of the head, among a run's addresses.
+HEAD = "this machine"
+MOST_MACHINES = 200
+# A login on a busy machine, after the connection.
+DIG_S = CONNECT_S + 20.0
+OPEN_S = 60.0
+Pair = tuple[str, str]
+
+
+class NoWayError(UserError):
+    """Two machines don't reach each other, and nobody may pass on what they send.
+
+    Attributes:
+        alone: the machine without which most of them would.
+    """
+
+    alone = ""
+
+
+@dataclass
+class Way:
+    """How machines reach each other through ssh.
+
+    Attributes:
+        ends: of each machine, by its name.
+        dug_by: who holds the tunnel between two, by the pair in the order of ranks.
+        through: who passes on what two send each other.
+    """
+
+    ends: dict[str, TunnelEnds]
+    dug_by: dict[Pair, str] = field(default_factory=dict[Pair, str])
+    through: dict[Pair, str] = field(default_factory=dict[Pair, str])
+
+    def told(self) -> str:
+        """Which way was taken, in a sentence."""
+        by_relay: dict[str, list[str]] = defaultdict(list)
+        for pair, relay in self.through.items():
+            by_relay[relay].append("–".join(pair))
+        straight = ["–".join(pair) for pair in self.dug_by if HEAD not in pair]
+        parts = [f"{_some(straight)} straight"] if straight else []
+        parts += [f"{_some(pairs)} by way of {relay}" for relay, pairs in by_relay.items()]
+        return f"between them: through ssh, {'; '.join(parts)}; beside sshd nothing listens but on loopback"
+
+
+@dataclass(frozen=True)
+class _Login:
+    """One ssh from a machine to another.
+
+    Attributes:
+        ours: sockets that are made on the machine that logs in, and what each leads to on the other.
+        theirs: sockets that are made on the other, and what each leads to on the one that logs in.
+    """
+
+    ours: Mapping[str, str]
+    theirs: Mapping[str, str]
+
+    def command(self, to: Machine, ends: TunnelEnds, options: ClusterOptions) -> list[str]:
+        """The words of it; what runs there ends when whoever started the ssh does."""
+        settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
+                    "ForwardX11": "no"}  # fmt: skip
+        words = [*ssh_words(options), *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+        words += [word for made, leads in self.ours.items() for word in ("-L", f"{made}:{leads}")]
+        words += [word for made, leads in self.theirs.items() for word in ("-R", f"{made}:{leads}")]
+        # Only the machine that is meant has that folder; a name may stand for another one there.
+        script = f"test -d {shlex.quote(ends.folder)} && echo {shlex.quote(STANDS)} && exec cat"
+        return [*words, *port_words(to), "--", to.host, f"exec sh -c {shlex.quote(script)}"]
+
+
+def join_through_ssh(crew: Crew, options: ClusterOptions, head: Tunnels) -> Way:
+    """Makes a way through ssh between any two machines of a crew.
+
+    Args:
+        crew: their agents, which hold the tunnels until they are opened anew.
+        options: of the cluster; whether the head's machine may pass on what others send.
+        head: the head's own tunnels; used where they are needed and allowed.
+
+    Raises:
+        NoWayError: two don't reach each other.
+        RunError: a machine is gone, or can't have tunnels.
+    """
+    head.close()
+    digging = _Digging(crew, options, head)
+    pairs = list(combinations(digging.names, 2))
+    digging.straight(pairs)
+    digging.straight([(two, one) for one, two in pairs if (one, two) not in digging.way.dug_by])
+    digging.relayed([pair for pair in pairs if pair not in digging.way.dug_by])
+    left = [pair for pair in pairs if pair not in digging.way.dug_by and pair not in digging.way.through]
+    if left and not options.relay:
+        raise _no_way(left, digging.said)
+    if left:
+        digging.through_head(left)
+    return digging.way
+
+
+class _Digging:
+    def __init__(self, crew: Crew, options: ClusterOptions, head: Tunnels) -> None:
+        self._crew, self._options, self._head = crew, options, head
+        self._machines = {link.machine.name: link.machine for link in crew.links}
+        self.names = list(self._machines)
+        self.said: dict[Pair, str] = {}
+        if len(self.names) > MOST_MACHINES:
+            what = f"{len(self.names)} machines can't be joined through ssh, and {MOST_MACHINES} can"
+            raise UserError(what, "cluster.interface", ("put them into one network",))
+        self.way = Way(self._open())
+
+    def _open(self) -> dict[str, TunnelEnds]:
+        # Other runs on the same machines have numbers of their own.
+        net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
+        addresses = [f"{net}.{number}" for number, _ in enumerate(self.names, 1)]
+        answers = self._crew.ask([OpenTunnelEnds(address) for address in addresses], OPEN_S)
+        opened = zip(self.names, addresses, answers, strict=True)
+        return {name: TunnelEnds(address, answer.folder) for name, address, answer in opened}
+
+    def straight(self, pairs: Sequence[Pair]) -> None:
+        """The first of each pair logs in to the second; both ways lead through that."""
+        logins: dict[Pair, _Login] = {}
+        for one, two in pairs:
+            here, there = self.way.ends[one], self.way.ends[two]
+            logins[one, two] = _Login(
+                {here.towards(there.address): there.entrance}, {there.towards(here.address): here.entrance}
+            )
+        for (one, two), said in self._dig(logins).items():
+            if said:
+                self.said[one, two] = said
+            else:
+                self.way.dug_by[min((one, two), (two, one), key=self._order)] = one
+
+    def relayed(self, pairs: Sequence[Pair]) -> None:
+        """What two send each other passes through a machine that has a tunnel to both."""
+        wanted: dict[Pair, list[str]] = defaultdict(list)  # a machine and its relay, and whom it reaches so
+        for one, two in pairs:
+            relay = next((name for name in self.names if self._joined(one, name) and self._joined(two, name)), "")
+            if relay:
+                self.way.through[one, two] = relay
+                wanted[one, relay].append(two)
+                wanted[two, relay].append(one)
+        logins: dict[Pair, _Login] = {}
+        for (name, relay), others in wanted.items():
+            sockets = self._passing(self.way.ends[name], self.way.ends[relay], others)
+            if self._joined(name, relay) == name:
+                logins[name, relay] = _Login(sockets, {})
+            else:
+                logins[relay, name] = _Login({}, sockets)
+        for (one, two), said in self._dig(logins).items():
+            if said:
+                raise RunError(f"{one} could log in to {two} a moment ago, and can't any more: {said}", two)
+
+    def through_head(self, pairs: Sequence[Pair]) -> None:
+        """What two send each other passes through the head's machine."""
+        self._head.open("")
+        wanted: dict[str, list[str]] = defaultdict(list)
+        for one, two in pairs:
+            self.way.through[one, two] = HEAD
+            wanted[one].append(two)
+            wanted[two].append(one)
+        commands: dict[str, list[str]] = {}
+        for name, others in wanted.items():
+            ends = self.way.ends[name]
+            login = _Login(
+                {self._head.ends.towards(ends.address): ends.entrance}, self._passing(ends, self._head.ends, others)
+            )
+            commands[name] = login.command(self._machines[name], ends, self._options)
+        for name, said in self._head.dig(commands, DIG_S).items():
+            raise RunError(
+                f"no tunnel leads to {name}: {said}", name, ("does its sshd allow AllowStreamLocalForwarding?",)
+            )
+
+    def _passing(self, ends: TunnelEnds, relay: TunnelEnds, others: Sequence[str]) -> dict[str, str]:
+        addresses = [self.way.ends[other].address for other in others]
+        return {ends.towards(address): relay.towards(address) for address in addresses}
+
+    def _joined(self, one: str, two: str) -> str:
+        """Who holds the tunnel between two; empty where there is none."""
+        return self.way.dug_by.get(min((one, two), (two, one), key=self._order), "")
+
+    def _order(self, pair: Pair) -> tuple[int, ...]:
+        return tuple(map(self.names.index, pair))
+
+    def _dig(self, logins: Mapping[Pair, _Login]) -> dict[Pair, str]:
+        """Has machines log in to others; for each pair nothing, or what stood in its way."""
+        commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
+        for (one, two), login in logins.items():
+            commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
+        asked = {name: DigTunnels(found, DIG_S) for name, found in commands.items()}
+        answers = self._crew.ask_some(asked, DIG_S + OPEN_S)
+        found: dict[Pair, str] = {}
+        for one, answer in answers.items():
+            if isinstance(answer, RunError):
+                raise answer
+            found.update({(one, two): answer.failed.get(two, "") for two in commands[one]})
+        return found
+
+
+def _no_way(pairs: Sequence[Pair], said: Mapping[Pair, str]) -> NoWayError:
+    (one, two), *_ = pairs
+    why = said.get((one, two)) or said.get((two, one), "")
+    more = f", and {len(pairs) - 1} more pairs of them," if len(pairs) > 1 else ""
+    error = NoWayError(
+        f"{one} and {two}{more} can't log in to each other without a password{why and f' ({why})'}, and no machine of "
+        "the run reaches both",
+        "cluster.relay",
+        ("--relay has this machine pass on all that they send each other, which crosses its line twice",
+         f"or let {one} log in to {two} by ssh with a key, once by hand", "or open a network between them"),
+    )  # fmt: skip
+    error.alone, _ = Counter(name for pair in reversed(pairs) for name in reversed(pair)).most_common(1)[0]
+    return error
+
+
+def _some(pairs: Sequence[str]) -> str:
+    return ", ".join(pairs) if len(pairs) <= 6 else f"{', '.join(pairs[:5])} and {len(pairs) - 5} more"

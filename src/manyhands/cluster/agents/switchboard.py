@@ -1,0 +1,136 @@
+"""Passes connections on between a machine's processes and the ssh tunnels to other machines; a process of its own.
+
+Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `core.tunnel_ends`. It says "ready" and
+ends with its standard input. Nobody but this user can open its sockets, and it connects to no address but the machine's
+own.
+"""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from manyhands.core.tunnel_ends import TunnelEnds
+
+READY = "ready"
+BUFFER = 1 << 18
+BACKLOG = 1024
+
+
+class Switchboard:
+    """The connections of one machine.
+
+    Args:
+        ends: its address and its folder.
+    """
+
+    def __init__(self, ends: TunnelEnds) -> None:
+        self._ends = ends
+        self._listeners: dict[tuple[str, int], socket.socket] = {}
+        self._asking = threading.Lock()
+        _serve(_unix_listener(ends.entrance), self._come_in)
+        _serve(_unix_listener(ends.questions), self._answer)
+
+    def _come_in(self, tunnel: socket.socket) -> None:
+        """From another machine: the port, then the bytes."""
+        port = int.from_bytes(_exactly(tunnel, 2))
+        _splice(tunnel, socket.create_connection((self._ends.address, port)))
+
+    def _go_out(self, connection: socket.socket, address: str, port: int) -> None:
+        tunnel = socket.socket(socket.AF_UNIX)
+        tunnel.connect(self._ends.towards(address))
+        tunnel.sendall(port.to_bytes(2))
+        _splice(connection, tunnel)
+
+    def _answer(self, asking: socket.socket) -> None:
+        """A process wants a port of another machine's to be reached here."""
+        with asking, asking.makefile("rw") as lines:
+            try:
+                self._listen_for(lines.readline(64))
+                lines.write("ok\n")
+            except (OSError, ValueError) as error:
+                lines.write(f"{error}\n")
+
+    def _listen_for(self, asked: str) -> None:
+        address, _, port = asked.strip().partition(" ")
+        if not ipaddress.ip_address(address).is_loopback or not Path(self._ends.towards(address)).is_socket():
+            raise ValueError("no tunnel leads there")
+        with self._asking:
+            if (address, int(port)) not in self._listeners:
+                listener = socket.create_server((address, int(port)), backlog=BACKLOG)
+                self._listeners[address, int(port)] = listener
+                _serve(listener, lambda connection: self._go_out(connection, address, int(port)))
+
+
+def _unix_listener(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+    """Hands each connection that comes to a thread of its own."""
+
+    def handled(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # who is at the other end sees it closed
+            handle(connection)
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=handled, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+def _exactly(source: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        more = source.recv(count - len(received))
+        if not more:
+            raise ConnectionError("the other end has closed")
+        received += more
+    return received
+
+
+def _splice(one: socket.socket, other: socket.socket) -> None:
+    """Copies both ways until both have ended."""
+    with other:
+        for end in (one, other):
+            if end.family != socket.AF_UNIX:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(target=_copy, args=(other, one), daemon=True)
+        back.start()
+        _copy(one, other)
+        back.join()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    """One way; where an end breaks, both are shut, so that nobody waits for what doesn't come."""
+    buffer = memoryview(bytearray(BUFFER))
+    try:
+        while count := source.recv_into(buffer):
+            sink.sendall(buffer[:count])
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def main(address: str, folder: str) -> None:
+    """Serves until standard input ends."""
+    Switchboard(TunnelEnds(address, folder))
+    sys.stdout.write(f"{READY}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

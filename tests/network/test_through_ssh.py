@@ -1,0 +1,131 @@
+"""Machines that only ssh reaches: joined straight, by way of one of them, or by way of the head."""
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.command import QUICK, assert_equal_weights, events, final_weights, finish, run, running, wait_until
+from tests.network.lab import Lab
+from tests.network.test_launch import ENDLESS, EXACT, begun, gone
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PORT = 31234
+SHORT = ["digits", "mlp", "--epochs", "2", *QUICK]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def rented():
+    """Three hosts whose sshd listens on an odd port, and that let nothing else in."""
+    with Lab(3) as lab:
+        for host in lab.hosts:
+            lab.start(host, port=PORT)
+        yield lab
+
+
+def let_in(lab, host, others):
+    """Only these may log in; 254 is the laptop."""
+    rules = "".join(f"ip saddr {lab.address(other)} tcp dport {PORT} accept\n" for other in others)
+    lab.nft(
+        host,
+        "flush ruleset\ntable inet walls { chain input { type filter hook input priority 0; policy drop;\n"
+        f"iifname lo accept\ntcp sport {PORT} accept\n{rules}}}\n}}\n",
+    )
+
+
+def hosts(lab):
+    return ["--hosts", ",".join(f"ssh://{name}:{PORT}" for name in lab.names), "--cluster.ssh", lab.ssh]
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory):
+    """An ordinary run's weights."""
+    folder = tmp_path_factory.mktemp("near")
+    ended = run("train", *SHORT, "-n", "3", "--out", "near", "--set", "parallel.shared_memory=false", cwd=folder)
+    assert ended.code == 0, ended.err
+    return final_weights(folder / "near")
+
+
+def nothing_left(lab):
+    gone(lab)
+    until = time.monotonic() + 30
+    while left := list(Path(tempfile.gettempdir()).glob("manyhands-way-*")):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+def test_a_head_passes_on_where_it_is_told_to(rented, here, near):
+    for host in rented.hosts:
+        let_in(rented, host, [254])
+    refused = run("launch", *SHORT, *hosts(rented), "--out", "refused")
+    assert refused.code == 2, refused.err
+    assert "--relay" in refused.err
+    ended = run("launch", *SHORT, *hosts(rented), "--relay", "--out", "far")
+    assert ended.code == 0, ended.err
+    assert "by way of this machine" in ended.err
+    assert_equal_weights(final_weights("far"), near)
+    nothing_left(rented)
+
+
+def laptop_bytes(lab):
+    """What the laptop itself has sent and received; what the bridge hands on from host to host isn't among it."""
+    counters = psutil.net_io_counters(pernic=True)[f"{lab.prefix}br"]
+    return counters.bytes_sent + counters.bytes_recv
+
+
+def test_machines_that_let_each_other_in_need_no_head_between(rented, here):
+    """With a network of some size, so that its gradients are nearly all that goes from anywhere to anywhere."""
+    for host in rented.hosts:
+        let_in(rented, host, [254, *rented.hosts])
+    before = laptop_bytes(rented), sum(map(rented.sent_bytes, rented.hosts))
+    large = ["--set", "model.arguments={hidden = 2048, depth = 2}", "--set", "train.max_steps=30"]
+    ended = run("launch", *SHORT, *large, *hosts(rented), "--out", "far")
+    assert ended.code == 0, ended.err
+    assert "trying ssh between them" in ended.err
+    assert "through ssh, n1:31234–n2:31234, n1:31234–n3:31234, n2:31234–n3:31234 straight" in ended.err
+    carried, sent = laptop_bytes(rented) - before[0], sum(map(rented.sent_bytes, rented.hosts)) - before[1]
+    assert carried < 0.01 * sent, (carried, sent)
+    nothing_left(rented)
+
+
+def tunnels(lab, host):
+    """Processes that hold one, on a host."""
+    found = []
+    for pid in lab.processes(host):
+        with contextlib.suppress(psutil.Error):
+            words = psutil.Process(pid).cmdline()
+            if Path(words[0] if words else "").name == "ssh":
+                found.append(pid)
+    return found
+
+
+def test_a_machine_of_the_run_passes_on_and_a_lost_tunnel_is_dug_anew(rented, here):
+    """Only n2 lets the others in; to the weights of a run that nothing happened to."""
+    let_in(rented, 1, [254])
+    let_in(rented, 2, [254, 1, 3])
+    let_in(rented, 3, [254])
+    steps = ["--set", "train.max_steps=200", "--set", "checkpoint.every=50steps"]
+    with running("launch", *ENDLESS, *EXACT, *steps, *hosts(rented), "--out", "far") as process:
+        wait_until(begun("far"), process)
+        os.kill(tunnels(rented, 1)[0], signal.SIGKILL)
+        ended = finish(process)
+    assert ended.code == 0, ended.err
+    assert "n1:31234–n3:31234 by way of n2:31234" in ended.err
+    assert len(events("far", "restarted")) == 1, ended.err
+    assert "tunnel" in events("far", "restarted")[0]["message"]
+    nothing_left(rented)
+    alone = ["-n", "3", "--out", "near", "--set", "parallel.shared_memory=false"]
+    assert run("train", *ENDLESS, *EXACT, *steps, *alone).code == 0
+    assert_equal_weights(final_weights("far"), final_weights("near"))
