@@ -144,11 +144,11 @@ def tell(job, ranks):
         update = statistics.median(by["as a run"])
         proof = statistics.median(by["proof"]) / (steps * update)
         saved = statistics.median(by["checkpoint"]) / seconds
-        each = statistics.median(shares)
+        each, save_ms = statistics.median(shares), 1e3 * statistics.median(by["checkpoint"])
         say(
             f"{job}, {of}: an update {1e3 * update:.3f} ms; records and checks {each:.1%} ({min(shares):.1%} to "
             f"{max(shares):.1%}), proof every {steps} updates {proof:.1%}, checkpoint every {seconds:.0f} s "
-            f"{saved:.1%} ({1e3 * statistics.median(by['checkpoint']):.0f} ms): {each + proof + saved:.1%}, asked {asked:.0%}"
+            f"{saved:.1%} ({save_ms:.0f} ms): {each + proof + saved:.1%}, asked {asked:.0%}"
         )
 
 
