@@ -46,6 +46,26 @@ def test_a_killed_process_is_replaced_and_costs_no_update(processes, here):
     assert_equal_weights(final_weights("run"), final_weights("whole"))
 
 
+# The head itself, which hears a stop just when a fault has ended its processes and it is about to start others.
+STOPPED_BETWEEN = """
+import os, signal, sys
+from manyhands.cli.main import main
+from manyhands.run.recovery import Recovery
+again = Recovery.again
+Recovery.again = lambda *given: again(*given) and (os.kill(os.getpid(), signal.SIGINT) or True)
+main(sys.argv[1:])
+"""
+
+
+def test_a_stop_between_two_starts_says_where_the_run_goes_on(here):
+    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
+    stopped = run("train", *JOB, "-n", "2", "--out", "run", program=("-c", STOPPED_BETWEEN), **fault)
+    assert stopped.code == 130
+    assert "stopped without a save; what was saved last, at step" in stopped.err
+    assert "manyhands resume run goes on from step" in stopped.err
+    assert not marked(str(here))
+
+
 def test_one_process_alone_goes_on_from_what_was_saved(here):
     job = ["synthetic:1000x1x8x8x10", "mlp", "--batch", "50", "--epochs", "20", *QUICK, "--out", "run"]
     training = start("train", *job, "--set", "checkpoint.every=10steps")

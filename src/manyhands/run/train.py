@@ -118,6 +118,8 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
                 ending = supervise_once([here.link()], [here.orders(recovery)], watch)
                 while not several and recovery.again(ending):
                     ending = supervise_once([here.link()], [here.orders(recovery)], watch)
+        except KeyboardInterrupt:  # between two starts
+            raise interrupted(folder) from None
         finally:
             screen.close()
         return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
