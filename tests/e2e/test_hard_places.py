@@ -1,10 +1,23 @@
 """A process that fails at the worst moment costs one update at most, and leaves nothing behind."""
 
+import contextlib
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import QUICK, events, final_weights, finish, forked, marked
+from manyhands.core.errors import EXIT_SAVED
+from tests.e2e.command import (
+    QUICK,
+    assert_one_screen,
+    events,
+    final_weights,
+    finish,
+    forked,
+    marked,
+    running,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(300)
 FAULTS = Path(__file__).with_name("faults.py")
@@ -97,3 +110,24 @@ def assert_alike(one, other):
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert (tensor - other[name]).abs().max() <= 1e-9 * other[name].abs().max().clamp_min(1), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["a new run", "a run that goes on"])
+def test_of_several_heads_at_once_one_is_obeyed(again, here):
+    job = ["train", *JOB[:4], *QUICK, "--epochs", "100000", "--out", "run"]
+    if again:
+        assert finish(forked(*job, "--set", "train.max_steps=3")).code == 0
+    words = ["resume", "run", "--epochs", "100000", "--set", "train.max_steps=0"] if again else job
+    with contextlib.ExitStack() as stack:
+        heads = [stack.enter_context(running(*words, by=forked)) for _ in range(3)]
+        wait_until(lambda: sum(head.poll() is None for head in heads) == 1)
+        (obeyed,) = [head for head in heads if head.poll() is None]
+        wait_until(lambda: events("run", "first-step")[again:] or events("run", "resumed"), obeyed)
+        obeyed.send_signal(signal.SIGTERM)
+        ended = {head: finish(head) for head in heads}
+    assert ended.pop(obeyed).code == EXIT_SAVED
+    for refused in ended.values():
+        assert refused.code == 2
+        assert "manyhands: a run is going on in run\n" in refused.err
+        assert_one_screen(refused.err)
