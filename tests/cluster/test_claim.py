@@ -10,7 +10,7 @@ from filelock import Timeout
 from manyhands.cluster.agents.connection import close_all
 from manyhands.cluster.agents.protocol import OpenRun
 from manyhands.cluster.agents.start import open_here
-from manyhands.core.claim import claim, hold_as_agent, run_id, set_run_id
+from manyhands.core.claim import claim, hold_as_agent, run_id, set_aside, set_run_id
 from manyhands.core.folder import RunFolder
 
 HOLDER, OTHER = "a" * 32, "b" * 32
@@ -95,3 +95,13 @@ def test_ids_are_ours_or_none(folder):
     for junk in (b"", b"\xff\xfe", b"../../x", b"a" * 4096, os.urandom(64)):
         (folder.ranks / "id").write_bytes(junk)
         assert not run_id(folder)
+
+
+def test_who_was_cut_off_knows_that_a_later_start_is_at_work(folder):
+    assert not set_aside(folder.ranks, 0)
+    with hold_as_agent(folder.ranks, 1, 0):
+        assert not set_aside(folder.ranks, 0)
+        with hold_as_agent(folder.ranks, 0, 1):
+            assert set_aside(folder.ranks, 0)
+            assert not set_aside(folder.ranks, 1)
+    assert not set_aside(folder.ranks, 0)  # what an earlier run of the folder has left says nothing

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.command import NETS, QUICK, events, final_weights, run, running, wait_until
 from tests.e2e.test_hard_places import assert_alike
-from tests.network.test_launch import EXACT, begun, gone, hosts, is_agent
+from tests.network.test_launch import EXACT, GONE_S, begun, gone, hosts, is_agent
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 JOB = ["digits", "mlp", "--batch", "60", *QUICK, *EXACT, "--set", "checkpoint.every=20steps"]
@@ -102,5 +102,32 @@ def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_me
     assert "no process takes more than 8 samples in one pass, as when the run began: 3 passes" in err
     assert len(json.loads((here / "run/machines.json").read_text())) == 1
     whole = run("train", *job, *limits, "--out", "whole")
+    assert whole.code == 0, whole.err
+    assert_alike(final_weights("run"), final_weights("whole"))
+
+
+def test_a_host_that_stood_still_and_wakes_writes_nothing_and_ends(lab, here):
+    """All hosts of the lab share a disk, so that its processes could write where the run goes on without them."""
+    job = [*JOB, "--epochs", "40"]
+    with running("launch", *job, *hosts(lab), "--out", "run") as process:
+        wait_until(begun(kind="saved"), process)
+        ours = [pid for pid in lab.processes(1) if b"agents.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid in ours:
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: events("run", "resumed"), process)
+        for pid in ours:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: not any(map(psutil.pid_exists, ours)), patience=2 * GONE_S)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert "WARNING n1 is lost: it has been silent" in err
+    assert not list(here.glob("run/ranks/failures/*.json"))
+    lines = [json.loads(line) for line in (here / "run/metrics.jsonl").read_text().splitlines()]
+    for steps in (
+        [event["step"] for event in events("run", "saved")],
+        [line["step"] for line in lines if line["kind"] == "step"],
+    ):
+        assert steps == sorted(set(steps))
+    whole = run("train", *job, "--out", "whole")
     assert whole.code == 0, whole.err
     assert_alike(final_weights("run"), final_weights("whole"))

@@ -70,6 +70,18 @@ def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
     return FileLock(ranks / f"agent-{machine}-{generation}.lock", timeout=LEAVING_S, mode=0o600)
 
 
+def set_aside(ranks: Path, generation: int) -> bool:
+    """True where a later start of the run is at work on this disk: who was cut off, or stood still, is to leave it."""
+    for path in ranks.glob("agent-*-*.lock"):
+        number = path.stem.rpartition("-")[2]
+        if number.isdecimal() and int(number) > generation:
+            try:
+                FileLock(path, timeout=0, mode=0o600).acquire().lock.release()
+            except Timeout:
+                return True
+    return False
+
+
 def _wait_for_agents(folder: RunFolder) -> None:
     """Until the processes of an earlier start have left.
 

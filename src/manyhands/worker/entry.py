@@ -15,6 +15,7 @@ from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
+from manyhands.core.claim import set_aside
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
@@ -41,7 +42,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     Returns:
         What the task returned, as plain data.
     """
-    argument = take_orders(orders, scratch, agent)
+    argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
     membership = worker_membership(job.cluster, os.environ, orders.meeting.file)
@@ -86,6 +87,8 @@ def train_here(
             trainer.journal.event(status, _closing_words(status, trainer.progress.step), trainer.progress.step)
             return {"status": status, "step": trainer.progress.step, "folder": str(mine.folder.path)}
         except BaseException as error:
+            if set_aside(folder.ranks, argument.get("generation", sys.maxsize)):
+                raise SystemExit(EXIT_FAILED) from error
             record = mine.record_of(error)
             if record.exit_code == EXIT_FAILED and job.cluster.recovers:
                 _rescue(mine, consequence=record.consequence)
