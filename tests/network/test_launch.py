@@ -238,16 +238,12 @@ def test_machines_hear_of_a_stop_while_they_import_torch(lab, here):
 EXACT = ["--set", "train.precision=fp64", "--set", "train.momentum=0", "--set", "train.nesterov=false"]
 
 
-@pytest.mark.parametrize(("how", "host"), [SLOW("agent", 3), SLOW("kill", 1), SLOW("down", 2)])
+@pytest.mark.parametrize(("how", "host"), [SLOW("kill", 1), SLOW("down", 2)])
 def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
     job = ["digits", "mlp", "--epochs", "100", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
     with running("launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
-        if how == "agent":
-            (agent,) = [pid for pid in lab.processes(host) if is_agent(psutil.Process(pid))]
-            os.kill(agent, signal.SIGKILL)
-        else:
-            {"kill": lab.kill, "down": lab.down}[how](host)
+        {"kill": lab.kill, "down": lab.down}[how](host)
         ended = finish(process)
         gone(lab)
     assert ended.code == 0, ended.err

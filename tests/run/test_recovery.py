@@ -7,8 +7,9 @@ from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.records import read_lines
 from manyhands.run.launch import launch
-from manyhands.run.recovery import MOST_IN_VAIN, Recovery
+from manyhands.run.recovery import MOST_IN_VAIN, SOON_UPDATES, Company, Recovery, Setbacks
 
 
 @pytest.fixture
@@ -48,3 +49,44 @@ def test_fewer_or_more_machines_than_are_wanted_begin_nothing(word, hosts, tmp_p
     with pytest.raises(UserError, match=f"{hosts} machines are named, and {word} are wanted"):
         launch(job, [Machine(f"n{number}") for number in range(hosts)], quiet=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_that_fails_again_soon_is_set_aside_for_longer_and_longer_until_it_was_of_use():
+    setbacks, step, pauses = Setbacks(), 100, []
+    for made in (3, 0, 5, 1, 0, 19, SOON_UPDATES, 2):
+        setbacks.begin(["n1", "n3"], step)
+        step += made
+        setbacks.begin(["n1", "n3"], step)  # a start for another reason
+        pauses.append(setbacks.fails("n3", step))
+        step += 1000  # while it is away
+    assert pauses == [0, 5, 10, 20, 40, 60, 0, 5]
+    assert setbacks.fails("n1", step) == 0
+
+
+class Coming(Company):
+    def __init__(self, trial):
+        self.trial = trial
+
+    def on_trial(self):
+        return self.trial
+
+    def coming(self):
+        return ["n4"]
+
+
+def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
+    recovery = Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming([]))
+    stopped = Ending(returned={0: {"status": "stopped"}}, regrouped=True)
+    assert all(recovery.again(stopped) for _ in range(2 * MOST_IN_VAIN))
+    assert {line["kind"] for line in read_lines(folder.events)} == {"regrouped"}
+    assert not recovery.again(Ending(returned={0: {"status": "finished"}}, regrouped=True))
+    assert not recovery.again(Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=True))
+    assert not recovery.again(Ending(returned={0: {"status": "stopped"}}))
+
+
+def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folder):
+    refused = Ending(refused=UserError("that is too much for n4"))
+    assert Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming(["n4"])).again(refused)
+    (line,) = read_lines(folder.events)
+    assert line["message"] == "with n4 there was no start (that is too much for n4): the run goes on from step 10"
+    assert not Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming([])).again(refused)

@@ -36,6 +36,7 @@ COMMANDS = {
     "predict": "Say what is on pictures: the most likely classes of each.",
     "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
+    "join": "Have a run that goes on take up another machine.",
     "ps": "List the runs that go on: where, since when, how far.",
     "stop": "Have a run that goes on save and stop, and wait for it.",
     "why": "Say why a run ended, or how it goes on: which rank, machine, step and file; what to do.",

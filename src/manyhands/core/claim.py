@@ -7,6 +7,7 @@ the lock writes beside it who it is, and the parts of one run bear one id.
 import re
 import secrets
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -67,7 +68,21 @@ def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
     """
     ranks.mkdir(parents=True, exist_ok=True)
     # An agent works under the umask that the user has for data, so the mode is said.
-    return FileLock(ranks / f"agent-{machine}-{generation}.lock", timeout=LEAVING_S, mode=0o600)
+    return FileLock(_agent_lock(ranks, machine, generation), timeout=LEAVING_S, mode=0o600)
+
+
+def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
+    """True once no agent holds what `hold_as_agent` gave: a machine that was cut off may train and save for a while."""
+    path = _agent_lock(ranks, machine, generation)
+    try:
+        with FileLock(path, timeout=0) if path.exists() else nullcontext():
+            return True
+    except Timeout:
+        return False
+
+
+def _agent_lock(ranks: Path, machine: int, generation: int) -> Path:
+    return ranks / f"agent-{machine}-{generation}.lock"
 
 
 def set_aside(ranks: Path, generation: int) -> bool:

@@ -27,7 +27,7 @@ from manyhands.report.thinned import MOST_RECORDS, Measured, Thinned
 
 METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
 # The words of events that begin a session of work: everything between two of them ran without a pause.
-STARTS = frozenset({"started", "resumed", "restarted"})
+STARTS = frozenset({"started", "resumed", "restarted", "regrouped"})
 # Those by which everything beyond their step, whatever was written of it before, hasn't happened.
 _GOES_BACK = frozenset({"resumed", "undone"})
 

@@ -38,6 +38,7 @@ LEVELS = {
     "changed": "INFO",
     "note": "INFO",
     "decision": "INFO",
+    "regrouped": "INFO",
     "resumed": "INFO",
     "restarted": "WARNING",
     "left-out": "WARNING",

@@ -142,6 +142,11 @@ def _survey_machines(job: Job, machines: Sequence[Machine], say: Callable[[str],
         return survey
 
 
+def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) -> Survey:
+    """What can be said of machines from their facts alone, with nothing tried between them."""
+    return Survey(tuple(machine.name for machine in machines), dict(facts), needs=_needs(job, machines, facts))
+
+
 def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
     """Tries out everything between the machines that answer; why the others don't is noted.
 

@@ -1,8 +1,9 @@
 """One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import Crew, assembled, prepare, refuse_doubles
@@ -10,28 +11,28 @@ from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.store_way import store_way
-from manyhands.cluster.agents.supervise import supervise_once
-from manyhands.cluster.descriptions.inventory import Address, Machine
-from manyhands.cluster.doctor.examine import examine
+from manyhands.cluster.agents.store_way import StoreWay, store_way
+from manyhands.cluster.agents.supervise import Ending, Watch, supervise_once
+from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.cluster.doctor.questions import AskClock
 from manyhands.config.job import Job
 from manyhands.core.claim import run_id
-from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
+from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
 from manyhands.report.terminal import Screen
-from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
+from manyhands.run.doctor import LISTENING, facts_wanted
+from manyhands.run.join import front_door
 from manyhands.run.logs import reach_of, read_places
+from manyhands.run.newcomers import Newcomers
 from manyhands.run.on_machines import OnMachines
+from manyhands.run.preflight import judge, look_over
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
-from manyhands.run.train import LOOPBACK, Outcome, conclude, interrupted, run_folder, watch_on
+from manyhands.run.train import Outcome, conclude, interrupted, run_folder, watch_on
 
 NOT_BEGUN = "stopping: nothing trains yet"
-# What the doctor would say, and the next minute may change.
-MOMENTARY = {"cpu", "jobs"}
 # What a slow line needs for the code of a folder.
 CODE_S = 120.0
 
@@ -57,24 +58,32 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
             with ExitStack() as stack, reached as crew, store_way(job.cluster) as way:
                 crew.require_all()
                 remember_reach(folder.path, reach_of(job.cluster))
-                addresses = _look_over(job, crew, machines, screen)
-                squad = _ready(job, crew, addresses, folder, receiver, screen)
+                newcomers = stack.enter_context(closing(Newcomers(job, folder, partial(judge, job, crew), screen.say)))
+                squad = _ready(job, crew, folder, receiver, screen, newcomers)
                 stack.callback(squad.head_tunnels.close)
                 watch = replace(
                     watch_on(job, screen, shown(job, folder, screen, quiet=quiet)),
                     on_file=_Keeper(receiver, screen, crew.links[0].machine.name),
                     clock_offsets_s=crew.clock_offsets_s,
                     cut=squad.head_tunnels.ended,
+                    regroups=squad.regroups,
                 )
-                recovery = Recovery(job, folder, screen.say, lambda: squad.too_few(job))
-                ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
-                while recovery.again(ending):
-                    ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
+                squad.hear = stack.enter_context(front_door(folder.path, squad.admit, screen.say))
+                ending = _see_through(crew, squad, Recovery(job, folder, screen.say, squad), watch, way)
         except KeyboardInterrupt:
             raise interrupted(folder) from None
         finally:
             screen.close()
         return conclude(job, folder, ending)
+
+
+def _see_through(crew: Crew, squad: OnMachines, recovery: Recovery, watch: Watch, way: StoreWay) -> Ending:
+    """From start to start, as long as a fault, or a machine that comes, makes another one of use."""
+    while True:
+        ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
+        if not recovery.again(ending):
+            return ending
+        squad.heed(ending)
 
 
 class _Keeper:
@@ -94,48 +103,22 @@ class _Keeper:
             self._screen.say(f"{what}; they are on {self._source}, and the run goes on", "WARNING")
 
 
-def _look_over(job: Job, crew: Crew, machines: Sequence[Machine], screen: Screen) -> list[Address]:
-    """What the doctor sees without measuring anything, and the addresses that all machines reach each other at.
-
-    There are none where the machines are to be joined through ssh, or nothing else joins them.
-
-    Raises:
-        RunError: training would fail; what the doctor found is in it.
-    """
-    if len(crew.links) == 1:
-        return [Address("", LOOPBACK)]
-    survey = survey_crew(job, crew, machines, measure=False)
-    found = examine(survey)
-    worst = [finding for finding in found if finding.severity == "fail"]
-    apart = bool(worst) and all(finding.check == "reach" for finding in worst)
-    through_ssh = job.cluster.through_ssh or (apart and not job.cluster.interface)
-    if apart and through_ssh:
-        screen.say(f"{worst[0].what}: trying ssh between them")
-    elif worst:
-        others = [f"also: {finding.what}" for finding in worst[1:]]
-        error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].mend, *others))
-        error.exit_code = EXIT_DOCTOR
-        raise error
-    for finding in found:
-        if finding.severity == "warn" and finding.check not in MOMENTARY:
-            screen.say(finding.what, "WARNING")
-    return [] if through_ssh else [Address(*survey.chosen[link.machine.name]) for link in crew.links]
-
-
 def _ready(
-    job: Job, crew: Crew, addresses: Sequence[Address], folder: RunFolder, receiver: Receiver, screen: Screen
+    job: Job, crew: Crew, folder: RunFolder, receiver: Receiver, screen: Screen, newcomers: Newcomers
 ) -> OnMachines:
-    """Everything that comes before the workers: folders, code, sizes."""
+    """Everything that comes before the workers: addresses, sizes, folders, code."""
+    addresses = look_over(job, screen.say, crew)
     # First what the user's mistakes show in, so that they leave no folders elsewhere.
     sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
-    machines = OnMachines(crew, sizes, devices, addresses, folder, receiver, screen.say)
+    again = partial(look_over, job, screen.say)
+    machines = OnMachines(job, crew, sizes, devices, addresses, folder, receiver, screen.say, again, newcomers)
     if not addresses:
         _refuse_devices(job, devices)
     opened = machines.open_folders(output=bool(job.run.script))
     _refuse_another_run(job, folder, crew, opened)
     _refuse_lost_checkpoints(job, folder, crew, opened[0])
     if job.cluster.sync_code:
-        _share_code(crew, screen)
+        newcomers.code = _share_code(crew, screen)
     return machines
 
 
@@ -194,9 +177,10 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: Ru
         )
 
 
-def _share_code(crew: Crew, screen: Screen) -> None:
+def _share_code(crew: Crew, screen: Screen) -> dict[str, str]:
     """This folder's code on every other machine, in a folder of its own; the agent, and so its workers, go there."""
     files, left = code_files(Path.cwd())
     for line in left:
         screen.say(line)
     crew.ask([AskClock() if link.here else TakeCode(files) for link in crew.links], CODE_S)
+    return files

@@ -1,7 +1,9 @@
-"""Starts a run's processes on its machines; after a fault on those that are left."""
+"""Starts a run's processes on its machines; after a fault on those that are left, and on those that come back."""
 
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import Crew
@@ -13,36 +15,47 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import Bind, KeepRecords, OpenRun, RunOpened
 from manyhands.cluster.agents.store_way import ASK_S, StorePlaces, StoreWay
-from manyhands.cluster.descriptions.inventory import Address, Meeting
+from manyhands.cluster.agents.supervise import Ending, first_cause
+from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
 from manyhands.config.job import Job
 from manyhands.core.claim import new_holder, run_id
+from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import write_json
 from manyhands.core.stops import saved_step
 from manyhands.core.tunnel_ends import VARIABLE
 from manyhands.parallel.ports import loopback_interface
-from manyhands.run.recovery import LostWorkError, Recovery, gone_on_with
+from manyhands.run.newcomers import Newcomer, Newcomers, PartTaken, RefusedError
+from manyhands.run.recovery import Company, LostWorkError, Recovery, Setbacks, from_outside, gone_on_with
 from manyhands.run.train import LOOPBACK
+from manyhands.run.who_where import describe, write_places
 
 # Records that wait for a slow line.
 RECORDS_S = 120.0
+OPEN_S = 30.0
 
 
-class OnMachines:
+class OnMachines(Company):
     """The machines of a run, and what each is and does in it.
 
     Args:
-        crew: their agents, in the order of ranks; changed when machines are lost.
+        job: the run's.
+        crew: their agents, in the order of ranks; changed when machines are lost, or come.
         sizes: processes on each.
         devices: kind of device on each.
         addresses: where each is reached by the others; empty where only ssh reaches them.
         folder: the run folder here.
         receiver: keeps the records that come.
         say: tells the user a sentence.
+        look_over: where each machine is reached by the others, tried anew; raises RunError where some are not.
+        newcomers: who is to take part and does not yet.
+
+    Attributes:
+        hear: lets those speak who ask for another machine.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run is on
         self,
+        job: Job,
         crew: Crew,
         sizes: Sequence[int],
         devices: Sequence[str],
@@ -50,8 +63,12 @@ class OnMachines:
         folder: RunFolder,
         receiver: Receiver,
         say: Callable[[str], object],
+        look_over: Callable[[Crew], list[Address]],
+        newcomers: Newcomers,
     ) -> None:
         self.crew, self._folder, self._receiver, self._say = crew, folder, receiver, say
+        self._cluster, self._script = job.cluster, bool(job.run.script)
+        self._look_over, self.newcomers, self._setbacks = look_over, newcomers, Setbacks()
         names = [link.machine.name for link in crew.links]
         self._sizes = dict(zip(names, sizes, strict=True))
         self._devices = dict(zip(names, devices, strict=True))
@@ -59,7 +76,12 @@ class OnMachines:
         self._through_ssh: Way | None = None
         self.head_tunnels = Tunnels()
         self._holder = new_holder()
+        self.hear: Callable[[], object] = lambda: None
         self.opened: list[RunOpened] = []
+        self._parts: dict[str, PartTaken] = {}
+        self._trial: list[Newcomer] = []
+        self._estranged: set[str] = set()  # whose records of the run may be others than ours
+        self._measured = 0  # bytes of metrics that were there before this start
         self._before: int | None = None  # the newest step that was saved before this run's first start
 
     @property
@@ -77,47 +99,154 @@ class OnMachines:
 
     def open_folders(self, *, output: bool, records: bool = True) -> list[RunOpened]:
         """The run folder on every machine, at the same place in its work folder; a shared one is known by a token."""
+        with self._recognised() as token:
+            requests = [
+                self._open_request(link, token, records=records and number == 0, output=output)
+                for number, link in enumerate(self.crew.links)
+            ]
+            self.opened = self.crew.ask(requests)
+        self._before = self._saved if self._before is None else self._before
+        return self.opened
+
+    @contextmanager
+    def _recognised(self) -> Iterator[str]:
+        """A token by which machines see that the head's own run folder is theirs."""
         token = f".shared-{secrets.token_hex(8)}"
         marker = self._folder.ranks / token
         marker.touch()
         try:
-            path = self._folder.path.absolute()
-            place = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-            requests = [
-                OpenRun(
-                    str(path) if link.here else place, token, self._holder, run_id(self._folder),
-                    records=records and number == 0, held=self._receiver.held(), output=output,
-                )
-                for number, link in enumerate(self.crew.links)
-            ]  # fmt: skip
-            self.opened = self.crew.ask(requests)
+            yield token
         finally:
             marker.unlink()
-        self._before = self._saved if self._before is None else self._before
-        return self.opened
+
+    def _open_request(self, link: AgentConnection, token: str, *, records: bool, output: bool) -> OpenRun:
+        place = str(self._folder.path.absolute()) if link.here else self._place(link.machine.name)
+        run, held = run_id(self._folder), self._receiver.held()
+        return OpenRun(place, token, self._holder, run, records=records, held=held, output=output)
+
+    def _place(self, name: str) -> str:
+        """The run folder on a machine: as it was opened there, or as seen from the work folder."""
+        if name in self._parts:
+            return self._parts[name].folder
+        path = self._folder.path.absolute()
+        return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
     @property
     def _saved(self) -> int:
         """The newest step that is saved on any machine; -1 for none."""
         return max(answer.saved for answer in self.opened)
 
-    def too_few(self, job: Job) -> str:
+    def too_few(self) -> str:
         """Why the run can't go on with the machines that are left; nothing where it can."""
-        left = [link.machine.name for link in self.crew.links if not link.closed]
-        least = job.cluster.machines_wanted.start
-        if len(left) >= least:
+        left, least = self._left, self._cluster.machines_wanted.start
+        if left + len(self.newcomers.can_come) >= least:
             return ""
-        return f"{len(left)} of its machines are left, and --elastic {job.cluster.elastic} wants {least}"
+        return f"{left} of its machines are left, and --elastic {self._cluster.elastic} wants {least}"
+
+    @property
+    def _left(self) -> int:
+        return sum(not link.closed for link in self.crew.links)
+
+    @property
+    def room(self) -> int:
+        """For so many more machines."""
+        return self._cluster.machines_wanted.stop - 1 - self._left
+
+    def on_trial(self) -> list[str]:
+        """The machines that have just come, with which nothing was trained yet."""
+        return [] if self._steps else [one.name for one in self._trial]
+
+    def coming(self) -> list[str]:
+        """The machines that can be taken up now."""
+        return [one.name for one in self.newcomers.can_come][: max(0, self.room)]
+
+    def regroups(self) -> bool:
+        """Looks after who is to come. True where the run is to start anew with them; no script of the user's is."""
+        self.hear()
+        self.newcomers.tick()
+        return not self._script and bool(self.coming()) and self._steps
+
+    @property
+    def _steps(self) -> bool:
+        """Whether this start has made an update that was told."""
+        return _size(self._folder.metrics) > self._measured
+
+    def admit(self, machine: Machine, tell: Callable[[str, bool], object]) -> None:
+        """Has a machine that the user names take part as soon as it can.
+
+        Raises:
+            UserError: it does, or is waited for already, or no more are wanted.
+        """
+        wanted = f"--elastic {self._cluster.elastic}"
+        if machine.name in {link.machine.name for link in self.crew.links}:
+            raise UserError(f"{machine.name} takes part already")
+        if machine.name in self.newcomers.names():
+            raise UserError(f"{machine.name} was lost, and takes part again as soon as it answers")
+        if self._script or not self._cluster.recovers:
+            what = "a script of your own" if self._script else f"a run with {wanted}"
+            raise UserError(f"{what} keeps the machines that it began with")
+        if self.room < 1:
+            raise UserError(f"{self._left} machines take part, and {wanted} wants no more")
+        place = self._place(machine.name)
+        self.newcomers.add(Newcomer(machine, self._parts.get(machine.name, PartTaken(place)), tell, asked_for=True))
+
+    def heed(self, ending: Ending) -> None:
+        """Sets aside a machine that fails again and again, and leaves out those with which there is no start."""
+        cause = first_cause(ending)
+        if self.on_trial() and not ending.regrouped and not from_outside(cause):
+            what = cause.what if cause else ending.refused.what if ending.refused else ending.broken
+            for one in list(self._trial):
+                self._refuse(one, RefusedError(f"the start with it failed: {what}"))
+            return
+        step = saved_step(self._folder) or 0
+        for name in [*ending.lost] or ([self._machine_of(cause.rank)] if cause else []):
+            pause_s = self._setbacks.fails(name, step)
+            link = next((link for link in self.crew.links if link.machine.name == name), None)
+            if link and not link.closed and pause_s and self._left > self._cluster.machines_wanted.start:
+                self._say(f"{name} is set aside for {pause_s:.0f} s: it failed again soon")
+                self._wait_for(link, pause_s)
+            elif link and link.closed:
+                self._wait_for(link, pause_s)
+
+    def _machine_of(self, rank: int) -> str:
+        """The name of the machine that has a rank."""
+        ends = [(sum(self.sizes[: number + 1]), link) for number, link in enumerate(self.crew.links)]
+        return next(link.machine.name for end, link in ends if rank < end)
+
+    def _wait_for(self, link: AgentConnection, pause_s: float) -> None:
+        """A machine that takes no part now is to do so again: after a pause, or once it is back."""
+        name, now = link.machine.name, time.monotonic()
+        waiting = next((one for one in self._trial if one.link is link), None) or Newcomer(
+            link.machine, self._parts.get(name, PartTaken(self._place(name)))
+        )
+        waiting.since, waiting.not_before = now, now + pause_s
+        if link.closed:
+            waiting.close()
+        else:
+            waiting.link, waiting.ready = link, (self._devices[name], self._sizes[name])
+            waiting.facts = self.crew.facts[self.crew.links.index(link)]
+        self._trial = [one for one in self._trial if one is not waiting]
+        self.newcomers.add(waiting)
+        self._leave_out(name)
+
+    def _refuse(self, one: Newcomer, error: ManyhandsError) -> None:
+        self._trial = [other for other in self._trial if other is not one]
+        self._leave_out(one.name)
+        self.newcomers.refuse(one, error)
+
+    def _leave_out(self, name: str) -> None:
+        self._estranged.add(name)
+        self.crew.keep(lambda link: link.machine.name != name)
 
     def orders(self, recovery: Recovery, way: StoreWay) -> list[Orders]:
         """What each machine that is left is to start next, and how it comes to the store, whose port is opened now."""
         job, number = recovery.job, recovery.number
-        while not self._gathered(job, again=number > 0):
+        self._trial = []
+        while (places := self._gathered(way, again=number > 0)) is None:
             pass
         if self._saved != self._before:  # what the head has not heard of, too
             job = gone_on_with(job)
-        places = self._store(way)
-        self._note_machines()
+        self._note_start(number)
         for line in describe(self.crew, self.sizes, self.addresses, places, self._through_ssh):
             self._say(line)
         if job.cluster.sync_code:
@@ -137,28 +266,33 @@ class OnMachines:
             )
         ]
 
-    def _gathered(self, job: Job, *, again: bool) -> bool:
-        """Has those that are left ready for a start; False where one more was lost meanwhile, which is left out."""
+    def _gathered(self, way: StoreWay, *, again: bool) -> StorePlaces | None:
+        """Has those that take part ready for a start; None where one more was lost meanwhile, which is left out."""
         try:
             if again:
-                self._regroup(job)
-            self._join_through_ssh(job)
+                self._take_up()
+                self._regroup()
+            self._join_through_ssh()
+            return self._store(way)
         except (LinkClosed, NoWayError) as error:
             if not again:
                 raise
             # One that can't be reached any more is as good as lost.
             lost = error.alone if isinstance(error, NoWayError) else error.where
             self._say(f"{error.what}: the run goes on without {lost}")
-            next(link for link in self.crew.links if link.machine.name == lost).close(0.0)
-            if self.too_few(job):
+            link = next(link for link in self.crew.links if link.machine.name == lost)
+            link.close(0.0)
+            if self.too_few():
                 raise
-            return False
-        return True
+            new = next((one for one in self._trial if one.link is link), None)
+            if new and isinstance(error, NoWayError):
+                self._refuse(new, error)
+            return None
 
-    def _join_through_ssh(self, job: Job) -> None:
+    def _join_through_ssh(self) -> None:
         """Makes tunnels for the next start, where only ssh reaches the machines and there are several."""
         through_ssh = not self._addresses and len(self.crew.links) > 1
-        self._through_ssh = join_through_ssh(self.crew, job.cluster, self.head_tunnels) if through_ssh else None
+        self._through_ssh = join_through_ssh(self.crew, self._cluster, self.head_tunnels) if through_ssh else None
 
     def _store(self, way: StoreWay) -> StorePlaces:
         """Where the store is; it goes through the tunnels too, where there are any."""
@@ -171,67 +305,93 @@ class OnMachines:
     def _tunnels_of(self, link: AgentConnection) -> dict[str, str]:
         return self._through_ssh.ends[link.machine.name].environment() if self._through_ssh else {VARIABLE: ""}
 
-    def _regroup(self, job: Job) -> None:
-        """Leaves out who is lost; the first machine is one that has the newest checkpoint, and all records."""
-        output = bool(job.run.script)
-        self.crew.keep(lambda link: not link.closed)
-        opened, newest = self.open_folders(output=output, records=False), self._saved
+    def _take_up(self) -> None:
+        """Leaves out who is lost, and takes in who has come, where all reach each other."""
+        for link in [link for link in self.crew.links if link.closed]:
+            self._wait_for(link, 0.0)
+        came = [one for one in self.newcomers.take(self.room) if self._opens(one)]
+        for one in came:
+            assert one.link
+            assert one.ready
+            self.crew.links.append(one.link)
+            self.crew.facts.append(one.facts)
+            self.crew.clock_offsets_s[one.name] = one.clock_offset_s
+            self._devices[one.name], self._sizes[one.name] = one.ready
+        if came:
+            self._reach_all(came)
+        self._trial += [one for one in came if one.link in self.crew.links]
+
+    def _opens(self, one: Newcomer) -> bool:
+        """Opens the run folder on a machine that has come; why that can't be is said."""
+        assert one.link
+        try:
+            with self._recognised() as token:
+                answer = one.link.ask(self._open_request(one.link, token, records=False, output=False), OPEN_S)
+            if answer.taken:
+                raise RefusedError(f"a run is going on in its {answer.folder}")
+        except LinkClosed:
+            one.close()
+            self.newcomers.add(one)
+        except (RefusedError, RunError) as error:
+            self.newcomers.refuse(one, error)
+        else:
+            return True
+        return False
+
+    def _reach_all(self, came: Sequence[Newcomer]) -> None:
+        began_alone = len(self.crew.links) == 1 + len(came)
+        try:
+            addresses = self._look_over(self.crew)
+            if self._addresses and not addresses and not began_alone:
+                raise RunError("only ssh reaches it, and the others reach each other directly")
+        except RunError as error:
+            lost = [link for link in self.crew.links if link.closed and link not in [one.link for one in came]]
+            for one in came:
+                if lost:  # another one's fault
+                    self._leave_out(one.name)
+                    self.newcomers.add(one)
+                else:
+                    self._refuse(one, error)
+        else:
+            names = [link.machine.name for link in self.crew.links]
+            self._addresses = dict(zip(names, addresses, strict=True)) if addresses else {}
+
+    def _regroup(self) -> None:
+        """The first machine is one that has the newest checkpoint, and all records."""
+        opened, newest = self.open_folders(output=self._script, records=False), self._saved
         told = saved_step(self._folder)
-        if newest < 0 and told is not None and not job.run.script:
+        if newest < 0 and told is not None and not self._script:
             raise LostWorkError(f"no machine that is left has a checkpoint, of which the newest is of step {told}")
         rank = dict(zip((link.machine.name for link in self.crew.links), opened, strict=True))
         self.crew.links.sort(key=lambda link: rank[link.machine.name].saved < newest)  # keeps their order else
         first = self.crew.links[0]
         self._give_records(first, rank[first.machine.name])
-        self.open_folders(output=output)
+        self.open_folders(output=self._script)
 
     def _give_records(self, link: AgentConnection, there: RunOpened) -> None:
         """Rank 0 goes on with what is in the head's folder, which knows of the fault and of what came before."""
         if link.here or there.shared:
             return
-        for pieces in pieces_of(self._folder.path, there.held):
+        # What a machine wrote last before it was lost needn't have come here, so that its own may be others.
+        held = {} if link.machine.name in self._estranged else there.held
+        for pieces in pieces_of(self._folder.path, held):
             link.ask(KeepRecords(there.folder, pieces), RECORDS_S)
+        self._estranged.discard(link.machine.name)
 
-    def _note_machines(self) -> None:
-        """machines.json: who has which ranks, and where its part of the run folder is."""
-        sizes = self.sizes
-        firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
-        parts = zip(self.crew.links, firsts, sizes, self.opened, self.addresses, strict=True)
-        write_json(
-            self._folder.machines,
-            [
-                {"host": link.machine.host, "port": link.machine.port, "here": link.here,
-                 "local": link.here or answer.shared, "ranks": [first, size], "folder": answer.folder,
-                 "address": address.address, "interface": address.interface}
-                for link, first, size, answer, address in parts
-            ],
-        )  # fmt: skip
-
-
-def describe(
-    crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], places: StorePlaces, through_ssh: Way | None = None
-) -> list[str]:
-    """Who takes part, and what listens where."""
-    names = [link.machine.name for link in crew.links]
-    who = ", ".join(f"{name} ({size})" if size > 1 else name for name, size in zip(names, sizes, strict=True))
-    total = sum(sizes)
-    lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
-    if all(link.here for link in crew.links):
-        return lines
-    if through_ssh:
-        return [*lines, through_ssh.told()]
-    where = ", ".join(
-        f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True)
-    )
-    first = addresses[0].address
-    if places.why_open:
-        lines.append(
-            f"{places.why_open}; so the store listens on {first} port {places.ends[0][1]}, open to whoever reaches it, "
-            "without a password"
+    def _note_start(self, number: int) -> None:
+        """Who takes part in a start; in machines.json who has which ranks, and where its part of the run folder is."""
+        names = [link.machine.name for link in self.crew.links]
+        self._parts.update(
+            (name, PartTaken(answer.folder, machine, number))
+            for machine, (name, answer) in enumerate(zip(names, self.opened, strict=True))
         )
-    lines.append(
-        f"between them: {where}; {'' if places.why_open else 'the store listens on loopback alone, through ssh, and '}"
-        "each process on free ports of its machine's address: open to whoever reaches them, without a password; "
-        "gradients travel unencrypted"
-    )
-    return lines
+        self._setbacks.begin(names, saved_step(self._folder) or 0)
+        self._measured = _size(self._folder.metrics)
+        for one in self._trial:
+            one.asked_for = False
+            one.tell(f"{one.name} takes part in {self._folder.path}", True)
+        write_places(self._folder, self.crew, self.sizes, self.addresses, self.opened)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

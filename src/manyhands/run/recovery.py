@@ -1,7 +1,7 @@
 """Goes on by itself after a fault: the processes are started again from what was saved, where that is of any use."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from manyhands.cluster.agents.supervise import Ending, first_cause
@@ -15,10 +15,28 @@ from manyhands.core.stops import saved_step
 SOON_UPDATES = 20
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
+# A machine that fails again before so many updates is set aside: for so long at first, and at most.
+ASIDE_S, MOST_ASIDE_S = 5.0, 60.0
 
 
 class LostWorkError(RunError):
     """What was trained is on no machine that is left."""
+
+
+class Company:
+    """Who takes part, as far as a recovery asks. On one machine nobody is lost, and nobody comes."""
+
+    def too_few(self) -> str:
+        """Why there is nobody to start the processes on, or nothing."""
+        return ""
+
+    def on_trial(self) -> list[str]:
+        """Machines that have just come; what fails before they have done anything is not the run's fault."""
+        return []
+
+    def coming(self) -> list[str]:
+        """Machines that the next start has."""
+        return []
 
 
 class Recovery:
@@ -28,7 +46,7 @@ class Recovery:
         job: what to do.
         folder: where the run is kept.
         say: tells the user, a sentence and its level.
-        too_few: why there is nobody to start the processes on, or nothing.
+        company: who takes part.
 
     Attributes:
         job: as the next start has it.
@@ -36,30 +54,71 @@ class Recovery:
     """
 
     def __init__(
-        self, job: Job, folder: RunFolder, say: Callable[[str, str], object], too_few: Callable[[], str] = str
+        self, job: Job, folder: RunFolder, say: Callable[[str, str], object], company: Company | None = None
     ) -> None:
         self.job, self.number = job, 0
-        self._folder, self._say, self._too_few = folder, say, too_few
+        self._folder, self._say, self._company = folder, say, company or Company()
         self._budget, self._before = RestartBudget(folder), saved_step(folder)
 
     def again(self, ending: Ending) -> bool:
         """Whether the run is to go on by another start; notes what has happened, or says why there is none."""
-        if ending.ok or ending.interrupted or ending.refused or not self.job.cluster.recovers:
+        if ending.interrupted or not self.job.cluster.recovers:
             return False
+        if ending.ok:
+            return ending.regrouped and self._regrouped(ending)
         cause = first_cause(ending)
-        useless, too_few = self._budget.spend(cause, script=bool(self.job.run.script)), self._too_few()
+        trial = "" if from_outside(cause) else " and ".join(self._company.on_trial())
+        if trial:
+            what = cause.what if cause else ending.refused.what if ending.refused else ending.broken
+            return self._go_on("restarted", cause, f"with {trial} there was no start ({what})")
+        if ending.refused:
+            return False
+        useless, too_few = self._budget.spend(cause, script=bool(self.job.run.script)), self._company.too_few()
         if too_few or (useless and self.number):
             self._say(too_few or useless, "WARNING")
         if useless or too_few:
             return False
         what = cause.what if cause else f"the agent that watches the processes failed: {ending.broken}"
+        return self._go_on("restarted", cause, what)
+
+    def _regrouped(self, ending: Ending) -> bool:
+        """The processes were asked to leave because somebody has come; they may have been at their end just then."""
+        if all(value["status"] == "finished" for value in ending.returned.values()):
+            return False
+        self._budget.begin()
+        return self._go_on("regrouped", None, f"{' and '.join(self._company.coming())} can take part")
+
+    def _go_on(self, kind: str, cause: Failure | None, what: str) -> bool:
         step = saved_step(self._folder)
         going_on = "begins again" if step is None else f"goes on from step {step}"
-        _note(self._folder, cause, self.number, f"{what}: the run {going_on}", step)
+        _note(self._folder, kind, cause, self.number, f"{what}: the run {going_on}", step)
         self.number += 1
         if step != self._before:
             self.job = gone_on_with(self.job)
         return True
+
+
+def from_outside(cause: Failure | None) -> bool:
+    """True for what may come to any process, whatever it does; an error of the program's own likely comes again."""
+    return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
+
+
+class Setbacks:
+    """How often each machine has failed before it was of much use."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, int] = {}
+        self._since: dict[str, int] = {}
+
+    def begin(self, names: Sequence[str], step: int) -> None:
+        """These take part from a step on."""
+        self._since = {name: self._since.get(name, step) for name in names}
+
+    def fails(self, name: str, step: int) -> float:
+        """Counts a failure after a committed step; for how many seconds the machine is set aside."""
+        useful = step - self._since.pop(name, step) >= SOON_UPDATES
+        times = self._times[name] = 1 if useful else self._times.get(name, 0) + 1
+        return min(MOST_ASIDE_S, ASIDE_S * 2 ** (times - 2)) if times > 1 else 0.0
 
 
 class RestartBudget:
@@ -75,11 +134,15 @@ class RestartBudget:
         self._in_vain = 0
         self._last: tuple[str, int, int] | None = None
 
+    def begin(self) -> None:
+        """A start."""
+        self._began = time.time()
+
     def spend(self, cause: Failure | None, *, script: bool) -> str:
         """Counts a fault; why the run can't go on by itself, or nothing where it may."""
-        began, self._began = self._began, time.time()
-        # What comes from outside may come to anybody; an error of the program's own likely comes again.
-        own = cause is not None and cause.error not in {MACHINE_LOST, PROCESS_ENDED}
+        began = self._began
+        self.begin()
+        own = cause is not None and not from_outside(cause)
         # What we could name ourselves, such as a loss that is no number or a full disk, comes again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a new start would not mend that"
@@ -105,11 +168,11 @@ def gone_on_with(job: Job) -> Job:
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _note(folder: RunFolder, cause: Failure | None, number: int, told: str, step: int | None) -> None:
+def _note(folder: RunFolder, kind: str, cause: Failure | None, number: int, told: str, step: int | None) -> None:
     """In the diary; the failed processes' own records make room for those of the next start."""
     rank, at = (cause.rank, cause.time) if cause else (0, time.time())
     with suppress(OSError):
-        append(folder.events, Event(time=at, kind="restarted", rank=rank, step=step, message=told))
+        append(folder.events, Event(time=at, kind=kind, rank=rank, step=step, message=told))
         kept = folder.failures / f"start-{number}"
         for record in folder.failures.glob("*.json"):
             kept.mkdir(exist_ok=True)

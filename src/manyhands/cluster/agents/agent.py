@@ -43,6 +43,7 @@ from manyhands.cluster.agents.protocol import (
     Hello,
     KeepRecords,
     LogText,
+    LookAtRun,
     MakeScratch,
     OpenRun,
     OpenTunnelEnds,
@@ -50,6 +51,7 @@ from manyhands.cluster.agents.protocol import (
     Prepared,
     ReadLog,
     RunOpened,
+    RunSeen,
     StartWorkers,
     TakeCode,
     TunnelEnded,
@@ -58,7 +60,7 @@ from manyhands.cluster.agents.protocol import (
 )
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Lines, Message, Misunderstood, RequestFailed, encode
-from manyhands.core.claim import claim, run_id, set_run_id
+from manyhands.core.claim import agent_has_left, claim, run_id, set_run_id
 from manyhands.core.cores import cores
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import RunFolder, use_run_folder, writing_into
@@ -165,6 +167,7 @@ class Agent:
             Hello: self._hello,
             TakeCode: self._take_code,
             OpenRun: self._open,
+            LookAtRun: self._look,
             KeepRecords: self._keep,
             MakeScratch: self._scratch,
             Bind: self._bind,
@@ -236,6 +239,11 @@ class Agent:
         if request.records:
             self._sender = Sender(path, request.held, output=request.output)
         return replace(answer, run=found)
+
+    def _look(self, request: LookAtRun) -> RunSeen:
+        folder = RunFolder(Path(request.folder).expanduser().absolute())
+        busy = not agent_has_left(folder.ranks, request.machine, request.generation)
+        return RunSeen(run_id(folder), folder.has_checkpoints(), busy)
 
     def _claim(self, folder: RunFolder, request: OpenRun) -> str | None:
         """Locks the run folder until this agent ends; the id of the run that it holds, None where another has it."""

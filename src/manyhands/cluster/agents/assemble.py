@@ -117,7 +117,7 @@ def assembled(
     links: list[AgentConnection] = []
     with ended_like_ctrl_c():
         try:
-            links.extend(_open(machine, options, logs) for machine in machines)
+            links.extend(open_agent(machine, options, logs) for machine in machines)
             yield _greet(links, options, wanted)
         except KeyboardInterrupt:
             on_stop()
@@ -152,7 +152,8 @@ def refuse_doubles(machines: Sequence[Machine]) -> None:
         raise UserError(f"{', '.join(twice)} is named twice", "cluster.hosts", (mend,))
 
 
-def _open(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
+def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
+    """Starts the agent of one machine; whether that works shows when it is first asked."""
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     return open_there(machine, options, logs / f"agent@{machine.name}.log")
@@ -175,11 +176,11 @@ def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsW
         else:
             crew.links.append(link)
             crew.facts.append(answer.facts)
-            crew.clock_offsets_s[link.machine.name] = _offset(answer.facts.get("time", 0.0), asked)
+            crew.clock_offsets_s[link.machine.name] = clock_offset(answer.facts.get("time", 0.0), asked)
     return crew
 
 
-def _offset(there: float, asked: float) -> float:
+def clock_offset(there: float, asked: float) -> float:
     """How far a clock is ahead, as far as the time that the answer took lets us know; 0 within that."""
     now = time.time()
     return there - now if there > now else there - asked if there < asked else 0.0

@@ -180,10 +180,9 @@ def ask_all(
             for link in kept:
                 link.pulse()
             for link in _stir(selector, [link for link in links if link.unsent and link not in answers], 0.2):
-                answers.update(_answers(link, link.read(), *asked[link]))
-                if link.closed:
-                    answers.setdefault(link, _gone(link))
-                if link in answers:
+                answer = answer_to(link, *asked[link])
+                if answer is not None:
+                    answers[link] = answer
                     selector.unregister(link)
     silent = f"did not answer within {timeout_s:.0f} s"
     return [answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in links]
@@ -215,15 +214,14 @@ def _closed(link: AgentConnection, what: str) -> LinkClosed:
     return LinkClosed(what, name, (f"is {name} switched on and on the network? manyhands doctor --hosts … says more",))
 
 
-def _answers(
-    link: AgentConnection, messages: Sequence[tuple[int, Message]], number: int, request: Request[A]
-) -> dict[AgentConnection, A | RunError]:
-    for answered, message in messages:
+def answer_to(link: AgentConnection, number: int, request: Request[A]) -> A | RunError | None:
+    """What has come as a request's answer, or the error in its place, without waiting; None while nothing has."""
+    for answered, message in link.read():
         if answered == number and isinstance(message, request.answer):
-            return {link: cast(A, message)}
+            return cast(A, message)
         if isinstance(message, Misunderstood) or (answered == number and isinstance(message, RequestFailed)):
-            return {link: _failed(link, message)}
-    return {}
+            return _failed(link, message)
+    return _gone(link) if link.closed else None
 
 
 def _failed(link: AgentConnection, failed: RequestFailed) -> RunError:

@@ -126,6 +126,30 @@ class OpenRun(Request[RunOpened]):
 
 
 @dataclass(frozen=True)
+class RunSeen(Message):
+    """What is in a run folder on a machine, before it is opened.
+
+    Attributes:
+        run: id of the run; empty for none.
+        checkpoints: it has some.
+        busy: processes that an earlier agent of this machine has started are there still.
+    """
+
+    run: str
+    checkpoints: bool
+    busy: bool
+
+
+@dataclass(frozen=True)
+class LookAtRun(Request[RunSeen]):
+    """What is in this run folder, and have the processes left that were this machine's, by its place and start?"""
+
+    folder: str
+    machine: int
+    generation: int
+
+
+@dataclass(frozen=True)
 class FilePiece(Message):
     """A piece of a growing file of a run folder from its byte `offset` on, or a small file whole."""
 

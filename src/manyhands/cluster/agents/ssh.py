@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.cluster.descriptions.inventory import Machine, in_brackets
@@ -46,9 +47,8 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path) -> l
     """The command that starts the agent on another machine, in the same folder as here where it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is no host', "cluster.hosts", ("write a name or an address",))
-    # On one line, since a csh there, which hands it on to sh, takes none that is longer between quotes.
-    script = " ".join(agent_script(options, workdir).splitlines())
-    return [*ssh_words(options), *port_words(machine), "--", machine.host, f"exec sh -c {shlex.quote(script)}"]
+    script = python_script(options, workdir, AGENT)
+    return [*ssh_words(options), *port_words(machine), "--", machine.host, script]
 
 
 def port_words(machine: Machine) -> list[str]:
@@ -68,20 +68,27 @@ def copied_by(machine: Machine, folder: str, to: str) -> str:
     return shlex.join(["scp", "-r", *port, f"{user}{in_brackets(machine.address)}:{folder}", to])
 
 
-def agent_script(options: ClusterOptions, workdir: Path) -> str:
-    """What the other machine's shell runs: enters the work folder, finds a Python, becomes the agent."""
+def python_script(options: ClusterOptions, workdir: Path, words: Sequence[str]) -> str:
+    """What the other machine's shell runs: enters the work folder, finds a Python, and gives it these words."""
+    # On one line, since a csh there, which hands it on to sh, takes none that is longer between quotes.
+    return f"exec sh -c {shlex.quote(' '.join(agent_script(options, workdir, words).splitlines()))}"
+
+
+def agent_script(options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> str:
+    """The same by lines, as a person reads it."""
+    given = shlex.join(words)
     if options.workdir:
         enter = f"cd {_quoted(options.workdir)} || exit 126;"
     else:
         enter = f"cd {shlex.quote(str(workdir))} 2>/dev/null;"
     if options.python:
-        return f"{enter}\nexec {_quoted(options.python)} {shlex.join(AGENT)}"
+        return f"{enter}\nexec {_quoted(options.python)} {given}"
     return (
         f"{enter}\n"
         f"own=;\n"
         f"test -O {OWN} 2>/dev/null && test -O {OWN}/bin && own={OWN}/bin/python;\n"
         f"for python in {shlex.quote(sys.executable)} $own python3 python; do\n"
-        f'  "$python" {SAFE} -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" {shlex.join(AGENT)};\n'
+        f'  "$python" {SAFE} -c {shlex.quote(HAS_MANYHANDS)} 2>/dev/null && exec "$python" {given};\n'
         f"done;\n"
         f"echo {shlex.quote(NO_PYTHON)} >&2;\n"
         f"exit 127"

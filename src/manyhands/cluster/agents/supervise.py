@@ -60,6 +60,7 @@ class Ending:
         evicted: rank to why it was ended by its head, since it hung.
         hung: why the processes could not do what was asked for, and were killed.
         interrupted: True when the user (or the system) asked for a stop.
+        regrouped: True when the head had the processes save and leave, to start them on other machines.
         broken: an agent's own traceback, if one failed itself.
         refused: what an agent could not do as it was ordered, in words for the user.
     """
@@ -74,6 +75,7 @@ class Ending:
     evicted: dict[int, str] = field(default_factory=dict[int, str])
     hung: str = ""
     interrupted: bool = False
+    regrouped: bool = False
     broken: str = ""
     refused: ManyhandsError | None = None
 
@@ -95,6 +97,7 @@ class Watch:
         clock_offsets_s: machine's name to how far its clock is ahead of ours.
         evicts: a process that hangs is ended, so that the run can go on without it.
         cut: asked now and then what is told of a tunnel of the head's own that has ended.
+        regroups: asked as often; True has the processes save and leave, so that they can be started on other machines.
     """
 
     on_tick: Callable[[], None] = lambda: None
@@ -104,6 +107,7 @@ class Watch:
     clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
     evicts: bool = False
     cut: Callable[[], str] = str
+    regroups: Callable[[], bool] = lambda: False
 
 
 def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
@@ -136,6 +140,8 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
                 head.obey(len(signals))
                 head.look()
                 watch.on_tick()
+                if watch.regroups():
+                    head.regroup()
     except BaseException:
         close_all(links)
         raise
@@ -199,6 +205,12 @@ class _Head:
             self._watch.on_stop()
         if wishes > 1:
             self._end_at = min(self._end_at, time.monotonic() + KILL_S)
+
+    def regroup(self) -> None:
+        """Has the processes save and leave, unless they are about to leave anyway."""
+        if not (self.ending.regrouped or self._wishes) and self.running == self._started:
+            self.ending.regrouped = True
+            self._command(StopWorkers())
 
     def look(self) -> None:
         """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
@@ -300,7 +312,7 @@ class _Head:
             ending.records[record.rank] = record.model_copy(update={"time": record.time - offset_s})
         if ended.broken:
             ending.broken = ended.broken
-        elif not ended.returned and not ended.failed and not ending.interrupted:
+        elif not ended.returned and not ended.failed and not (ending.interrupted or ending.regrouped):
             ending.broken = f"the processes were ended ({ended.ended_by})"
         self._gone(link)
 

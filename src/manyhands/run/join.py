@@ -1,0 +1,200 @@
+"""A machine more for a run that goes on, asked for at a socket file in the run folder of its head."""
+
+import getpass
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.cluster.agents.ssh import SAFE, explain_contact, port_words, python_script, ssh_words
+from manyhands.cluster.descriptions.formats import hostfile
+from manyhands.cluster.descriptions.inventory import Machine, in_brackets
+from manyhands.cluster.messages import Lines, Message, encode
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.run.watch import find_running
+
+SOCKET = "head.sock"
+# What ssh itself ends with where there is no connection.
+SSH_FAILED = 255
+Tell = Callable[[str, bool], object]
+
+
+@dataclass(frozen=True)
+class AskToJoin(Message):
+    """This machine is to take part, as a user writes it."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class JoinTold(Message):
+    """What became of that."""
+
+    text: str
+    takes_part: bool
+
+
+class FrontDoor:
+    """The head's end of the socket. Nothing here waits.
+
+    Args:
+        folder: the run's.
+        admit: is given each machine that is asked for and whom to tell; raises ManyhandsError for one that can't come.
+    """
+
+    def __init__(self, folder: Path, admit: Callable[[Machine, Tell], None]) -> None:
+        self._path, self._admit = folder / SOCKET, admit
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        with _short(self._path) as short:
+            self._listener.bind(short)
+        self._path.chmod(0o600)
+        self._listener.listen()
+        self._open: dict[socket.socket, Lines] = {}
+
+    def tick(self) -> None:
+        """Hears who has come."""
+        with suppress(BlockingIOError):
+            while True:
+                come = self._listener.accept()[0]
+                come.setblocking(False)
+                self._open[come] = Lines()
+        for one in list(self._open):
+            with suppress(BlockingIOError):
+                self._hear(one)
+
+    def _hear(self, one: socket.socket) -> None:
+        try:
+            received = one.recv(1 << 16)
+        except ConnectionError:
+            received = b""
+        lines = self._open[one]
+        asked = [message for _, message in lines.take(received) if isinstance(message, AskToJoin)]
+        if asked:
+            self._asked(one, asked[0].host)
+        elif not received or lines.too_long:
+            self._let_go(one)
+
+    def _asked(self, one: socket.socket, host: str) -> None:
+        def tell(text: str, takes_part: bool) -> None:
+            with suppress(OSError):  # who asked may have gone
+                one.sendall(encode(JoinTold(text, takes_part)))
+            self._let_go(one)
+
+        try:
+            (machine,) = hostfile.read_list(host, "--host").machines
+            self._admit(machine, tell)
+        except ManyhandsError as error:
+            tell("; ".join([error.what, *error.mend]), False)
+        except ValueError:
+            tell("one machine is asked for at a time", False)
+
+    def _let_go(self, one: socket.socket) -> None:
+        self._open.pop(one, None)
+        one.close()
+
+    def close(self) -> None:
+        """Takes the socket away."""
+        self._path.unlink(missing_ok=True)
+        for one in [self._listener, *self._open]:
+            one.close()
+
+
+@contextmanager
+def front_door(
+    folder: Path, admit: Callable[[Machine, Tell], None], say: Callable[[str, str], object]
+) -> Generator[Callable[[], None]]:
+    """Opens the socket for as long as the block lasts; gives what is to be called often."""
+    try:
+        door = FrontDoor(folder, admit)
+    except OSError as error:
+        say(f"no machine can be added with manyhands join: {error.strerror} ({folder / SOCKET})", "WARNING")
+        yield lambda: None
+        return
+    try:
+        yield door.tick
+    finally:
+        door.close()
+
+
+@contextmanager
+def _short(path: Path) -> Generator[str]:
+    """A socket's path as the system takes it, which is little more than a hundred bytes long."""
+    if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").is_dir():
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def join_here(run: str, host: str) -> str:
+    """Has a run whose head is on this machine take up another machine; waits until it does.
+
+    Raises:
+        UserError: there is no such run, or it takes nobody.
+        RunError: the machine doesn't take part; why is in it.
+    """
+    folder = Path(run).expanduser()
+    if not (folder / SOCKET).exists():
+        record = find_running(run)
+        if not record.here:
+            raise UserError(
+                f"{record.name} is watched from {record.host}", "RUN", (f"manyhands join {record.host}:{run}",)
+            )
+        folder = Path(record.run)
+    with socket.socket(socket.AF_UNIX) as head:
+        try:
+            with _short(folder / SOCKET) as short:
+                head.connect(short)
+        except OSError:
+            mend = ("only a run that `manyhands launch` started, and that goes on, takes machines",)
+            raise UserError(f"{folder} has no head that answers", "RUN", mend) from None
+        head.sendall(encode(AskToJoin(host)))
+        lines = Lines()
+        while received := head.recv(1 << 16):
+            for _, message in lines.take(received):
+                if isinstance(message, JoinTold) and message.takes_part:
+                    return message.text
+                if isinstance(message, JoinTold):
+                    raise RunError(message.text, host)
+    raise RunError(f"the run has ended before {host} could take part", str(folder))
+
+
+def join_from_here(target: str, host: str, options: ClusterOptions) -> int:
+    """Has a run elsewhere take up this machine: asks over ssh where its head is. Gives the exit code.
+
+    Args:
+        target: HEAD:RUN.
+        host: how the head reaches this machine; empty for this user at the address that it is seen at from there.
+        options: of the cluster: how the head is reached.
+
+    Raises:
+        UserError: the head can't be reached.
+    """
+    head, _, run = target.rpartition(":")
+    (machine,) = hostfile.read_list(head, "HEAD:RUN").machines
+    back = ["--host", host] if host else ["--back", getpass.getuser()]
+    script = python_script(options, Path.cwd(), (SAFE, "-m", "manyhands", "join", run, *back))
+    command = [*ssh_words(options), *port_words(machine), "--", machine.host, script]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode == SSH_FAILED:
+        contact = explain_contact(machine, done.returncode, done.stderr, options)
+        raise UserError(contact.what, head, contact.mend)
+    os.write(2, done.stderr.encode())
+    return done.returncode
+
+
+def seen_at(user: str) -> str:
+    """How this machine, where a head is, sees the one that this command was typed on, over ssh."""
+    address = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    if not address:
+        raise UserError("who asks is not known: this is no ssh session", "--back", ("--host NAME",))
+    return f"{user}@{in_brackets(address)}"

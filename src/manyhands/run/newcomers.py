@@ -1,0 +1,235 @@
+"""Machines that come back to a run, or are added to it, while it goes on: looked over here until they can take part."""
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.cluster.agents.assemble import clock_offset, open_agent
+from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, LinkClosed, answer_to
+from manyhands.cluster.agents.protocol import Hello, LookAtRun, Prepare, RunSeen, TakeCode
+from manyhands.cluster.agents.ssh import explain_contact
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.doctor.findings import Facts
+from manyhands.cluster.messages import Request
+from manyhands.config.job import Job
+from manyhands.core.claim import run_id
+from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.core.folder import RunFolder
+from manyhands.run.doctor import facts_wanted
+
+# Between two attempts: a tenth of the time that a machine has been away.
+PAUSE, LEAST_S, MOST_S = 0.1, 1.0, 30.0
+# An agent that says nothing for so long is given up, and another one is tried; importing torch may take most of it.
+CONTACT_S = 300.0
+# Waiting for it: the agent of a machine that was cut off has its processes still.
+BUSY = "it ends its processes of before"
+
+
+@dataclass(frozen=True)
+class PartTaken:
+    """A machine's part in a run: for one that comes back, the part that it had.
+
+    Attributes:
+        folder: the run folder there.
+        machine: its place among the machines of the last start that it took part in.
+        generation: that start; -1 for none.
+    """
+
+    folder: str
+    machine: int = 0
+    generation: int = -1
+
+
+@dataclass(eq=False)
+class Newcomer:
+    """One machine that is to take part.
+
+    Attributes:
+        machine: which.
+        part: what is known of its part.
+        tell: is given what has become of it, and whether it takes part.
+        asked_for: by the user; else the machine was lost.
+        since: when it was lost or asked for, by the monotonic clock.
+        not_before: it is set aside until then.
+        link: the conversation with its agent, while there is one.
+        facts: what it said of itself.
+        ready: the device and the number of processes, once it can take part.
+    """
+
+    machine: Machine
+    part: PartTaken
+    tell: Callable[[str, bool], object] = lambda _text, _takes_part: None
+    asked_for: bool = False
+    since: float = field(default_factory=time.monotonic)
+    not_before: float = 0.0
+    link: AgentConnection | None = None
+    facts: Facts = field(default_factory=dict[str, Any])
+    clock_offset_s: float = 0.0
+    ready: tuple[str, int] | None = None
+    try_at: float = 0.0
+    until: float = 0.0
+    steps: Generator[Request[Any], Any, tuple[str, int]] | None = None
+    question: tuple[int, Request[Any]] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the machine."""
+        return self.machine.name
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Ends the conversation."""
+        if self.link:
+            self.link.close(patience_s)
+        self.link = self.steps = self.question = self.ready = None
+
+
+class RefusedError(ManyhandsError):
+    """This machine can't take part, and trying again would not change that."""
+
+
+class Newcomers:
+    """All machines that are to take part, and do not yet. Nothing here waits.
+
+    Args:
+        job: what they are to do.
+        folder: the run's.
+        judge: raises RefusedError for what would keep a machine from taking part, from what it says of itself.
+        say: tells the user, a sentence and its level.
+
+    Attributes:
+        code: files that each is to have.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        judge: Callable[[Machine, Facts], None],
+        say: Callable[[str, str], object],
+    ) -> None:
+        self._job, self._folder, self._judge, self._say = job, folder, judge, say
+        self._all: list[Newcomer] = []
+        self.code: Mapping[str, str] = {}
+
+    def add(self, newcomer: Newcomer) -> None:
+        """Tries from now on to have this machine take part."""
+        newcomer.try_at = newcomer.since + LEAST_S if not newcomer.asked_for else 0.0
+        self._all.append(newcomer)
+
+    def names(self) -> list[str]:
+        """Of all that are to take part."""
+        return [one.name for one in self._all]
+
+    @property
+    def can_come(self) -> list[Newcomer]:
+        """Those that can take part now; none while another is about to be ready too, so that one pause serves both."""
+        now = time.monotonic()
+        coming = [one for one in self._all if one.facts and one.link and not one.ready]
+        ready = [one for one in self._all if one.ready and now >= one.not_before]
+        return [] if coming else ready
+
+    def take(self, most: int) -> list[Newcomer]:
+        """Gives away up to so many that can take part."""
+        now = time.monotonic()
+        taken = [one for one in self._all if one.ready and now >= one.not_before][:most]
+        self._all = [one for one in self._all if one not in taken]
+        return taken
+
+    def refuse(self, newcomer: Newcomer, error: ManyhandsError) -> None:
+        """Tells the user why a machine doesn't take part, which is not tried again."""
+        newcomer.close()
+        self._all = [one for one in self._all if one is not newcomer]
+        mend = f" ({'; or '.join(error.mend)})" if error.mend else ""
+        text = f"{newcomer.name} does not take part: {error.what}{mend}"
+        self._say(text, "WARNING")
+        newcomer.tell(text, False)
+
+    def tick(self) -> None:
+        """Goes on with each as far as that is possible without waiting."""
+        for one in list(self._all):
+            try:
+                self._go_on(one)
+            except (LinkClosed, TimeoutError):
+                self._later(one)
+            except (RefusedError, RunError, UserError) as error:
+                self.refuse(one, error)
+
+    def close(self) -> None:
+        """Lets go of all."""
+        for one in self._all:
+            one.close()
+            one.tell(f"the run has ended before {one.name} could take part", False)
+        self._all = []
+
+    def _go_on(self, one: Newcomer) -> None:
+        now = time.monotonic()
+        if one.link is None:
+            if now < one.try_at:
+                return
+            link = one.link = open_agent(one.machine, self._job.cluster, self._folder.ranks)
+            one.until, one.steps = now + CONTACT_S, self._meet(one, link)
+            one.question = _asked(link, next(one.steps))
+        one.link.pulse()
+        one.link.flush()
+        if one.question is None:
+            _make_sure(one, one.link)
+            return
+        answer = answer_to(one.link, *one.question)
+        if answer is None:
+            if now > one.until:
+                raise TimeoutError(f"{one.name} did not answer within {CONTACT_S:.0f} s")
+            return
+        if isinstance(answer, RunError):
+            raise answer
+        try:
+            assert one.steps
+            one.question = _asked(one.link, one.steps.send(answer))
+        except StopIteration as over:
+            one.ready, one.question = over.value, None
+
+    def _meet(self, one: Newcomer, link: AgentConnection) -> Generator[Request[Any], Any, tuple[str, int]]:
+        """Everything that is asked of a machine before it takes part, but for what all machines are needed for."""
+        asked = time.time()
+        greeting = yield Hello(facts_wanted(self._job), remote=not link.here)
+        one.clock_offset_s = clock_offset(greeting.facts.get("time", 0.0), asked)
+        self._judge(one.machine, greeting.facts)
+        one.facts = greeting.facts
+        part = one.part
+        seen: RunSeen = yield LookAtRun(part.folder, part.machine, part.generation)
+        if seen.busy:
+            raise TimeoutError(f"{one.name} {BUSY}")
+        if seen.checkpoints and seen.run != run_id(self._folder):
+            what = f"it holds another run in {part.folder}"
+            raise RefusedError(what, mend=("move that away there",))
+        if self.code and not link.here:
+            yield TakeCode(dict(self.code))
+        slots = one.machine.slots
+        prepared = yield Prepare(slots, self._job.cluster.threads, self._job.cluster.device)
+        if slots > prepared.count and prepared.device not in {"cpu", "mps"}:
+            raise RefusedError(
+                f"it has {prepared.count} {prepared.device} devices, and {slots} processes are asked for"
+            )
+        return prepared.device, slots or prepared.count
+
+    def _later(self, one: Newcomer) -> None:
+        """The next attempt comes after a pause that grows; a machine that was never there is told of at once."""
+        if one.asked_for and one.link and not one.facts:
+            contact = explain_contact(one.machine, one.link.close(), one.link.said(), self._job.cluster)
+            self.refuse(one, RefusedError(contact.what, mend=contact.mend))
+            return
+        one.close()
+        one.facts = {}
+        now = time.monotonic()
+        one.try_at = max(now + min(max(LEAST_S, PAUSE * (now - one.since)), MOST_S), one.not_before)
+
+
+def _asked(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[Any]]:
+    return link.post(request), request
+
+
+def _make_sure(one: Newcomer, link: AgentConnection) -> None:
+    """Raises TimeoutError: a machine that was ready is lost again."""
+    link.read()
+    if link.closed or (not link.here and time.monotonic() - link.heard > SILENT_S):
+        raise TimeoutError(f"{one.name} is lost again")

@@ -1,0 +1,125 @@
+"""Machines that come back to a run of three hosts, or are added to it: what it learns is what it would have learnt."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.e2e.command import QUICK, assert_one_screen, events, final_weights, finish, run, running, wait_until
+from tests.network.test_launch import EXACT, begun, gone, hosts, is_agent
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+# Long enough for a machine to come back in; it is ended by `stop` once the machine has trained.
+LONG = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK, *EXACT]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def machines(folder="run"):
+    return [entry["host"] for entry in json.loads(Path(folder, "machines.json").read_text())]
+
+
+def steps(folder="run"):
+    path = Path(folder) / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return [record["step"] for record in map(json.loads, lines) if record["kind"] == "step"]
+
+
+def trained_on(count, process):
+    """Waits until the run has made updates in a start with so many machines."""
+    wait_until(lambda: events("run", "resumed") and len(machines()) == count, process)
+    before = len(steps())
+    wait_until(lambda: len(steps()) > before + 2, process)
+
+
+def ended_as_undisturbed(process):
+    """Stops the run, and compares it with one that nothing has happened to, up to the same update."""
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == 75, ended.err
+    last = events("run", "stopped")[-1]["step"]
+    whole = run("train", *LONG, "--set", f"train.max_steps={last}", "--out", "whole")
+    assert whole.code == 0, whole.err
+    theirs = final_weights("whole")
+    for name, tensor in final_weights("run").items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+    # Each update that counts was made once: a record's step is beyond the one before it.
+    made = steps()
+    assert made == sorted(set(made)), made
+    return ended
+
+
+@pytest.mark.parametrize("how", ["agent", "kill", "down"])
+def test_a_machine_that_comes_back_takes_part_again(how, lab, here):
+    with running("launch", *LONG, "--set", "checkpoint.every=100steps", *hosts(lab), "--out", "run") as process:
+        wait_until(begun(kind="saved"), process)
+        if how == "agent":
+            (agent,) = [pid for pid in lab.processes(3) if is_agent(psutil.Process(pid))]
+            os.kill(agent, signal.SIGKILL)
+        else:
+            {"kill": lab.kill, "down": lab.down}[how](3)
+            wait_until(lambda: len(machines()) == 2, process)
+            lab.up(3)
+        if how == "kill":
+            lab.start(3)
+        back = time.time()
+        wait_until(lambda: events("run", "regrouped"), process)
+        trained_on(3, process)
+        print(f"{how}: {[(e['kind'], round(e['time'] - back, 1)) for e in events('run') if e['time'] > back]}")
+        ended_as_undisturbed(process)
+        gone(lab)
+    assert machines() == ["n1", "n2", "n3"]
+
+
+@pytest.mark.parametrize("typed", ["at the head", "on the machine"])
+def test_a_machine_joins_a_run_that_goes_on(typed, lab, here):
+    """The head is on n2, whose sshd the third machine reaches, as it is reached from there."""
+    command = [lab.python, "-m", "manyhands", "launch", *LONG, *hosts(lab)[2:], "--hosts", "n1,n2", "--out", "run"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
+        head = lab.exec(2, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+        wait_until(begun(), head)
+        assert (here / "run" / "head.sock").stat().st_mode & 0o777 == 0o600
+        words = ["run", "--host", "n3"] if typed == "at the head" else [f"n2:{here}/run", "--cluster.ssh", lab.ssh]
+        host = 2 if typed == "at the head" else 3
+        before = time.time()
+        said = lab.run(host, [lab.python, "-m", "manyhands", "join", *words])
+        print(f"{typed}: {time.time() - before:.1f} s: {said}")
+    name = "n3" if typed == "at the head" else lab.address(3)
+    assert said == f"{name} takes part in run\n"
+    trained_on(3, head)
+    assert machines()[2] == ("n3" if typed == "at the head" else f"root@{lab.address(3)}")
+    ended_as_undisturbed(head)
+    gone(lab)
+    assert not (here / "run" / "head.sock").exists()
+
+
+def test_who_can_not_join_is_told_why_and_the_run_goes_on(lab, here):
+    job = ["launch", *LONG, "--hosts", "n1,n2", "--cluster.ssh", lab.ssh, "--elastic", "1:3", "--out", "run"]
+    lab.down(3)
+    with running(*job) as process:
+        wait_until(begun(), process)
+        for host, told in [("n2", "n2 takes part already"), ("n1,n2", "one machine is asked for at a time"),
+                           ("nowhere", "the name nowhere has no address here")]:  # fmt: skip
+            refused = run("join", "run", "--host", host)
+            assert refused.code == 1, refused.err
+            assert told in refused.err
+            assert_one_screen(refused.err)
+        before = len(steps())
+        wait_until(lambda: len(steps()) > before, process)
+        assert not events("run", "regrouped")
+        process.send_signal(signal.SIGINT)
+        assert finish(process).code == 75
+    ended = run("join", "run", "--host", "n3")
+    assert ended.code == 2
+    assert "the run in run isn't going on" in ended.err

@@ -1,0 +1,92 @@
+"""The socket by which a run is asked for another machine."""
+
+import os
+import socket
+import threading
+
+import pytest
+
+from manyhands.core.errors import RunError, UserError
+from manyhands.run.join import SOCKET, front_door, join_here
+
+
+@pytest.fixture(params=["short", "long"])
+def folder(request, tmp_path):
+    """Also one whose path is longer than the system takes for a socket."""
+    made = tmp_path / ("run" if request.param == "short" else "/".join(["x" * 100] * 3))
+    made.mkdir(parents=True)
+    return made
+
+
+def served(folder, admit, asks):
+    """What asking gives, while the head's loop goes round."""
+    found = []
+
+    def ask():
+        try:
+            found.append(asks())
+        except (RunError, UserError) as error:
+            found.append(error)
+
+    with front_door(folder, admit, pytest.fail) as tick:
+        assert (folder / SOCKET).stat().st_mode & 0o777 == 0o600
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not found:
+            tick()
+        thread.join()
+    assert not (folder / SOCKET).exists()
+    return found[0]
+
+
+def test_who_asks_is_told_once_the_machine_takes_part(folder):
+    asked = []
+
+    def admit(machine, tell):
+        asked.append(machine.target)
+        tell(f"{machine.name} takes part", True)
+
+    assert served(folder, admit, lambda: join_here(str(folder), "ssh://me@n4:31234")) == "n4:31234 takes part"
+    assert asked == ["ssh://me@n4:31234"]
+
+
+@pytest.mark.parametrize("host", ["n4,n5", "-oProxyCommand=x", "n4;reboot", "", "no more"])
+def test_who_can_not_come_is_refused_in_words(host, folder):
+    def admit(machine, tell):
+        raise UserError("enough take part")
+
+    error = served(folder, admit, lambda: join_here(str(folder), host or "n4"))
+    assert isinstance(error, RunError)
+    assert "\n" not in error.what
+
+
+def test_noise_at_the_socket_harms_nobody(folder):
+    """Another program of the user's, and one that goes before it is answered."""
+
+    def admit(machine, tell):
+        tell("here", True)
+
+    def ask():
+        for noise in (
+            os.urandom(4096),
+            b"GET / HTTP/1.0\r\n\r\n",
+            b'{"v": 2, "is": "StopWorkers", "id": 0, "with": {}}\n',
+        ):
+            with socket.socket(socket.AF_UNIX) as head, short(folder) as path:
+                head.connect(path)
+                head.sendall(noise)
+        return join_here(str(folder), "n4")
+
+    assert served(folder, admit, ask) == "here"
+
+
+def short(folder):
+    from manyhands.run.join import _short
+
+    return _short(folder / SOCKET)
+
+
+def test_a_run_without_a_head_says_so(folder):
+    (folder / SOCKET).touch()
+    with pytest.raises(UserError, match="has no head that answers"):
+        join_here(str(folder), "n4")
