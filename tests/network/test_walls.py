@@ -1,14 +1,36 @@
 """What a neighbour on the network reaches while a job runs on several hosts, and what it can do there."""
 
+import contextlib
 import json
+import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import finish, run, running, wait_until
+from tests.e2e.command import events, finish, run, running, typed, wait_until
+from tests.network.lab import SOURCE
+from tests.network.stranger import FORGED
 from tests.network.test_launch import ENDLESS, SHORT, begun, gone, here, hosts
 
 pytestmark = pytest.mark.timeout(300)
 __all__ = ["here"]
+STRANGER = Path(__file__).with_name("stranger.py")
+
+
+@contextlib.contextmanager
+def typed_on(lab, host, *words):
+    """A command of ours that is typed on a host, and its output in said<host>; ended with the block."""
+    with Path(f"said{host}").open("w") as said:
+        process = lab.exec(
+            host, [lab.python, "-m", "manyhands", *words], env=typed(PYTHONPATH=str(SOURCE)),
+            stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
 
 def listening(lab, host):
@@ -64,3 +86,76 @@ def test_the_head_may_be_any_of_the_machines(lab, here, names):
     said = lab.run(1, [*command, "--out", here / "run", "--json"], cwd=here)
     assert json.loads(said)["status"] == "finished"
     gone(lab)
+
+
+def steps(folder):
+    metrics = Path(folder) / "metrics.jsonl"
+    return metrics.read_text().count('"kind":"step"') if metrics.is_file() else 0
+
+
+def attacked(lab, here, *targets):
+    """What of two hosts lets a stranger on the third in; everything that listens there is tried at each address."""
+    places = []
+    for host in targets:
+        ports = {place.rpartition(":")[2] for place in listening(lab, host)}
+        places += [f"{lab.address(host)}:{port}" for port in ports]
+    said = lab.run(3, [lab.python, STRANGER, here, *sorted(places)])
+    return {place for place, entered in json.loads(said).items() if entered}
+
+
+def still_trains(here, process):
+    before = steps("run")
+    wait_until(lambda: steps("run") > before + 10, process)
+    assert not (here / "executed").exists()
+    assert not list(events("run", "restarted"))
+
+
+def stopped_well(*processes):
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    for process in processes:
+        assert process.wait(60) == 75
+    for said in Path().glob("said*"):
+        assert FORGED not in said.read_text()
+
+
+@pytest.mark.slow
+def test_a_stranger_reaches_nothing_of_a_run_on_one_machine(lab, here):
+    """Nor of `fit` and `session`, whose processes are started alike."""
+    with typed_on(lab, 1, "train", *ENDLESS, "-n", "2", "--out", here / "run") as process:
+        wait_until(begun("run"), process)
+        assert not outside(lab, 1)
+        assert not attacked(lab, here, 1)
+        still_trains(here, process)
+        stopped_well(process)
+
+
+@pytest.mark.slow
+def test_a_stranger_comes_in_nowhere_while_launched_processes_train(lab, here):
+    with running("launch", *ENDLESS, "--hosts", "n1,n2", "--cluster.ssh", lab.ssh, "--out", "run") as process:
+        wait_until(begun("run"), process)
+        assert not attacked(lab, here, 1, 2)
+        still_trains(here, process)
+        process.send_signal(signal.SIGINT)
+        ended = finish(process)
+        assert ended.code == 75, ended.err
+        assert FORGED not in ended.err + ended.out
+
+
+@pytest.mark.slow
+def test_a_stranger_at_the_meeting_by_hand_is_put_out_before_it_can_forge_a_failure(lab, here):
+    init = f"{lab.address(1)}:29555"
+    words = ["train", *ENDLESS, "--init", f"tcp://{init}", "--world-size", "2", "--out", here / "run"]
+    early = lab.exec(3, [lab.python, STRANGER, here, "--wait", init], stdout=subprocess.PIPE, text=True)
+    with typed_on(lab, 1, *words, "--rank", "0") as first:
+        wait_until((here / "inside").exists, first)
+        with typed_on(lab, 2, *words, "--rank", "1") as second:
+            wait_until(begun("run"), first)
+            inside = f"{lab.address(3)}:"
+            wait_until(lambda: inside not in lab.run(1, ["ss", "-Htn", "state", "established"]), first)
+            (here / "go").touch()
+            said = json.loads(early.communicate(timeout=60)[0])
+            assert said["wrote"] is False, said
+            assert not attacked(lab, here, 1, 2)
+            still_trains(here, first)
+            stopped_well(first, second)

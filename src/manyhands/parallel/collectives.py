@@ -10,6 +10,7 @@ from torch import Tensor
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
+from manyhands.parallel.newcomers import closed_once_formed
 
 Operation = Literal["sum", "mean", "max", "min", "product"]
 _OPERATIONS = {
@@ -166,5 +167,8 @@ def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
         raise UserError(f"{list(ranks)} are not distinct ranks of 0 … {world.size - 1}", "new_group")
-    handle = None if world.alone else dist.new_group(members, timeout=group_timeout(world))
+    if world.alone:
+        return Subgroup(members, members.index(world.rank), None)
+    with closed_once_formed(world.backend):
+        handle = dist.new_group(members, timeout=group_timeout(world))
     return Subgroup(members, members.index(world.rank) if world.rank in members else -1, handle)

@@ -25,6 +25,7 @@ from manyhands.core.world import Membership, World
 from manyhands.parallel import ports
 from manyhands.parallel.cause import Cause
 from manyhands.parallel.meet import check_in, tell_of_two
+from manyhands.parallel.newcomers import closed_once_formed
 from manyhands.parallel.said import Told
 from manyhands.parallel.standing import STARTED_BY, groups, own_use, standing_store
 from manyhands.parallel.tell import tell_those_who_wait
@@ -120,13 +121,14 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
     backend = _backend(membership, device)
     interface = choose_interface(membership, present)
     _use(device)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"group/{membership.attempt}", store),
-        rank=membership.rank,
-        world_size=membership.size,
-        timeout=timedelta(seconds=collective_timeout_s),
-    )
+    with closed_once_formed(backend):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"group/{membership.attempt}", store),
+            rank=membership.rank,
+            world_size=membership.size,
+            timeout=timedelta(seconds=collective_timeout_s),
+        )
     world = World(
         membership.rank,
         membership.size,

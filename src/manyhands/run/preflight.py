@@ -1,6 +1,7 @@
 """Whether the machines of a job can do it, as far as can be seen before it begins or a machine joins it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
 
 from manyhands.cluster.agents.assemble import Crew
 from manyhands.cluster.descriptions.inventory import Address, Machine
@@ -30,7 +31,8 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
     found = examine(survey)
     worst = _fails(found)
     apart = bool(worst) and all(finding.check == "reach" for finding in worst)
-    through_ssh = job.cluster.through_ssh or (apart and not job.cluster.interface)
+    public = public_addresses(survey.chosen)
+    through_ssh = job.cluster.through_ssh or (bool(apart or public) and not job.cluster.interface)
     if apart and through_ssh:
         say(f"{worst[0].what}: trying ssh between them", "INFO")
     elif worst:
@@ -38,10 +40,18 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
         error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].mend, *others))
         error.exit_code = EXIT_DOCTOR
         raise error
+    if public and through_ssh and not job.cluster.through_ssh:
+        say(f"{public}: they are joined through ssh; --interface NAME has what is sent go there in the open", "INFO")
     for finding in found:
         if finding.severity == "warn" and finding.check not in MOMENTARY:
             say(finding.what, "WARNING")
     return [] if through_ssh else [Address(*survey.chosen[link.machine.name]) for link in crew.links]
+
+
+def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
+    """Says which machines reach each other only at addresses of the Internet; nothing where none do."""
+    public = [f"{name} at {address}" for name, (_, address) in chosen.items() if ip_address(address).is_global]
+    return f"between them is only the Internet ({', '.join(public)})" if public else ""
 
 
 def judge(job: Job, crew: Crew, machine: Machine, facts: Facts) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
+from manyhands.parallel.newcomers import closed_once_formed
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.sync.costs import Cost
 from manyhands.sync.method import methods
@@ -33,7 +34,8 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
 
 def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any:
     """Some processes' group; torch would let it wait for a silent peer longer than the job says."""
-    return dist.new_group(list(ranks), timedelta(seconds=job.cluster.collective_timeout_s), backend)
+    with closed_once_formed(backend or str(dist.get_backend())):
+        return dist.new_group(list(ranks), timedelta(seconds=job.cluster.collective_timeout_s), backend)
 
 
 def _beside(world: World) -> str | None:

@@ -17,6 +17,7 @@ from manyhands.cluster.agents.stall import Stalls
 from manyhands.core.machine import this_machine
 from manyhands.core.pulse import PULSE_S, Pulse, Seen
 from manyhands.core.world import Membership
+from manyhands.parallel.newcomers import close_meeting
 from manyhands.parallel.said import Answer, understood
 
 # Over so long each counts what it computes and moves, while nobody speaks with the store.
@@ -52,6 +53,10 @@ class RollCall:
         self._store = own if by_file else own.clone()
         self._membership, self._present, self._pulse, self._say = membership, present, pulse, say
         self._held_by_rank_0 = not membership.agent_store and not by_file
+        # On the process that holds the store: its port, until it is closed to strangers.
+        self._open_port = store.port if self._held_by_rank_0 and membership.rank == 0 else 0
+        if self._held_by_rank_0:
+            self._store.add("attending", 1)
         self._told, self._asked_at, self._over = False, float("inf"), threading.Event()
 
     @contextlib.contextmanager
@@ -77,9 +82,18 @@ class RollCall:
                     if late and not self._told:
                         self._store.set(str(number), "called")
                     called = self._store.check([str(number)])
+                    all_attend = self._open_port and self._store.add("attending", 0) >= len(self._present)
+                if all_attend:
+                    self._close_meeting()
                 if called:
                     self._answer(number)
                     number += 1
+
+    def _close_meeting(self) -> None:
+        here = this_machine()
+        others = {who["machine"]: who["addresses"] for who in self._present.values() if who["machine"] != here}
+        close_meeting(self._open_port, list(others.values()))
+        self._open_port = 0
 
     def _watch_the_store(self) -> None:
         while not self._over.wait(PULSE_S):
