@@ -42,7 +42,7 @@ def trained_on(count, process):
     wait_until(lambda: len(steps()) > before + 2, process)
 
 
-def ended_as_undisturbed(process):
+def ended_as_undisturbed(process, folder="run"):
     """Stops the run, and compares it with one that nothing has happened to, up to the same update."""
     process.send_signal(signal.SIGINT)
     ended = finish(process)
@@ -51,7 +51,7 @@ def ended_as_undisturbed(process):
     whole = run("train", *LONG, "--set", f"train.max_steps={last}", "--out", "whole")
     assert whole.code == 0, whole.err
     theirs = final_weights("whole")
-    for name, tensor in final_weights("run").items():
+    for name, tensor in final_weights(folder).items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
     # Each update that counts was made once: a record's step is beyond the one before it.
     made = steps()
@@ -79,6 +79,31 @@ def test_a_machine_that_comes_back_takes_part_again(how, lab, here):
         ended_as_undisturbed(process)
         gone(lab)
     assert machines() == ["n1", "n2", "n3"]
+
+
+def test_the_first_machine_is_cut_off_and_comes_back_and_goes_on_alone_in_the_end(lab, here):
+    """Each has a disk of its own. What n1 wrote while it was cut off is not the run's, nor among its records later."""
+    place = Path("/srv/manyhands-rejoin")
+    place.mkdir(parents=True, exist_ok=True)
+    for host in lab.hosts:
+        lab.start(host, prepare=f"mount -t tmpfs none {place}")
+    with running("launch", *LONG, *hosts(lab), "--cluster.workdir", place, "--out", "run") as process:
+        wait_until(begun(), process)
+        lab.down(1)
+        time.sleep(25)
+        lab.up(1)
+        back = time.time()
+        trained_on(3, process)
+        print(f"cut: {[(e['kind'], round(e['time'] - back, 1)) for e in events('run') if e['time'] > back]}")
+        assert machines()[0] != "n1"
+        for host in (2, 3):
+            lab.kill(host)
+        wait_until(lambda: machines() == ["n1"], process)
+        before = len(steps())
+        wait_until(lambda: len(steps()) > before + 2, process)
+        ended_as_undisturbed(process, f"/proc/{lab._servers[1].pid}/root/{place}/run")
+    gone(lab)
+    place.rmdir()
 
 
 @pytest.mark.parametrize("typed", ["at the head", "on the machine"])

@@ -226,7 +226,10 @@ class Agent:
 
     def _open_run(self, path: Path, request: OpenRun) -> RunOpened:
         shared = (path / "ranks" / request.token).is_file()
-        folder = use_run_folder(path)
+        folder = RunFolder(path)
+        # What a machine saved that had not rank 0 lies there without the run's job.
+        if run_id(folder) != request.run:
+            use_run_folder(path)
         saved, held = saved_step(folder), Receiver(path).held()
         answer = RunOpened(str(path), shared, folder.has_checkpoints(), saved=-1 if saved is None else saved, held=held)
         self._sender = None
