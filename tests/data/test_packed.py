@@ -27,6 +27,7 @@ from manyhands.data.open import open_data, open_whole
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import PackedSet, columns_digest, digest_of, open_pack, read_columns, write_columns
 from manyhands.data.packing import PackRequest, make_pack, read_contents
+from manyhands.data.shard_writer import PictureFile, packed_picture
 from manyhands.data.splits import ImageFiles, ImagesInMemory
 
 NAMES = ["猫", "собака", "cat 2", "a.b", "train"]
@@ -151,6 +152,18 @@ def test_a_smaller_copy_says_so(tmp_path):
     splits, _ = batches(root, image_size=80)
     assert splits.train.packed is None
     assert any("are smaller" in note for note in splits.notes)
+
+
+def test_a_smaller_copys_jpegs_can_be_read_from_within_and_have_the_usual_pixels(tmp_path):
+    place, plain = tmp_path / "large.png", io.BytesIO()
+    image = Image.effect_noise((900, 640), 80).convert("RGB")
+    image.save(place)
+    _, content = packed_picture(PictureFile(0, str(place), 0, place.stat().st_size, place.stat().st_mtime_ns), 256, 90)
+    image.resize((360, 256), Image.Resampling.BILINEAR).save(plain, "JPEG", quality=90)
+    # Every fourth unit of blocks: 23 in each of 16 rows.
+    assert sum(content.count(bytes([0xFF, mark])) for mark in range(0xD0, 0xD8)) == (23 * 16 - 1) // 4
+    with Image.open(io.BytesIO(content)) as one, Image.open(plain) as other:
+        assert one.tobytes() == other.tobytes()
 
 
 def test_pictures_that_are_small_already_stay_as_they_are(tmp_path):
