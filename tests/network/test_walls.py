@@ -132,9 +132,17 @@ def test_a_stranger_reaches_nothing_of_a_run_on_one_machine(lab, here):
 
 @pytest.mark.slow
 def test_a_stranger_comes_in_nowhere_while_launched_processes_train(lab, here):
-    with running("launch", *ENDLESS, "--hosts", "n1,n2", "--cluster.ssh", lab.ssh, "--out", "run") as process:
+    where = ["--hosts", "n1,n2", "--set", f"cluster.ssh={lab.ssh}"]
+    with running("launch", *ENDLESS, *where, "--out", "run") as process:
         wait_until(begun("run"), process)
         assert not attacked(lab, here, 1, 2)
+        told = run("doctor", *where, "--exposure", "--json")
+        assert told.code == 0, told.err
+        for host, ports in json.loads(told.out)["open"].items():
+            named = {f"{port['address']}:{port['port']}" for port in ports}
+            assert outside(lab, int(host[1:])) <= named
+            assert not [port for port in ports if port["lets_in"] and not port["address"].startswith("127.")]
+        assert f"a free port of {lab.address(2)} (eth0)" in " ".join(json.loads(told.out)["then"])
         still_trains(here, process)
         process.send_signal(signal.SIGINT)
         ended = finish(process)

@@ -7,9 +7,11 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings, settings
 from manyhands.core.catalogue import translated
-from manyhands.core.shown import plain, say, show_json
+from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
+from manyhands.core.shown import plain, say, show, show_json
 
 if TYPE_CHECKING:
+    from manyhands.config.job import Job
     from manyhands.run.doctor import Diagnosis
 
 MARKS = {"fail": ("✗", "bold red"), "warn": ("!", "yellow"), "ok": ("✓", "green")}
@@ -26,6 +28,9 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     interface: Interface = None,
     set_: Settings = None,
     picture: Annotated[Path | None, Parameter(help="draw the speed of each link into this PNG file")] = None,
+    exposure: Annotated[
+        bool, Parameter(negative="", help="only what is open to whom, now and once a job runs")
+    ] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
 ) -> int:
     """Say what would keep a job from training, here or on many machines; takes seconds and changes nothing.
@@ -45,7 +50,10 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
         "cluster.interface": interface,
         **settings(set_ or []),
     }
-    diagnosis = diagnose(load_job(flags, file=job_file).job, say)
+    job = load_job(flags, file=job_file).job
+    if exposure:
+        return _expose(job, as_json=as_json)
+    diagnosis = diagnose(job, say)
     if picture and not diagnosis.survey.mbps:
         say("no picture is drawn, for nothing could be measured between machines")
     elif picture:
@@ -57,6 +65,17 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     else:
         _print(diagnosis)
     return diagnosis.exit_code
+
+
+def _expose(job: "Job", *, as_json: bool) -> int:
+    from manyhands.run.exposure import exposure
+
+    found = exposure(job, say)
+    if as_json:
+        show_json(found.as_json())
+    else:
+        show(found.lines())
+    return EXIT_DOCTOR if found.why_not else EXIT_OK
 
 
 def _print(diagnosis: "Diagnosis") -> None:

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from manyhands.core.outside import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
-VERSION = 3
+VERSION = 4
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
 MEND = ("install the same manyhands on all machines",)

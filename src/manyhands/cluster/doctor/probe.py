@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from manyhands.cluster.doctor.exposure import open_ports
 from manyhands.cluster.doctor.findings import Attempt, Reached
 from manyhands.cluster.doctor.questions import (
     AskClock,
+    AskPorts,
     Attempted,
     ClockTime,
     Connect,
@@ -29,6 +31,7 @@ from manyhands.cluster.doctor.questions import (
     Listening,
     Measure,
     Measured,
+    OpenPorts,
     Unlisten,
 )
 from manyhands.cluster.messages import Done, Message
@@ -250,6 +253,7 @@ class Probe:
             Measure: _measure,
             Unlisten: self._unlisten,
             AskClock: lambda _request: ClockTime(time.time()),
+            AskPorts: lambda _request: OpenPorts(open_ports()),
         }
 
     def _listen(self, request: Listen) -> Listening:

@@ -96,3 +96,25 @@ class ClockTime(Message):
 @dataclass(frozen=True)
 class AskClock(Request[ClockTime]):
     """What does your clock show?"""
+
+
+@dataclass(frozen=True)
+class OpenPort:
+    """What a process of manyhands listens on."""
+
+    address: str  # of this machine; 0.0.0.0 or :: for all of them
+    port: int
+    pid: int
+    lets_in: bool  # whether a connection to it was answered just now
+
+
+@dataclass(frozen=True)
+class OpenPorts(Message):
+    """All of a machine's."""
+
+    ports: tuple[OpenPort, ...]
+
+
+@dataclass(frozen=True)
+class AskPorts(Request[OpenPorts]):
+    """What of manyhands listens on your machine?"""

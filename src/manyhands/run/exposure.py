@@ -1,0 +1,88 @@
+"""What of manyhands is open to whom: on each machine now, and once a job runs."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from ipaddress import ip_address
+from typing import Any
+
+from manyhands.cluster.agents.assemble import assembled
+from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.doctor.exposure import open_ports
+from manyhands.cluster.doctor.questions import AskPorts, OpenPort
+from manyhands.config.job import Job
+from manyhands.core.scratch import scratch
+from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
+from manyhands.run.preflight import public_addresses
+
+HERE = "this machine"
+ALONE = "train, fit and session: ports of loopback alone, for users of this machine"
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What is open to whom.
+
+    Attributes:
+        now: of each machine, what listens.
+        why_not: of a machine that couldn't be asked, why.
+        then: what a job would open, a line each.
+    """
+
+    now: dict[str, tuple[OpenPort, ...]]
+    why_not: dict[str, str]
+    then: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        now = {host: [asdict(port) for port in ports] for host, ports in self.now.items()}
+        return {"v": 1, "open": now, "errors": self.why_not, "then": list(self.then)}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"{host}: {what}" for host, what in self.why_not.items()]
+        for host, ports in self.now.items():
+            found += [f"{host}: {_told(port)}" for port in ports] or [f"{host}: nothing of manyhands listens"]
+        return [*found, "a job would open:", *(f"  {line}" for line in self.then)]
+
+
+def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
+    """Asks the machines that the job names, or this one.
+
+    Args:
+        job: what would run.
+        say: told what is open on the machines meanwhile.
+    """
+    machines = machines_of(job.cluster)
+    if not machines:
+        return Exposure({HERE: open_ports()}, {}, (ALONE,))
+    with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as crew:
+        names = [link.machine.name for link in crew.links]
+        ports = {name: answer.ports for name, answer in zip(names, crew.ask_each(AskPorts()), strict=True)}
+        if len(machines) > 1:
+            say(LISTENING)
+        survey = survey_crew(job, crew, machines, measure=False)
+        why_not = {host: contact.what for host, contact in crew.contacts.items()}
+        return Exposure(ports, why_not, _then(job, survey.hosts, survey.chosen))
+
+
+def _then(job: Job, hosts: tuple[str, ...], chosen: dict[str, tuple[str, str]]) -> tuple[str, ...]:
+    through_ssh = job.cluster.through_ssh or (public_addresses(chosen) and not job.cluster.interface)
+    if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
+        return ("ports of loopback alone, for users of the machines; what is between machines goes through ssh",)
+    return (
+        f"{hosts[0]}: the store, on loopback; on the others a port of loopback from which ssh leads to it",
+        *(f"{host}: a free port of {address} ({interface}) for each process and group: to whoever reaches that address "
+          "while processes meet, then to nobody (with NCCL, or where not all machines are Linux, as long as it runs)"
+          for host, (interface, address) in chosen.items()),
+        "what is sent between these addresses is not encrypted; --interface ssh encrypts it",
+    )  # fmt: skip
+
+
+def _told(port: OpenPort) -> str:
+    where = f"process {port.pid} listens on {port.address} port {port.port}"
+    if not port.lets_in:
+        return f"{where}, and lets nobody in any more"
+    address = ip_address(port.address)
+    if address.is_loopback:
+        return f"{where}: to users of the machine"
+    return f"{where}: to whoever reaches {'any of its addresses' if address.is_unspecified else 'that address'}"
