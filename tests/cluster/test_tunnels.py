@@ -1,0 +1,96 @@
+"""Switchboards with links in the place of ssh's forwards: what goes in at one comes out at the right place."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
+from manyhands.core.errors import RunError
+from manyhands.core.tunnel_ends import reach
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 on loopback")
+
+ONE, TWO = "127.77.3.1", "127.77.3.2"
+
+
+@pytest.fixture
+def ends():
+    with contextlib.closing(Tunnels()) as tunnels:
+        tunnels.open(ONE)
+        yield tunnels.ends
+
+
+def echo_backwards(listener):
+    """Takes one connection, and answers what it has read to the end; in a thread that no failure waits for."""
+
+    def serve():
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as come:
+            connection.sendall(come.read()[::-1])
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def exchange(connection, sent):
+    """Sends all, says that this is all, and gives what comes meanwhile and after."""
+    threading.Thread(
+        target=lambda: (connection.sendall(sent), connection.shutdown(socket.SHUT_WR)), daemon=True
+    ).start()
+    with connection.makefile("rb") as come:
+        return come.read()
+
+
+def test_what_comes_from_another_machine_goes_to_the_port_that_it_names(ends):
+    sent = os.urandom(5_000_000)
+    with socket.create_server((ONE, 0)) as listener, socket.socket(socket.AF_UNIX) as tunnel:
+        echo_backwards(listener)
+        tunnel.settimeout(60)
+        tunnel.connect(ends.entrance)
+        assert exchange(tunnel, listener.getsockname()[1].to_bytes(2) + sent) == sent[::-1]
+
+
+def test_what_goes_to_another_machines_address_enters_its_tunnel_behind_the_port(ends):
+    with socket.socket(socket.AF_UNIX) as ssh:
+        ssh.bind(ends.towards(TWO))
+        ssh.listen()
+        echo_backwards(ssh)
+        with socket.create_server((TWO, 0)) as free:
+            port = free.getsockname()[1]
+        reach(ends, TWO, port)
+        reach(ends, TWO, port)  # asked by a second process
+        reach(ends, ONE, 1)  # its own machine needs nothing
+        sent = os.urandom(5_000_000)
+        with socket.create_connection((TWO, port), timeout=60) as connection:
+            assert exchange(connection, sent) == (port.to_bytes(2) + sent)[::-1]
+
+
+@pytest.mark.parametrize("address", ["127.77.3.9", "10.0.0.1", "../../etc", "localhost", TWO + "/.."])
+def test_nothing_leads_where_no_tunnel_does(ends, address):
+    with pytest.raises(RunError, match="can't be reached through ssh"):
+        reach(ends, address, 4711)
+
+
+def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
+    tunnels = Tunnels()
+    folder = Path(tunnels.open(""))
+    stays = ["sh", "-c", f'echo hello; echo "{STANDS}"; exec cat']
+    failed = tunnels.dig({"n2": stays, "n3": ["sh", "-c", "echo no such host >&2; exit 255"], "n4": ["cat"]}, 5.0)
+    assert failed == {"n3": "no such host", "n4": ""}
+    assert not tunnels.ended()
+    (child,) = psutil.Process().children()
+    child.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 20
+    while not (told := tunnels.ended()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "the tunnel to n2 ended" in told
+    tunnels.close()
+    assert not folder.exists()
+    assert not psutil.Process().children()
