@@ -45,7 +45,7 @@ def main():
             for way in ("eth0", "ssh")[:: 1 if number % 2 else -1]:
                 for size, milliseconds in all_reduces(lab, way).items():
                     took[way, size].append(milliseconds)
-            print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}", flush=True)
+            print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}: {took}", flush=True)
     for size in SIZES:
         network, ssh = took["eth0", size], took["ssh", size]
         ratios = [one / other for one, other in zip(ssh, network, strict=True)]

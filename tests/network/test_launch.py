@@ -88,7 +88,8 @@ def gone(lab, process=None):
 
 
 def test_three_hosts_do_what_three_processes_here_do(lab, here):
-    ended = run("launch", *SHORT, *hosts(lab), "--out", "far", "--json")
+    """Also where the head may pass on what they send each other: they reach each other."""
+    ended = run("launch", *SHORT, *hosts(lab), "--relay", "--out", "far", "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["status"] == "finished"
     assert "3 processes on n1, n2, n3" in ended.err

@@ -129,3 +129,13 @@ def test_a_machine_of_the_run_passes_on_and_a_lost_tunnel_is_dug_anew(rented, he
     alone = ["-n", "3", "--out", "near", "--set", "parallel.shared_memory=false"]
     assert run("train", *ENDLESS, *EXACT, *steps, *alone).code == 0
     assert_equal_weights(final_weights("far"), final_weights("near"))
+
+
+def test_a_head_that_is_killed_leaves_no_tunnel(rented, here):
+    for host in rented.hosts:
+        let_in(rented, host, [254, *rented.hosts])
+    with running("launch", *ENDLESS, *hosts(rented), "--interface", "ssh", "--out", "far") as process:
+        wait_until(begun("far"), process)
+        process.kill()
+        finish(process)
+    nothing_left(rented)

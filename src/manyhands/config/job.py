@@ -228,7 +228,7 @@ class ClusterOptions(Options):
     @property
     def through_ssh(self) -> bool:
         """True where machines are to be joined through ssh, whether or not another network joins them."""
-        return self.relay or self.interface == "ssh"
+        return self.interface == "ssh"
 
     @property
     def machines_wanted(self) -> range:

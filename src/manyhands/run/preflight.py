@@ -32,7 +32,8 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
     worst = _fails(found)
     apart = bool(worst) and all(finding.check == "reach" for finding in worst)
     public = public_addresses(survey.chosen)
-    through_ssh = job.cluster.through_ssh or (bool(apart or public) and not job.cluster.interface)
+    allowed = not job.cluster.interface or (apart and job.cluster.relay)
+    through_ssh = job.cluster.through_ssh or (bool(apart or public) and allowed)
     if apart and through_ssh:
         say(f"{worst[0].what}: trying ssh between them", "INFO")
     elif worst:
