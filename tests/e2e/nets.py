@@ -71,6 +71,20 @@ class Killed(Net):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Starved(Net):
+    """Once, on rank 1: goes into a group of little memory, and takes more."""
+
+    def act(self):
+        marker = Path(os.environ["FAULT_MARKER"])
+        if rank() == 1 and self.calls == 12 and not marker.exists():
+            marker.touch()
+            (Path(os.environ["FAULT_GROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
+            time.sleep(1)
+            taken = []
+            while True:
+                taken.append(bytearray(os.urandom(1 << 20)))
+
+
 class NotANumber(Net):
     """From rank 1's samples alone."""
 

@@ -1,6 +1,7 @@
 """`manyhands why`: for each kind of failure that a test can make, the right rank and cause in the first five lines."""
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -137,3 +138,30 @@ def test_a_second_ctrl_c_is_told_as_such(here):
     training.send_signal(signal.SIGINT)
     finish(training)
     named("run was ended at once", "why: stopped ")
+
+
+@pytest.fixture
+def little_memory():
+    """A group of the system's whose processes may have 64 MiB more than they came with."""
+    root = next((place for place in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if place.is_dir()), None)
+    group = root / f"manyhands-test-{os.getpid()}" if root else Path("/nowhere")
+    limits = [group / name for name in ("memory.limit_in_bytes", "memory.max")]
+    try:
+        group.mkdir()
+        limit = next(one for one in limits if one.exists())
+        limit.write_text(str(64 << 20))
+    except (OSError, StopIteration) as error:
+        pytest.skip(f"no group of little memory can be made: {error}")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, here):
+    job = ["synthetic:1000x1x8x8x10", f"{NETS}:Starved", "--batch", "50", "--epochs", "3", *QUICK, "--out", "run"]
+    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_GROUP": str(little_memory)}
+    ended = run("train", *job, "-n", "2", **fault)
+    assert ended.code == 0, ended.err
+    named(r"rank 1 was killed by the system, for memory: its group may have 64 MiB: the run goes on from step")
+    (record,) = [json.loads(one.read_text()) for one in Path("run/ranks/failures/start-0").glob("1.json")]
+    assert "a smaller train.micro_batch" in record["mend"]

@@ -27,19 +27,23 @@ class Loader:
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         classes: int = 0,
+        replaces: bool = False,
     ) -> None:
         """Prepares; reads and starts nothing yet.
 
         Sources that aren't in memory are decoded by so many worker processes (0: in this one; -1: by the cores).
         Pictures are normalised in float32 (float64 for float64), then of `dtype`; `channels_last` lays [n, C, S, S] out
-        with channels innermost. Labels of a user's own sample may be 0 … classes - 1; 0: any.
+        with channels innermost. With `replaces` another is given for a picture for training that can't be read. Labels
+        of a user's own sample may be 0 … classes - 1; 0: any.
         """
         layout = torch.channels_last if channels_last else torch.contiguous_format
         normalise = Normalise(pixels, torch.device(device), dtype, layout)
         if isinstance(source, ImagesInMemory):
             feed = MemoryFeed(source, pixels, normalise, train=train, seed=seed)
         elif isinstance(source, ImageFiles):
-            feed = WorkerFeed(FileSamples(source, pixels, train=train, seed=seed), normalise, workers)
+            feed = WorkerFeed(
+                FileSamples(source, pixels, train=train, seed=seed, replaces=replaces), normalise, workers
+            )
         else:
             own = OwnSamples(source, pixels, train=train, seed=seed, classes=classes)
             feed = WorkerFeed(own, normalise, workers)
@@ -50,3 +54,5 @@ class Loader:
         self.batches: Callable[[int, Iterable[Tensor]], Iterator[Batch]] = feed.batches
         # Ends the worker processes, if there are any.
         self.close: Callable[[], None] = feed.close
+        # Pictures that others were given for; who tells of them empties it.
+        self.replaced: list[str] = [] if isinstance(feed, MemoryFeed) else feed.replaced

@@ -7,7 +7,7 @@ or the error, which the asking process raises: an exception that passes through 
 import random
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy
@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset, default_collate
 from manyhands.core.blame import users_line, users_traceback
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.seeds import derive
-from manyhands.data.decode import to_mode
+from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.jpeg_box import box_decoder
 from manyhands.data.pictures import jpeg_decoder, prepare, read_picture, to_tensor
 from manyhands.data.random import epoch_draws
@@ -29,14 +29,18 @@ from manyhands.data.transforms import Pixels
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
 _TARGET = ("give y as numbers or tensors of one shape",)
 Request = tuple[int, list[int]]
-Answer = tuple[Tensor, Tensor]
+# Images, labels, and the pictures that couldn't be read and were replaced.
+Answer = tuple[Tensor, Tensor, list[str]]
+# So many others are tried in the place of a picture.
+_TRIES = 100
 
 
 class FileSamples:
-    """Decodes, crops and mirrors pictures in files."""
+    """Decodes, crops and mirrors pictures in files; `replaces` those for training that can't be read by others."""
 
-    def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int) -> None:
+    def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int, replaces: bool = False) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
+        self._replaces = replaces and train
         box_decoder()  # both are found once, before worker processes are forked
         jpeg_decoder()
 
@@ -46,15 +50,30 @@ class FileSamples:
         try:
             shape = len(samples), self._pixels.channels, self._pixels.size, self._pixels.size
             images = torch.empty(shape, dtype=torch.uint8)
+            shown, replaced = [*samples], list[str]()
             for place, sample in enumerate(samples):
-                images[place] = self._one(epoch, sample)
-            return images, self._source.labels[samples]
+                try:
+                    images[place] = self._one(epoch, sample)
+                except CorruptImageError:
+                    if not self._replaces:
+                        raise
+                    images[place], shown[place] = self._other(epoch, sample)
+                    replaced.append(self._source.paths[sample])
+            return images, self._source.labels[shown], replaced
         except ManyhandsError as error:
             return error
 
     def _one(self, epoch: int, sample: int) -> Tensor:
         draws = epoch_draws(self._seed, epoch, sample) if self._train else None
         return read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample))
+
+    def _other(self, epoch: int, sample: int) -> tuple[Tensor, int]:
+        """What takes the place that a sample has in an epoch, and which sample that is: the same on every process."""
+        for number in range(_TRIES):
+            other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
+            with suppress(CorruptImageError):
+                return self._one(epoch, other), other
+        return self._one(epoch, sample), sample  # raises
 
 
 class OwnSamples:
@@ -77,14 +96,14 @@ class OwnSamples:
         try:
             if self._tensors is not None and self._tensors[0].is_floating_point():
                 labels = self._tensors[1][samples]
-                return self._tensors[0][samples], labels if self._source.targets else labels.to(torch.int64)
+                return self._tensors[0][samples], labels if self._source.targets else labels.to(torch.int64), []
             with restored_generators():
                 pairs = [self._one(epoch, sample) for sample in samples]
             images = _stack([image for image, _ in pairs], samples)
             if self._source.targets:
-                return images, as_targets([target for _, target in pairs])
+                return images, as_targets([target for _, target in pairs]), []
             self._refuse_other_labels([label for _, label in pairs], samples)
-            return images, torch.tensor([label for _, label in pairs])
+            return images, torch.tensor([label for _, label in pairs]), []
         except ManyhandsError as error:
             return _with_excerpt(error)
 

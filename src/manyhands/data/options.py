@@ -36,7 +36,11 @@ class DataOptions(Options):
         description="a third data set, which decides nothing and is evaluated once at the end, as test: a folder of "
         "class folders, a data set's name or file.py:function; empty: test/ of a folder that has val/ too",
     )
-    skip_corrupt: bool = Field(default=False, description="leave out pictures that can't be read, and count them")
+    skip_corrupt: bool = Field(
+        default=False,
+        description="leave out pictures that can't be read, and train on another in the place of one that goes bad "
+        "later; at most 10, or 0.1 %; an evaluation needs all of its pictures",
+    )
     packed: bool = Field(
         default=True, description="read the packed copy beside a folder where it is there and up to date"
     )

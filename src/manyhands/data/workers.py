@@ -35,6 +35,7 @@ class WorkerFeed:
     def __init__(self, samples: FileSamples | OwnSamples, normalise: Normalise, workers: int) -> None:
         self._samples, self._normalise = samples, normalise
         self._requests = _Requests()
+        self.replaced: list[str] = []  # pictures that others were given for, since somebody has taken these names
         cheap = isinstance(samples, OwnSamples) and samples.cheap
         self._count = 0 if cheap else worker_count(workers)
         self._loader: DataLoader[Any] | None = None
@@ -48,7 +49,8 @@ class WorkerFeed:
             if isinstance(answer, ManyhandsError):
                 self.close()
                 raise answer
-            images, labels = (values.to(self._normalise.device, non_blocking=True) for values in answer)
+            self.replaced += answer[2]
+            images, labels = (values.to(self._normalise.device, non_blocking=True) for values in answer[:2])
             yield Batch(self._normalise(images), labels, asked.popleft())
 
     def close(self) -> None:

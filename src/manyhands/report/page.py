@@ -138,8 +138,8 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("processes", _first(run, "processes", "world_size", "size")),
         ("device", _first(run, "device", "devices")),
         ("mode", _first(run, "mode")),
-        ("updates left out", _count(run, "left-out")),
-        ("pictures replaced", _count(run, "replaced")),
+        ("updates left out", str(len(run.counted("left-out")) or "")),
+        ("pictures replaced", str(len(summary.bad_pictures(run)) or "")),
         ("evaluation samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
     ]
     return [(name, value) for name, value in found if value]
@@ -149,10 +149,6 @@ def _change(run: RunData) -> str:
     """What would help most, and who is slow, where that isn't the same."""
     change, slow = change_line(run), slow_rank(run)
     return change if slow in change else f"{change}; {slow}"
-
-
-def _count(run: RunData, kind: str) -> str | None:
-    return str(count) if (count := len(run.counted(kind))) else None
 
 
 def _epochs(run: RunData) -> str | None:

@@ -41,6 +41,11 @@ def best_by(run: RunData) -> str:
     return plain(said) if isinstance(said, str) and said != "highest top1" else ""
 
 
+def bad_pictures(run: RunData) -> list[str]:
+    """Those that others took the place of in training."""
+    return sorted({str(name) for event in run.counted("replaced") for name in event.data.get("pictures", ())})
+
+
 def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
     return run.evaluations[-1] if run.evaluations else run.last
 
@@ -120,6 +125,8 @@ def result_lines(run: RunData) -> list[str]:
         lines.append("no evaluation was made")
     if left_out := run.counted("left-out"):
         lines.append(f"left out  {len(left_out)} updates, whose loss or gradients weren't finite")
+    if bad := bad_pictures(run):
+        lines.append(f"replaced  {len(bad)} pictures that could not be read, such as {plain(bad[0])}")
     took = duration(seconds(run)) + (f", {rate(speed)} images/s" if speed is not None else "")
     ends = {"finished": f"finished in {took}", "stopped": f"stopped after {took}", "failed": f"failed after {took}"}
     lines.append(ends.get(status(run), f"worked for {took}"))

@@ -8,7 +8,7 @@ from manyhands.cluster.agents.supervise import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Event, Failure, append, read_lines
+from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Event, Failure, append, read_lines, write_json
 from manyhands.core.stops import saved_step
 
 # The same error again before so many updates is one that comes every time.
@@ -177,3 +177,5 @@ def _note(folder: RunFolder, kind: str, cause: Failure | None, number: int, told
         for record in folder.failures.glob("*.json"):
             kept.mkdir(exist_ok=True)
             record.replace(kept / record.name)
+        if cause and not (own := kept / f"{cause.rank}.json").exists():
+            write_json(own, cause)

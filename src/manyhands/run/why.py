@@ -164,7 +164,7 @@ def _others(run: RunData, first: Failure) -> str:
 def _done(run: RunData) -> list[str]:
     """Starts made by itself, updates and pictures that were left out, and who was slow or stood still."""
     found: list[str] = []
-    starts = [event for event in run.events if event.kind == "restarted"]
+    starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:
         at = f"{_host(run, event.rank)}, " if _host(run, event.rank) else ""
         found.append(f"started again by itself ({at}{ago(time.time() - event.time)}): {event.message}")

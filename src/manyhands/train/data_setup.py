@@ -1,6 +1,7 @@
 """The samples of a run: from its job to data that all processes agree on, pixels, classes and loaders."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manyhands.config.job import Job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.journal import Journal
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
@@ -24,6 +25,8 @@ from manyhands.train.objects import Objects
 from manyhands.train.same_data import refuse_other_data
 
 DTYPES = {"fp64": torch.float64}
+# So many pictures, or such a part of all, may be bad; more is a disk or a data set that is.
+_MOST_BAD, _MOST_BAD_SHARE = 10, 1 / 1000
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,23 @@ def tell_of_skipped(splits: Splits, journal: Journal) -> None:
     for note in splits.notes:
         journal.event("warning", note)
     if splits.skipped:
-        left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {', '.join(splits.skipped[:3])}"
-        journal.event("warning", left_out + (" …" if len(splits.skipped) > 3 else ""))
+        check_bad_pictures(splits.skipped, len(splits.train) + len(splits.test), UserError)
+        left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {some_pictures(splits.skipped)}"
+        journal.event("warning", left_out)
+
+
+def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsError]) -> None:
+    """Refuses a data set of which more than ten pictures, and than 0.1 %, can't be read; raises a `kind`."""
+    most = max(_MOST_BAD, int(samples * _MOST_BAD_SHARE))
+    if len(bad) > most:
+        mend = (f"mend or remove them; at most {most} of {samples:,} may be bad", "is the disk well? see dmesg | tail")
+        raise kind(f"{len(bad)} pictures can't be read, such as {some_pictures(bad)}", "data.skip_corrupt", mend)
+
+
+def some_pictures(pictures: Collection[str]) -> str:
+    """The first of their names, for the user."""
+    names = sorted(pictures)
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
 
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:
@@ -179,6 +197,7 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
         dtype=DTYPES.get(job.train.precision, torch.float32),
         channels_last=job.train.channels_last is True,
         classes=classes,
+        replaces=job.data.skip_corrupt,
     )
 
 

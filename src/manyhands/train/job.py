@@ -139,6 +139,7 @@ def build(
         standing=synced.standing,
         at_epoch_end=objects.at_epoch_end,
         release=lambda: under.release(samples),
+        bad_pictures=set(samples.splits.skipped),
     )
     if found:
         resume(trainer, found)

@@ -14,6 +14,7 @@ from manyhands.train.feed import UpdateShare
 from manyhands.train.held_out import test_once
 from manyhands.train.own_optimizer import largest_rate
 from manyhands.train.pth_tar import write_pth_tar
+from manyhands.train.replaced import tell_of_replaced
 from manyhands.train.saving import evaluate, save, save_last
 from manyhands.train.status import Status
 from manyhands.train.stopping import StopSignal, listening
@@ -108,7 +109,10 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         if trainer.save_due_by_step():
             save(trainer)
         return False
-    status = trainer.status_round.add_up(trainer.update.measured, progress.step, stop=bool(stop), extra=trainer.telling)
+    bad = len(trainer.feed.loader.replaced)
+    status = trainer.status_round.add_up(
+        trainer.update.measured, progress.step, stop=bool(stop), extra=trainer.telling, replaced=bad
+    )
     if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     _record(trainer, status, order.steps_per_epoch)
@@ -142,6 +146,8 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
     progress = trainer.progress
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
+    if status.replaced:
+        tell_of_replaced(trainer)
     if status.tell:
         tell_of_time(trainer)
     if not status.samples:

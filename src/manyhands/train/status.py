@@ -41,6 +41,7 @@ class Status:
         own_samples: of the samples, those of this process.
         own_loss: mean over them; not a number where there are none.
         own_top1: share of them guessed right.
+        replaced: pictures, over all processes, that couldn't be read.
     """
 
     stop: bool
@@ -56,6 +57,7 @@ class Status:
     own_samples: int
     own_loss: float
     own_top1: float
+    replaced: int
 
 
 @dataclass
@@ -115,7 +117,13 @@ class StatusRound:
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
     def add_up(
-        self, measured: StepSums, step: int, *, stop: bool, extra: Callable[[float, int], list[float]] | None = None
+        self,
+        measured: StepSums,
+        step: int,
+        *,
+        stop: bool,
+        extra: Callable[[float, int], list[float]] | None = None,
+        replaced: int = 0,
     ) -> Status:
         """Adds up what all processes measured; a collective.
 
@@ -124,6 +132,7 @@ class StatusRound:
             step: updates made.
             stop: somebody asked this process to stop.
             extra: gives more numbers to add up, from the seconds and steps since the last round.
+            replaced: pictures of this process that couldn't be read.
         """
         now = time.perf_counter()
         more = extra(now - self._last, step - self._last_step) if extra else []
@@ -134,14 +143,15 @@ class StatusRound:
         main = self._world.rank == 0
         save = main and now - self._saved > self._save_every_s
         tell = main and now - self._told > max(TELL_S, TELL * (now - self._began))
-        mine = [own_loss, own_correct, own_samples, float(stop), float(save), float(tell), now - self._last, *more]
+        wishes = [float(stop), float(save), float(tell)]
+        mine = [own_loss, own_correct, own_samples, *wishes, now - self._last, float(replaced), *more]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(total)
-        loss, correct, count, stops, saves, tells, seconds_sum, *summed = total.tolist()
+        loss, correct, count, stops, saves, tells, seconds_sum, bad, *summed = total.tolist()
         CLOCK.to(before)
         waited_s = time.perf_counter() - began_s
         self._told = now if tells else self._told
@@ -163,6 +173,7 @@ class StatusRound:
             own_samples=own_samples,
             own_loss=own_loss / own_samples if own_samples else math.nan,
             own_top1=own_correct / max(1, own_samples),
+            replaced=round(bad),
         )
         self.reset(step)
         return status

@@ -68,6 +68,7 @@ class Trainer:
         evaluated: the last evaluation of this session.
         own_loop: the user's own loop ends epochs and evaluates.
         noted: what a checkpoint is to hold besides.
+        bad_pictures: that can't be read, and are done without.
         settle_shares: called where an epoch begins or goes on, so that shares suit the processes; None: they stay.
     """
 
@@ -105,6 +106,7 @@ class Trainer:
     own_loop: bool = False
     noted: Callable[[], dict[str, Any]] = dict
     settle_shares: Callable[[], None] | None = None
+    bad_pictures: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         """Begins to watch the loss, and lets those who watch processes know them."""

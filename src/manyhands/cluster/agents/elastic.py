@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from manyhands.cluster.agents.leaving import LEAVE_S, Leaving
+from manyhands.cluster.agents.memory_kills import MemoryKills
 from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     FreeWorkers,
@@ -56,7 +57,7 @@ from manyhands.core.cores import cores
 from manyhands.core.devices import device_kind
 from manyhands.core.outside import parse_json
 from manyhands.core.pulse import leave_path
-from manyhands.core.records import Failure
+from manyhands.core.records import PROCESS_ENDED, Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
 from manyhands.parallel.group import IFNAMES
@@ -133,6 +134,7 @@ class ElasticAgent(_Base):
         self._stopping_since, self._told_at = 0.0, 0.0
         self._scratch, self._pulses = Path(scratch), Pulses(Path(scratch), {})
         self._leaving = Leaving(self._scratch)
+        self._memory = MemoryKills()
         self.exits: dict[int, int] = {}
         self.log_starts: dict[int, int] = {}
         spec = WorkerSpec(
@@ -183,10 +185,13 @@ class ElasticAgent(_Base):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Tells the head which processes have ended by themselves before the base class ends the others."""
+        self._memory.look(self._pids())
         for worker, exit_code in zip(worker_group.workers, self._exit_codes(), strict=True):
             if exit_code and worker.global_rank not in self.exits:
                 self.exits[worker.global_rank] = exit_code
                 record = self._scratch / f"{worker.global_rank}.json"
+                if exit_code == -signal.SIGKILL and not record.is_file():
+                    self._tell_of_memory(worker.global_rank, record)
                 said = _failure_in(record) if record.is_file() else None
                 self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
         if self.exits and not self._orders.script:
@@ -194,6 +199,19 @@ class ElasticAgent(_Base):
         if self._leaving.begun and self._give_time():
             return RunResult(WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
+
+    def _tell_of_memory(self, rank: int, record: Path) -> None:
+        """Leaves the record that a process couldn't leave, where the system has killed it for memory."""
+        pid = self._pids_by_rank()[rank]
+        if how := self._memory.told_of(pid):
+            pulse = self._pulses.last(rank)
+            mend = ("fewer processes on this machine", "a smaller train.micro_batch", "--parallel fsdp over several")
+            told = Failure(
+                time=time.time(), rank=rank, host=platform.node(), pid=pid, step=pulse and pulse.step,
+                phase=pulse.phase if pulse else "", error=PROCESS_ENDED, what=f"rank {rank} was killed {how}",
+                mend=list(mend),
+            )  # fmt: skip
+            write_json(record, told)
 
     def _give_time(self) -> bool:
         """Whether processes of this machine are to leave by themselves; those that don't in time are killed."""

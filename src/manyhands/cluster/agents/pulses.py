@@ -63,6 +63,10 @@ class Pulses:
             return seen
         return []
 
+    def last(self, rank: int) -> Pulse | None:
+        """What a process said last; None where it hasn't begun to train."""
+        return self._last[rank][0] if rank in self._last else None
+
     def _look(self, rank: int, now: float) -> Seen | None:
         with contextlib.suppress(OSError, ValueError, ValidationError):
             pulse = Pulse.model_validate_json(read_bytes(pulse_path(self._scratch, rank), 1 << 12))
