@@ -1,9 +1,12 @@
 """A process that fails at the worst moment costs one update at most, and leaves nothing behind."""
 
 import contextlib
+import os
+import re
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from manyhands.core.errors import EXIT_SAVED
@@ -18,6 +21,7 @@ from tests.e2e.command import (
     running,
     wait_until,
 )
+from tests.e2e.test_bad_input import pictures
 
 pytestmark = pytest.mark.timeout(300)
 FAULTS = Path(__file__).with_name("faults.py")
@@ -131,3 +135,34 @@ def test_of_several_heads_at_once_one_is_obeyed(again, here):
         assert refused.code == 2
         assert "manyhands: a run is going on in run\n" in refused.err
         assert_one_screen(refused.err)
+
+
+@pytest.mark.slow
+def test_loader_processes_of_earlier_starts_leave_nothing(here):
+    """MANYHANDS_TEST_KILLS=50 for the whole of it."""
+    kills = int(os.environ.get("MANYHANDS_TEST_KILLS", "6"))
+    pictures(here / "pictures/a", 40)
+    pictures(here / "pictures/b", 41)
+    job = ["pictures", "mlp", "--data.image-size", "10", "--batch", "4", "--epochs", "100000", "--out", "run"]
+    decoding = ["--data.workers", "2", "--set", "data.memory_limit_mib=0", "--lr", "1e-6", *QUICK]
+    trained, pids, open_files = Path("run/metrics.jsonl"), set(), []
+    with running("train", *job, *decoding, "-n", "2", by=forked) as training:
+        for number in range(kills):
+            wait_until(lambda at=number: len(events("run", "resumed")) == at, training)
+            size = trained.stat().st_size if trained.exists() else 0
+            wait_until(lambda before=size: trained.exists() and trained.stat().st_size > before, training)
+            (agent,) = psutil.Process(training.pid).children()
+            ours = agent.children(recursive=True)
+            assert len(ours) <= 2 + 2 * 2 * 2  # two that train, and of each two that decode for that, and to evaluate
+            pids |= {one.pid for one in ours}
+            open_files.append(agent.num_fds())
+            sorted(agent.children(), key=lambda one: one.pid)[number % 2].kill()
+            wait_until(lambda those=ours: not any(one.is_running() for one in those), training)
+        wait_until(lambda: len(events("run", "resumed")) == kills, training)
+        training.send_signal(signal.SIGTERM)
+        ended = finish(training)
+    assert ended.code == EXIT_SAVED, ended.err
+    assert max(open_files) <= open_files[0] + 20, open_files  # a start has some twenty
+    shared = [one.name for one in Path("/dev/shm").iterdir() if pids & set(map(int, re.findall(r"\d+", one.name)))]
+    assert not shared
+    assert not marked(str(here))

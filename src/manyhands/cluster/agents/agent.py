@@ -160,7 +160,7 @@ class Agent:
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
         self._probes = Probe()
-        self._mirror_at = 0.0
+        self._mirror_at, self._started = 0.0, False
         self._tunnels, self._tunnel_told = Tunnels(), False
         until_gone.callback(self._tunnels.close)
         self.answers: dict[type[Message], Callable[[Any], Message]] = {
@@ -307,7 +307,8 @@ class Agent:
         self._probes.close()
         orders = request.orders
         set_threads(orders.threads, orders.meeting.sizes[orders.meeting.machine])
-        with ended_with_head(0, self._until_gone.close), importing():
+        gc.collect()  # what an earlier start has left, with its open files
+        with ended_with_head(0, self._until_gone.close), contextlib.nullcontext() if self._started else importing():
             from manyhands.cluster.agents.elastic import preload, run
 
             preload(orders)
@@ -316,6 +317,7 @@ class Agent:
         if self._tunnels.ends.address:
             reach(self._tunnels.ends, orders.meeting.address, orders.meeting.port)
         listener, self._listener = self._listener, None
+        self._started = True
         ended = run(orders, self, listener)
         self._tell_of_tunnels()
         while self.send_records():

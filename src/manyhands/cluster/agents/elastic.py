@@ -64,6 +64,8 @@ from manyhands.parallel.group import IFNAMES
 from manyhands.parallel.ports import loopback_interface
 
 POLL_S = 0.05
+# What asks this process to have the workers stop.
+ASKED = {*STOPS} - {signal.SIGINT}
 # Told so often that processes are leaving yet.
 TELL_S = 1.0
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
@@ -377,10 +379,13 @@ def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEn
     with scratch_folder("agent") as scratch, _held(orders):
         try:
             agent = ElasticAgent(orders, listener, str(scratch), head)
-            for number in {*STOPS} - {signal.SIGINT}:
+            for number in ASKED:
                 signal.signal(number, agent.ask_to_stop)
             return _result(agent, cast(RunResult | None, agent.run()), str(scratch))
         except SignalException as error:
             return WorkersEnded(ended_by=str(error.sigval))
         except Exception:  # noqa: BLE001 - whatever went wrong, the head must hear of it
             return WorkersEnded(broken=traceback.format_exc())
+        finally:
+            for number in ASKED:  # nothing may hold on to an agent that is done, nor to its store
+                signal.signal(number, signal.SIG_IGN)
