@@ -1,0 +1,79 @@
+"""Names and paths from a job or a user cannot become commands, options, settings, or markup: each trick is tried."""
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from manyhands.cluster.agents.ssh import agent_command, agent_script, copied_by
+from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.config.job import ClusterOptions, Job
+from manyhands.core.errors import UserError
+from manyhands.core.shown import plain
+
+TRICKS = [
+    "$(touch executed)",
+    "`touch executed`",
+    "'; touch executed; '",
+    '"; touch executed; "',
+    "a\ntouch executed\n",
+    "a & touch executed",
+    "-oProxyCommand=touch executed",
+    "~/$(touch executed)",
+    "%h; touch executed",
+]
+
+
+def runs(words, folder):
+    """Runs a command line as it stands; whether it did what a trick wanted."""
+    subprocess.run(words, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, timeout=30, check=False)
+    return (Path(folder) / "executed").exists()
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_host_is_a_name_or_an_address(trick):
+    for host in (trick, f"user@{trick}", f"ssh://{trick}:22"):
+        with pytest.raises(UserError):
+            machines_of(ClusterOptions(hosts=(host,)))
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_host_that_came_another_way_is_no_option_of_ssh(trick, tmp_path):
+    """What follows `--` is a host to ssh, whatever it looks like."""
+    try:
+        command = agent_command(Machine(trick), ClusterOptions(ssh="echo"), tmp_path)
+    except UserError:
+        return
+    assert command[command.index("--") + 1] == trick
+    assert not runs(command, tmp_path)
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("setting", ["workdir", "python"])
+def test_a_path_is_a_path_to_the_other_machines_shell(setting, trick, tmp_path):
+    script = agent_script(ClusterOptions(**{setting: trick}), tmp_path)
+    assert not runs(["sh", "-c", script], tmp_path)
+    # On the way to the machine it stands on one line, for a csh.
+    command = agent_command(Machine("n1"), ClusterOptions(**{setting: trick}), tmp_path)
+    assert not runs(["sh", "-c", command[-1]], tmp_path)
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_what_a_user_is_told_to_type_does_what_it_says(trick, tmp_path):
+    line = copied_by(Machine("n1"), trick, trick)
+    assert not runs(["sh", "-c", line.replace("scp", "echo", 1)], tmp_path)
+
+
+@pytest.mark.parametrize("trick", [*TRICKS, '"""\n[cluster]\nssh = "evil"', "\x1b]0;title\x07"])
+def test_a_name_stays_a_name_in_a_job_file(trick):
+    job = Job.model_validate({"data": {"dir": trick}, "run": {"out": trick}})
+    again = tomllib.loads(tomli_w.dumps(job.model_dump(mode="json")))
+    assert Job.model_validate(again) == job
+
+
+def test_no_terminal_obeys_a_class_or_a_folder():
+    for name in ("\x1b[2Jcat", "cat\x07", "\x9b31m", "a\rb", "\x1b]8;;http://evil\x07x"):
+        assert not set(plain(name)) & set("\x1b\x07\x9b\r")
