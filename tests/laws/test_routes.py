@@ -16,13 +16,13 @@ PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 HOP = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 # Python imports it at its start, in every process; it writes down the own frames that are open where a route ends.
 RECORDER = """
-import json, os, sys
+import json, os, sys, threading
 
 PACKAGE, FOUND = os.environ["MANYHANDS_SRC"] + "/", os.environ["MANYHANDS_HOPS"]
 ENDS = {
     "supervise_once": "cluster/agents/supervise.py", "_start_workers": "cluster/agents/elastic.py",
     "fit": "train/loop.py", "batches": "data/order.py", "__call__": "data/transforms.py",
-    "write_stream": "checkpoint/stream.py", "commit": "checkpoint/commit.py",
+    "begin": "train/background.py", "write_stream": "checkpoint/stream.py", "commit": "checkpoint/commit.py",
 }
 written = set()
 
@@ -44,7 +44,7 @@ def look(frame, event, _argument):
     if not forward and (name not in ENDS or file != PACKAGE + ENDS[name]):
         return
     stack = own(frame)
-    trains = any(hop.startswith("train/loop.py") for hop in stack)
+    trains = any(hop.startswith(("train/loop.py", "train/background.py")) for hop in stack)
     if (os.getpid(), name) in written or not (trains or name in {"supervise_once", "_start_workers"}):
         return
     written.add((os.getpid(), name))
@@ -53,6 +53,7 @@ def look(frame, event, _argument):
 
 
 sys.settrace(look)
+threading.settrace(look)
 """
 
 
@@ -116,8 +117,10 @@ def test_a_batch_passes_the_drawn_files_and_at_most_eight(trained):
 
 
 def test_a_checkpoint_comes_to_the_disk_as_drawn(trained):
+    begun = trained["begin"].index("train/loop.py: fit")
+    assert drawn("checkpoint, copy") == trained["begin"][begun:]
     for route, end in (("bytes", "write_stream"), ("commit", "commit")):
-        assert drawn(f"checkpoint, {route}") == trained[end][trained[end].index("train/loop.py: fit") :]
+        assert drawn(f"checkpoint, {route}") == trained[end]
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(set(HOP.findall(PAGE))))

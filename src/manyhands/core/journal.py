@@ -1,6 +1,7 @@
 """Writes what happens into the run folder: records by rank 0 alone, and lines by each process into its own file."""
 
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class Journal:
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self._folder, self._rank, self._told = folder, rank, False
         self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
+        self._writing = threading.Lock()  # a checkpoint is written, and told of, by a thread
 
     def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
         """Records an event; the other ranks keep silent, for rank 0 sees the same."""
@@ -69,9 +71,10 @@ class Journal:
         """Writes what waits, and this; what can't be written waits, and this process's own output says so once."""
         self._waiting.append(write)
         try:
-            while self._waiting:
-                self._waiting[0]()
-                self._waiting.popleft()
+            with self._writing:
+                while self._waiting:
+                    self._waiting[0]()
+                    self._waiting.popleft()
         except OSError as error:
             if not self._told:
                 self._told = True

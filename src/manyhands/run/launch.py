@@ -21,6 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
+from manyhands.core.stops import saved_step
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.join import front_door
@@ -56,10 +57,10 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                 screen.say(LISTENING)
             reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))
             with ExitStack() as stack, reached as crew, store_way(job.cluster) as way:
-                crew.require_all()
+                absent = _absent(job, folder, crew, machines, screen)
                 remember_reach(folder.path, reach_of(job.cluster))
                 newcomers = stack.enter_context(closing(Newcomers(job, folder, partial(judge, job, crew), screen.say)))
-                squad = _ready(job, crew, folder, receiver, screen, newcomers)
+                squad = _ready(job, crew, folder, receiver, screen, newcomers, absent)
                 stack.callback(squad.head_tunnels.close)
                 watch = replace(
                     watch_on(job, screen, shown(job, folder, screen, quiet=quiet)),
@@ -82,8 +83,26 @@ def _see_through(crew: Crew, squad: OnMachines, recovery: Recovery, watch: Watch
     while True:
         ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
         if not recovery.again(ending):
+            if squad.copy:
+                squad.copy.finish()
             return ending
         squad.heed(ending)
+
+
+def _absent(job: Job, folder: RunFolder, crew: Crew, machines: Sequence[Machine], screen: Screen) -> Sequence[Machine]:
+    """Who doesn't answer, where a run that has saved can go on without, as `--elastic` says.
+
+    Raises:
+        RunError: one is needed that doesn't answer.
+    """
+    there = [link.machine for link in crew.links]
+    goes_on = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
+    if not (goes_on and there and len(there) >= job.cluster.machines_wanted.start):
+        crew.require_all()
+    for contact in crew.contacts.values():
+        screen.say(f"{contact.what}: the run goes on without it", "WARNING")
+    crew.contacts.clear()
+    return [machine for machine in machines if machine not in there]
 
 
 class _Keeper:
@@ -104,7 +123,13 @@ class _Keeper:
 
 
 def _ready(
-    job: Job, crew: Crew, folder: RunFolder, receiver: Receiver, screen: Screen, newcomers: Newcomers
+    job: Job,
+    crew: Crew,
+    folder: RunFolder,
+    receiver: Receiver,
+    screen: Screen,
+    newcomers: Newcomers,
+    absent: Sequence[Machine],
 ) -> OnMachines:
     """Everything that comes before the workers: addresses, sizes, folders, code."""
     addresses = look_over(job, screen.say, crew)
@@ -116,7 +141,9 @@ def _ready(
         _refuse_devices(job, devices)
     opened = machines.open_folders(output=bool(job.run.script))
     _refuse_another_run(job, folder, crew, opened)
-    _refuse_lost_checkpoints(job, folder, crew, opened[0])
+    if job.checkpoint.resume == "auto" and not job.run.script:
+        machines.go_on_from_newest(absent)
+    _refuse_lost_checkpoints(job, folder, crew, machines.opened[0])
     if job.cluster.sync_code:
         newcomers.code = _share_code(crew, screen)
     return machines

@@ -24,6 +24,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.stops import saved_step
 from manyhands.core.tunnel_ends import VARIABLE
 from manyhands.parallel.ports import loopback_interface
+from manyhands.run.copies import RecordsCopy, copy_of_records
 from manyhands.run.newcomers import Newcomer, Newcomers, PartTaken, RefusedError
 from manyhands.run.recovery import Company, LostWorkError, Recovery, Setbacks, from_outside, gone_on_with
 from manyhands.run.train import LOOPBACK
@@ -51,6 +52,7 @@ class OnMachines(Company):
 
     Attributes:
         hear: lets those speak who ask for another machine.
+        copy: has a second machine keep the records, where there is one that is to.
     """
 
     def __init__(  # noqa: PLR0913 - what a run is on
@@ -80,6 +82,7 @@ class OnMachines(Company):
         self.opened: list[RunOpened] = []
         self._parts: dict[str, PartTaken] = {}
         self._trial: list[Newcomer] = []
+        self.copy: RecordsCopy | None = None
         self._estranged: set[str] = set()  # whose records of the run may be others than ours
         self._measured = 0  # bytes of metrics that were there before this start
         self._before: int | None = None  # the newest step that was saved before this run's first start
@@ -97,11 +100,17 @@ class OnMachines(Company):
             return [Address(loopback_interface(), self._through_ssh.ends[name].address) for name in names]
         return [self._addresses.get(name, Address("", LOOPBACK)) for name in names]
 
-    def open_folders(self, *, output: bool, records: bool = True) -> list[RunOpened]:
-        """The run folder on every machine, at the same place in its work folder; a shared one is known by a token."""
+    def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> list[RunOpened]:
+        """The run folder on every machine, at the same place in its work folder; a shared one is known by a token.
+
+        Args:
+            output: the first machine sends what rank 0 prints, too.
+            records: it sends the records.
+            anew: all of them, since those that are here may be others; they are kept aside.
+        """
         with self._recognised() as token:
             requests = [
-                self._open_request(link, token, records=records and number == 0, output=output)
+                self._open_request(link, token, records=records and number == 0, output=output, anew=anew)
                 for number, link in enumerate(self.crew.links)
             ]
             self.opened = self.crew.ask(requests)
@@ -119,9 +128,11 @@ class OnMachines(Company):
         finally:
             marker.unlink()
 
-    def _open_request(self, link: AgentConnection, token: str, *, records: bool, output: bool) -> OpenRun:
+    def _open_request(
+        self, link: AgentConnection, token: str, *, records: bool, output: bool, anew: bool = False
+    ) -> OpenRun:
         place = str(self._folder.path.absolute()) if link.here else self._place(link.machine.name)
-        run, held = run_id(self._folder), self._receiver.held()
+        run, held = run_id(self._folder), {} if anew else self._receiver.held()
         return OpenRun(place, token, self._holder, run, records=records, held=held, output=output)
 
     def _place(self, name: str) -> str:
@@ -161,9 +172,11 @@ class OnMachines(Company):
         return [one.name for one in self.newcomers.can_come][: max(0, self.room)]
 
     def regroups(self) -> bool:
-        """Looks after who is to come. True where the run is to start anew with them; no script of the user's is."""
+        """True where the run is to start anew with who has come, no script of the user's; carries records, too."""
         self.hear()
         self.newcomers.tick()
+        if self.copy:
+            self.copy.carry()
         return not self._script and bool(self.coming()) and self._steps
 
     @property
@@ -358,15 +371,40 @@ class OnMachines(Company):
 
     def _regroup(self) -> None:
         """The first machine is one that has the newest checkpoint, and all records."""
-        opened, newest = self.open_folders(output=self._script, records=False), self._saved
-        told = saved_step(self._folder)
+        self.open_folders(output=self._script, records=False)
+        newest, told = self._saved, saved_step(self._folder)
         if newest < 0 and told is not None and not self._script:
             raise LostWorkError(f"no machine that is left has a checkpoint, of which the newest is of step {told}")
-        rank = dict(zip((link.machine.name for link in self.crew.links), opened, strict=True))
-        self.crew.links.sort(key=lambda link: rank[link.machine.name].saved < newest)  # keeps their order else
-        first = self.crew.links[0]
-        self._give_records(first, rank[first.machine.name])
+        self._give_records(*self._newest_first())
         self.open_folders(output=self._script)
+
+    def _newest_first(self) -> tuple[AgentConnection, RunOpened]:
+        """Has the first machine be one that has the newest checkpoint; the others keep their order."""
+        order = sorted(range(len(self.opened)), key=lambda number: self.opened[number].saved < self._saved)
+        for listed in (self.crew.links, self.crew.facts, self.opened):
+            listed[:] = [listed[number] for number in order]  # type: ignore[reportUnknownMemberType]
+        return self.crew.links[0], self.opened[0]
+
+    def go_on_from_newest(self, absent: Sequence[Machine]) -> None:
+        """At the start of a run that goes on: any machine may have its newest checkpoint, and then all records.
+
+        Args:
+            absent: who doesn't answer now, and takes part once it does.
+        """
+        self._estranged |= {machine.name for machine in absent}
+        for machine in absent:
+            self.newcomers.add(Newcomer(machine, PartTaken(self._place(machine.name))))
+        before, told = self.crew.links[0], saved_step(self._folder)
+        first, there = self._newest_first()
+        if first is before:
+            return
+        self._say(
+            f"{first.machine.name} has the newest checkpoint, of step {there.saved}, and becomes the first machine"
+        )
+        behind = told is None or told < there.saved
+        if not behind:
+            self._give_records(first, there)
+        self.open_folders(output=False, anew=behind)
 
     def _give_records(self, link: AgentConnection, there: RunOpened) -> None:
         """Rank 0 goes on with what is in the head's folder, which knows of the fault and of what came before."""
@@ -387,6 +425,7 @@ class OnMachines(Company):
         )
         self._setbacks.begin(names, saved_step(self._folder) or 0)
         self._measured = _size(self._folder.metrics)
+        self.copy = copy_of_records(self._folder, self.crew.links, self.opened, self._estranged)
         for one in self._trial:
             one.asked_for = False
             one.tell(f"{one.name} takes part in {self._folder.path}", True)

@@ -15,7 +15,7 @@ from manyhands.train.held_out import test_once
 from manyhands.train.own_optimizer import largest_rate
 from manyhands.train.pth_tar import write_pth_tar
 from manyhands.train.replaced import tell_of_replaced
-from manyhands.train.saving import evaluate, save, save_last
+from manyhands.train.saving import evaluate, save, save_last, settle
 from manyhands.train.status import Status
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.tell_time import tell_of_time
@@ -37,6 +37,7 @@ def fit(trainer: Trainer) -> str:
             )
             save_last(trainer)
             ended = "stopped"
+        settle(trainer)
         tell_of_time(trainer)
         return ended
 
@@ -62,6 +63,7 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
         return "stopped"
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)
+    settle(trainer)
     if progress.saved_step != progress.step or not trainer.saves:
         save_last(trainer)
     test_once(trainer, stop)
@@ -106,18 +108,24 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
     evaluation = trainer.evaluation_due()
     forced = epoch_ends or evaluation or trainer.done() or progress.step == 1 or trainer.line_due()
     if not trainer.status_round.due(progress.step, force=forced):
-        if trainer.save_due_by_step():
+        if trainer.save_due(by_time=False):
             save(trainer)
         return False
-    bad = len(trainer.feed.loader.replaced)
+    bad, written = len(trainer.feed.loader.replaced), trainer.saver.done
     status = trainer.status_round.add_up(
-        trainer.update.measured, progress.step, stop=bool(stop), extra=trainer.telling, replaced=bad
+        trainer.update.measured,
+        progress.step,
+        stop=bool(stop),
+        written=written,
+        extra=trainer.telling,
+        replaced=bad,
     )
     if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     _record(trainer, status, order.steps_per_epoch)
     trainer.note_stall(trainer.heart.too_long(status.waited_s), status.waited_s)
     trainer.heed(status.extra, status.waited_s)
+    settle(trainer, written=status.written)
     if status.stop:
         trainer.journal.event("stopping", "saving", progress.step)
     progress.owed = evaluation
@@ -127,7 +135,7 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         save_last(trainer)
     elif trainer.own_loop and epoch_ends:
         pass  # what the user's own loop does at an epoch's end belongs to what is saved there
-    elif _conclude(trainer, stop) or status.save or trainer.save_due_by_step():
+    elif _conclude(trainer, stop) or trainer.save_due(by_time=status.save):
         save(trainer)
     return status.stop
 

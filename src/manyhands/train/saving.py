@@ -1,25 +1,28 @@
 """Evaluating and saving, as the loop asks for them."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from filelock import FileLock
 
+from manyhands.checkpoint import layout
 from manyhands.checkpoint.kept import prune
-from manyhands.checkpoint.refuse import NotFiniteError, SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.verify import read_manifest
 from manyhands.core.errors import RunError
 from manyhands.core.folder import NOWHERE
 from manyhands.core.going_on import going_on
+from manyhands.core.memory import memory
 from manyhands.core.phases import CLOCK, EVALUATION, SAVING
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.trained import STATE_KEY
+from manyhands.parallel.plain import gather_plain
+from manyhands.train.background import NOT_FINITE, SAVED, SaveOutcome
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.own_schedule import OwnScheduler
@@ -28,8 +31,6 @@ from manyhands.train.sharded_state import save_sharded
 from manyhands.train.state import capture
 from manyhands.train.stopping import StopSignal
 from manyhands.train.trainer import Trainer
-
-SAVED, NOT_SAVED, NOT_FINITE = 1, 0, 2
 
 
 @CLOCK.within(EVALUATION)
@@ -104,31 +105,73 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
 
 @CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
-    """Commits a checkpoint; a full disk or the like costs the checkpoint, not the run, and is said loudly."""
-    progress, started = trainer.progress, time.perf_counter()
+    """Has a checkpoint written, beside training where it can be; a collective. How it ended is learnt by `settle`."""
+    settle(trainer)
+    network, progress, started = trainer.network, trainer.progress, time.perf_counter()
     trainer.phase = "save"
     extra = _beside_the_network(trainer)
-    outcome = SAVED
     trainer.synchronizer.average_buffers(progress.step)
     save_rank_state(trainer)
-    saves = trainer.network.saves(trainer.world.rank)
-    if saves or not trainer.network.runs_alone:
+    writes = network.saves(trainer.world.rank) or trainer.world.rank in trainer.writers
+    write, beside = None, not network.layouts
+    if writes or not network.runs_alone:
         with trainer.synchronizer.averaged():
-            snapshot = capture(trainer.network, trainer.update.optimizer, progress, extra)
-        outcome = _commit(trainer, snapshot) if saves else SAVED
-    if not trainer.world.alone:
-        flag = torch.tensor([outcome], device=trainer.world.device)
-        dist.broadcast(flag, src=0)
-        outcome = int(flag)
-    if outcome == NOT_FINITE:
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
-    if outcome == SAVED:
-        progress.saved_step = progress.step
-        prune_rank_states(trainer)
+            snapshot = capture(network, trainer.update.optimizer, progress, extra)
+        # What is saved says of itself that it is.
+        snapshot.state["saved_step"] = progress.step
+        beside = beside and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
+        write = functools.partial(_write, trainer, snapshot, progress.step, progress.best_step) if writes else None
     trainer.saves += 1
+    trainer.saver.waited_s = time.perf_counter() - started
+    trainer.saver.begin(progress.step, write, beside=beside)
     trainer.status_round.saved()
     trainer.status_round.leave_out(time.perf_counter() - started)
+    if network.layouts:
+        settle(trainer)
     trainer.phase = "train"
+
+
+@CLOCK.within(SAVING)
+def settle(trainer: Trainer, *, written: int | None = None) -> None:
+    """Waits for the save that goes on and learns how it ended; a collective. Nothing where none goes on.
+
+    A full disk or the like costs the checkpoint, not the run, and is said loudly.
+
+    Args:
+        trainer: whose save it is.
+        written: how many processes have written their part, where it isn't to be waited for.
+    """
+    saver, started = trainer.saver, time.perf_counter()
+    step = saver.step
+    if step is None or written not in {None, len(trainer.writers)}:
+        return
+    phase, trainer.phase = trainer.phase, "save"
+    own = saver.end()
+    answers = gather_plain(own and asdict(own), trainer.world)
+    trainer.phase = phase
+    outcomes = {rank: SaveOutcome(**answers[rank]) for rank in trainer.writers}
+    if any(outcome.word == NOT_FINITE for outcome in outcomes.values()):
+        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
+    if outcomes[0].word == SAVED:
+        trainer.progress.saved_step = step
+        prune_rank_states(trainer)
+    for rank, outcome in outcomes.items():
+        if outcome.word != SAVED:
+            which = f"second copy of the checkpoint on rank {rank}'s machine" if rank else "checkpoint"
+            trainer.journal.event("warning", f"no {which} at step {step}: {outcome.what}", step)
+    _compare(trainer, step, outcomes)
+    trainer.status_round.leave_out(time.perf_counter() - started)
+
+
+def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> None:
+    """Two copies of a checkpoint that differ are a drift: rank and tensor are named, where it is the network's."""
+    copies = {rank: outcome.digests for rank, outcome in outcomes.items() if outcome.word == SAVED}
+    for rank, digests in copies.items():
+        other = [name for name, digest in copies.get(0, digests).items() if digests.get(name) != digest]
+        if other:
+            trainer.prove_replicas()
+            told = f"rank {rank}'s copy of the checkpoint of step {step} differs from rank 0's: {', '.join(other)}"
+            trainer.journal.event("warning", told, step)
 
 
 def rescue(trainer: Trainer) -> bool:
@@ -184,6 +227,7 @@ def save_last(trainer: Trainer) -> None:
         RunError: there is no checkpoint of the run's last step; on all processes alike.
     """
     save(trainer)
+    settle(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
         raise RunError(
             f"the run came to step {trainer.progress.step}, which could not be saved; the warning before says why",
@@ -192,26 +236,19 @@ def save_last(trainer: Trainer) -> None:
         )
 
 
-def _commit(trainer: Trainer, snapshot: Snapshot) -> int:
-    """Writes the checkpoint; says how that went, so that all processes can act alike."""
-    progress, folder, network = trainer.progress, trainer.folder.checkpoints, trainer.network
-    # What is saved says of itself that it is.
-    snapshot.state["saved_step"] = progress.step
-    started = time.perf_counter()
-    try:
-        if network.layouts:
-            pieces = trainer.job.checkpoint.pieces
-            path = save_sharded(folder, progress.step, snapshot, network, trainer.world, pieces=pieces)
-        else:
-            path = commit(folder, progress.step, snapshot)
-    except SaveError as error:
-        trainer.journal.event("warning", f"no checkpoint at step {progress.step}: {error.what}", progress.step)
-        return NOT_SAVED
-    except NotFiniteError:
-        return NOT_FINITE
-    if not trainer.world.is_main:
-        return SAVED
-    best = folder / f"step-{progress.best_step:08d}"
-    prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
-    trainer.journal.event("saved", path.name, progress.step, seconds=time.perf_counter() - started)
-    return SAVED
+def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
+    """Writes the checkpoint, and deletes what it makes superfluous; reads nothing that training changes meanwhile."""
+    folder, network, started = trainer.folder.checkpoints, trainer.network, time.perf_counter()
+    if network.layouts:
+        path = save_sharded(folder, step, snapshot, network, trainer.world, pieces=trainer.job.checkpoint.pieces)
+    else:
+        path = commit(folder, step, snapshot)
+    if trainer.world.rank in trainer.writers:
+        best = folder / f"step-{best_step:08d}"
+        prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
+        waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
+        trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
+    files = read_manifest(path)["files"]
+    # A sync method may leave each process an optimizer's state of its own.
+    alike = (layout.MODEL,) if trainer.synchronizer.own else (layout.MODEL, layout.OPTIMIZER)
+    return SaveOutcome(SAVED, path.name, {name: files[name]["sha256"] for name in alike if name in files})

@@ -38,7 +38,7 @@ from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_update import OutputHook, OwnUpdate
 from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepare_trainer
 from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back
-from manyhands.train.saving import agreed, record_evaluation, save
+from manyhands.train.saving import agreed, record_evaluation, save, settle
 from manyhands.train.scheduler_state import scheduler_state
 from manyhands.train.session_samples import SessionSamples
 from manyhands.train.stopping import StopSignal
@@ -243,6 +243,7 @@ class Session(Subgroup):
             raise UserError("an update is under way", "session.save", ("save after optimizer.step()",))
         if trainer.progress.step_in_epoch:
             save(trainer)
+            settle(trainer)
 
     @CLOCK.within(EVALUATION)
     def evaluate(
@@ -284,9 +285,11 @@ class Session(Subgroup):
         self._bring_together(trainer)
         if self._folder:
             self._conclude()
+            settle(trainer)
             step = trainer.progress.step
             if step != trainer.progress.saved_step:
                 save(trainer)
+                settle(trainer)
             tell_of_time(trainer)
             trainer.journal.event("finished", step=step)
 
@@ -295,6 +298,7 @@ class Session(Subgroup):
         if self._hook:
             self._hook.remove()
         if self._trainer:
+            self._trainer.saver.wait()
             self._trainer.release()
         self._trainer = self._hook = None
 

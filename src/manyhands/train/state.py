@@ -1,5 +1,6 @@
 """How far a run has come, and turning live objects into a snapshot and back."""
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -70,10 +71,21 @@ def capture(
     if network.sharded:
         model, optimizer_state = _gathered(network.inner, optimizer)
     else:
-        model = {name: tensor.detach().cpu().clone() for name, tensor in network.inner.state_dict().items()}
+        model = _copied(dict(network.inner.state_dict()))
         optimizer_state = named_optimizer(network.inner, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
-    return Snapshot(model, optimizer_state, {**asdict(progress), "best": best, **extra}, network.endless)
+    return Snapshot(model, optimizer_state, _copied({**asdict(progress), "best": best, **extra}), network.endless)
+
+
+def _copied(value: Any) -> Any:
+    """The same on the CPU, which nothing that goes on changes."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in cast(dict[Any, Any], value).items()}
+    if type(value) in {list, tuple}:
+        return type(value)(map(_copied, value))
+    return copy.deepcopy(value)
 
 
 def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -81,20 +93,20 @@ def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     found = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if next(model.parameters()).device.type == "cpu":
+        found = _copied(found)  # what lies there already wasn't
     return cast(tuple[dict[str, Tensor], dict[str, Any]], found)
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state by parameter name, so that it fits any grouping and layout."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = {
-        names[id(parameter)]: {
-            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()
-        }
-        for parameter, values in optimizer.state.items()
-    }
+    state = {names[id(parameter)]: _copied(values) for parameter, values in optimizer.state.items()}
     groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        {
+            **_copied({k: v for k, v in group.items() if k != "params"}),
+            "params": [names[id(p)] for p in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}

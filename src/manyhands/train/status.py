@@ -30,6 +30,7 @@ class Status:
     Attributes:
         stop: somebody was asked to stop.
         save: it is time for a checkpoint.
+        written: processes that have written their part of the save that goes on.
         tell: it is time to record what the time goes to.
         loss: mean over the samples since the last round.
         top1: share of them guessed right.
@@ -46,6 +47,7 @@ class Status:
 
     stop: bool
     save: bool
+    written: int
     tell: bool
     loss: float
     top1: float
@@ -122,6 +124,7 @@ class StatusRound:
         step: int,
         *,
         stop: bool,
+        written: bool = False,
         extra: Callable[[float, int], list[float]] | None = None,
         replaced: int = 0,
     ) -> Status:
@@ -131,6 +134,7 @@ class StatusRound:
             measured: by this process.
             step: updates made.
             stop: somebody asked this process to stop.
+            written: this process has written its part of the save that goes on.
             extra: gives more numbers to add up, from the seconds and steps since the last round.
             replaced: pictures of this process that couldn't be read.
         """
@@ -143,15 +147,15 @@ class StatusRound:
         main = self._world.rank == 0
         save = main and now - self._saved > self._save_every_s
         tell = main and now - self._told > max(TELL_S, TELL * (now - self._began))
-        wishes = [float(stop), float(save), float(tell)]
-        mine = [own_loss, own_correct, own_samples, *wishes, now - self._last, float(replaced), *more]
+        flags = [float(flag) for flag in (stop, save, written, tell)]
+        mine = [own_loss, own_correct, own_samples, *flags, now - self._last, float(replaced), *more]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(total)
-        loss, correct, count, stops, saves, tells, seconds_sum, bad, *summed = total.tolist()
+        loss, correct, count, stops, saves, writers, tells, seconds_sum, bad, *summed = total.tolist()
         CLOCK.to(before)
         waited_s = time.perf_counter() - began_s
         self._told = now if tells else self._told
@@ -162,6 +166,7 @@ class StatusRound:
         status = Status(
             stop=stops > 0,
             save=saves > 0,
+            written=round(writers),
             tell=tells > 0,
             loss=loss / max(1, count),
             top1=correct / max(1, count),
@@ -179,5 +184,5 @@ class StatusRound:
         return status
 
     def saved(self) -> None:
-        """A checkpoint was committed."""
+        """A checkpoint is being written."""
         self._saved = time.perf_counter()

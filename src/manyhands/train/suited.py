@@ -1,6 +1,5 @@
 """cluster.shares = auto: shares of each update that suit the processes' measured speeds."""
 
-import contextlib
 import dataclasses
 import functools
 import heapq
@@ -10,13 +9,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from manyhands.core.cores import cores
+from manyhands.core.memory import memory
 from manyhands.core.processor import this_processor
 from manyhands.core.shares import Share
 from manyhands.core.world import World
@@ -191,8 +189,4 @@ def _of_card(world: World) -> tuple[int, int]:
 def _of_machine(world: World) -> tuple[int, int]:
     """Bytes that this process has had at most, and its part of what its machine, or its container, has left."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):
-        root = Path("/sys/fs/cgroup")
-        free = min(free, int((root / "memory.max").read_text()) - int((root / "memory.current").read_text()))
-    return used, max(0, free // world.local_size)
+    return used, memory()[1] // world.local_size

@@ -16,6 +16,7 @@ from manyhands.parallel.apply import check_replicas
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.costs import Cost
 from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train.background import Saver
 from manyhands.train.diverging import Divergence
 from manyhands.train.epoch_end import AtEpochEnd
 from manyhands.train.evaluate import Evaluation
@@ -61,6 +62,8 @@ class Trainer:
         epoch_mean: of the epoch that goes on.
         stopped: somebody asked for a stop, and all is saved.
         saves: checkpoints tried in this run.
+        saver: writes them.
+        writers: ranks that write one: 0, and one of another machine's where disks aren't shared.
         divergence: watches the loss.
         test: the same of what was held out; None where nothing was.
         on_first_update: called once, when this session has trained its first update.
@@ -97,6 +100,8 @@ class Trainer:
     heart: Heart = field(default_factory=Heart)
     stopped: bool = False
     saves: int = field(default=0)
+    saver: Saver = field(default_factory=Saver)
+    writers: tuple[int, ...] = (0,)
     divergence: Divergence = field(init=False)
     epoch_mean: EpochMean = field(default_factory=EpochMean)
     test: Callable[..., Evaluation] | None = None
@@ -146,10 +151,10 @@ class Trainer:
         every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
         return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
 
-    def save_due_by_step(self) -> bool:
-        """True at steps that checkpoint.every names as a number of steps or epochs."""
+    def save_due(self, *, by_time: bool) -> bool:
+        """True where rank 0's clock says so and no save goes on, and at steps that checkpoint.every names."""
         every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
-        return bool(every) and self.progress.step % every == 0
+        return (by_time and self.saver.step is None) or (bool(every) and self.progress.step % every == 0)
 
     def line_due(self) -> bool:
         """True at the updates that run.log_steps wants a line of: an epoch's first, and each so many after it."""

@@ -92,6 +92,8 @@ def train_here(
             record = mine.record_of(error)
             if record.exit_code == EXIT_FAILED and job.cluster.recovers:
                 _rescue(mine, consequence=record.consequence)
+            if mine.trainer and isinstance(error, Exception):
+                mine.trainer.saver.wait()
             raise Failed(record) from error
         finally:
             mine.give_back()
@@ -107,6 +109,7 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
         return
     if PULSE_FILE in os.environ:  # the agent gives it the time that it needs
         rescue_path(Path(os.environ[PULSE_FILE]).parent, mine.membership.rank).touch()
+    mine.trainer.saver.wait()
     try:
         if rescue(mine.trainer):
             mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the run to go on from")
@@ -142,6 +145,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     from manyhands.parallel.plain import gather_plain
     from manyhands.train.choose_sync import check_combination
     from manyhands.train.job import build
+    from manyhands.train.replicas import writers_of
 
     mode = resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
@@ -157,6 +161,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
     trainer = build(job, folder, world, mode, objects, followed, splits)
+    trainer.writers = writers_of(folder, world, trainer.network)
     for note in (*about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         trainer.journal.event("note", note)
     ranks = gather_plain(own_environment(world), world)

@@ -159,6 +159,8 @@ class Agent:
         self.wire, self._until_gone = wire, until_gone
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
+        self._claimed: set[Path] = set()
+        self._keepers: dict[str, Receiver] = {}
         self._probes = Probe()
         self._mirror_at, self._started = 0.0, False
         self._tunnels, self._tunnel_told = Tunnels(), False
@@ -181,7 +183,12 @@ class Agent:
 
     def tick(self) -> list[Message]:
         """To be called often while workers run: what the head commands meanwhile; records go to the head."""
-        commands = self.wire.poll()
+        commands: list[Message] = []
+        for message in self.wire.poll():
+            if isinstance(message, KeepRecords):
+                self._keep_copy(message)
+            else:
+                commands.append(message)
         if self._sender and time.monotonic() > self._mirror_at:
             self._mirror_at = time.monotonic() + MIRROR_S
             self.send_records()
@@ -241,7 +248,7 @@ class Agent:
             return replace(answer, taken=True)
         if request.records:
             self._sender = Sender(path, request.held, output=request.output)
-        return replace(answer, run=found)
+        return replace(answer, run=found, own=path in self._claimed)
 
     def _look(self, request: LookAtRun) -> RunSeen:
         folder = RunFolder(Path(request.folder).expanduser().absolute())
@@ -257,6 +264,7 @@ class Agent:
             return None
         if lock:
             self._until_gone.callback(lock.release)
+            self._claimed.add(folder.path)
         found = run_id(folder)
         if found != request.run and not (found and folder.has_checkpoints()):
             set_run_id(folder, request.run)
@@ -265,11 +273,19 @@ class Agent:
         return found
 
     def _keep(self, request: KeepRecords) -> FolderThere:
-        receiver = Receiver(Path(request.folder))
+        keeper = self._keepers.setdefault(request.folder, Receiver(Path(request.folder)))
         with private_files():
             for piece in request.pieces:
-                receiver.take(piece)
+                keeper.take(piece)
         return FolderThere(request.folder)
+
+    def _keep_copy(self, request: KeepRecords) -> None:
+        """A run doesn't end where the copy of its records can't be kept; the next start gives them whole."""
+        try:
+            self._keep(request)
+        except (OSError, ValueError) as error:
+            del self._keepers[request.folder]
+            print(f"the copy of the records is behind: {error}", file=sys.stderr)  # noqa: T201 - the agent's log
 
     def _scratch(self, _request: MakeScratch) -> FolderThere:
         return FolderThere(str(self._until_gone.enter_context(scratch("probe"))))

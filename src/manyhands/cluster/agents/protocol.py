@@ -91,6 +91,7 @@ class RunOpened(Message):
         run: id of the run that it held; empty for none.
         saved: the newest step that is saved there; -1 for none.
         held: bytes of each growing file that are there.
+        own: this machine holds it, and no other.
     """
 
     folder: str
@@ -100,6 +101,7 @@ class RunOpened(Message):
     run: str = ""
     saved: int = -1
     held: dict[str, int] = field(default_factory=dict[str, int])
+    own: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 
+from manyhands.core.memory import memory as whole_memory
+
 # Words in the command line of what trains on several processes.
 TRAINERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "horovodrun",
             "msrun", "mpirun")  # fmt: skip
@@ -24,12 +26,7 @@ def load() -> float:
 
 def memory() -> dict[str, int]:
     """Bytes of memory, with the limit of its group of processes."""
-    system = psutil.virtual_memory()
-    total, free = system.total, system.available
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, free = min(total, limit), max(0, min(free, limit - used))
+    total, free = whole_memory()
     return {"total": total, "free": free}
 
 

@@ -1,0 +1,77 @@
+"""Writes a checkpoint beside training: from a copy in memory, by a thread, never two at once."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from manyhands.checkpoint.refuse import NotFiniteError, SaveError
+
+SAVED, NOT_SAVED, NOT_FINITE = "saved", "not saved", "not finite"
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended.
+
+    Attributes:
+        word: SAVED, NOT_SAVED or NOT_FINITE.
+        what: the disk's words, where it wasn't saved; else the checkpoint's name.
+        digests: of the files that hold tensors, by name.
+    """
+
+    word: str = SAVED
+    what: str = ""
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class Saver:
+    """One save at a time, on a process that writes; the others know that one goes on.
+
+    Attributes:
+        step: of the save that goes on, None where none does; equal on all processes.
+        waited_s: how long training waited for the copy that is written.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.waited_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._outcome: SaveOutcome | None = None
+        self._error: Exception | None = None
+
+    def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, beside: bool = True) -> None:
+        """Has a checkpoint written, beside training or before this returns; `write` is None on who writes none."""
+        self.step, self._outcome, self._error = step, None, None
+        if write is not None and beside:
+            self._thread = threading.Thread(target=self._run, args=(write,), name="saving", daemon=True)
+            self._thread.start()
+        elif write is not None:
+            self._run(write)
+
+    @property
+    def done(self) -> bool:
+        """True where this process has written what it was to write."""
+        return self._outcome is not None or self._error is not None
+
+    def wait(self) -> None:
+        """Until what this process writes is written, or can't be; no collective."""
+        if self._thread:
+            self._thread.join()
+
+    def end(self) -> SaveOutcome | None:
+        """Waits, and gives how it ended; None where this process writes nothing. Raises what wasn't foreseen."""
+        self.wait()
+        self.step = self._thread = None
+        if self._error:
+            raise self._error
+        return self._outcome
+
+    def _run(self, write: Callable[[], SaveOutcome]) -> None:
+        try:
+            self._outcome = write()
+        except SaveError as error:
+            self._outcome = SaveOutcome(NOT_SAVED, error.what)
+        except NotFiniteError:
+            self._outcome = SaveOutcome(NOT_FINITE)
+        except Exception as error:  # noqa: BLE001 - raised by whoever asks how it ended
+            self._error = error

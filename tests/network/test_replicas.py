@@ -1,0 +1,123 @@
+"""Machines that share no disk: two hold each checkpoint and the records, and either is enough to go on from."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from manyhands.checkpoint.find import newest
+from manyhands.checkpoint.load import load
+from tests.e2e.command import QUICK, events, final_weights, finish, run, running, wait_until
+from tests.network.test_launch import EXACT, gone, is_agent
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+JOB = ["digits", "mlp", "--epochs", "100", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
+PLACE = Path("/srv/manyhands-replicas")
+
+
+@pytest.fixture
+def apart(lab, tmp_path, monkeypatch):
+    """Hosts each of which has a disk of its own at one place."""
+    monkeypatch.chdir(tmp_path)
+    PLACE.mkdir(parents=True, exist_ok=True)
+    for host in lab.hosts:
+        lab.start(host, prepare=f"mount -t tmpfs none {PLACE}")
+    return lab
+
+
+def hosts(lab):
+    return ["--hosts", ",".join(lab.names), "--cluster.ssh", lab.ssh, "--cluster.workdir", PLACE]
+
+
+def typed(lab, host, *words):
+    """The command for what a user types on a host, in the work folder."""
+    line = shlex.join([sys.executable, "-m", "manyhands", *map(str, words)])
+    return [*shlex.split(lab.ssh), lab.name(host), f"cd {PLACE} && exec {line}"]
+
+
+def on(lab, host, *words):
+    return subprocess.run(typed(lab, host, *words), capture_output=True, text=True, timeout=300, check=False)
+
+
+def shell(lab, host, line):
+    done = subprocess.run([*shlex.split(lab.ssh), lab.name(host), line], capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+def saved_on(lab, host):
+    """Steps of the checkpoints that a host's own disk holds."""
+    found = shell(lab, host, f"ls {PLACE}/run/checkpoints").split()
+    return [int(name.removeprefix("step-")) for name in found if name.startswith("step-")]
+
+
+def fetch(lab, host):
+    """What a host's own disk holds of the run, brought here."""
+    copy = ["scp", "-Oqr", *shlex.split(lab.ssh)[1:], f"{lab.name(host)}:{PLACE}/run", f"of-n{host}"]
+    subprocess.run(copy, check=True, timeout=60)
+    return Path(f"of-n{host}")
+
+
+def as_undisturbed(folder):
+    whole = run("train", *JOB, "--out", "whole")
+    assert whole.code == 0, whole.err
+    for name, tensor in final_weights(folder).items():
+        torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)
+
+
+def workers(lab, host):
+    found = []
+    for pid in lab.processes(host):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if is_agent(process.parent()):
+                found.append(pid)
+    return found
+
+
+def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(apart):
+    with running("launch", *JOB, "--set", "checkpoint.every=100steps", *hosts(apart), "--out", "run") as process:
+        wait_until(lambda: len(events("run", "saved")) > 1 and saved_on(apart, 2), process)
+        for pid in [*workers(apart, 2), *workers(apart, 3)]:  # so that nobody can save what it has in memory
+            os.kill(pid, signal.SIGKILL)
+        apart.kill(1)
+        ended = finish(process)
+        gone(apart)
+    assert ended.code == 0, ended.err
+    assert "each checkpoint is written on n1 and on n2, which don't share a disk" in ended.err
+    (resumed,) = events("run", "resumed")
+    assert resumed["step"] >= 100
+    as_undisturbed(fetch(apart, 2))
+
+
+def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
+    job = [*JOB, "--set", "checkpoint.every=100steps", *hosts(apart), "--out", "run"]
+    head = subprocess.Popen(typed(apart, 1, "launch", *job), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: saved_on(apart, 2), head)
+        apart.kill(1)
+        wait_until(lambda: not workers(apart, 2) + workers(apart, 3), head)
+    finally:
+        head.kill()
+        head.wait()
+    before = fetch(apart, 2)
+    assert (before / "job.toml").is_file()
+    assert (before / "plan.json").is_file()
+    step = json.loads((newest(before / "checkpoints")[0] / "state.json").read_text())["step"]
+    assert load(newest(before / "checkpoints")[0]).state["step"] == step
+    again = on(apart, 2, "resume", "run")
+    assert again.returncode == 0, again.stderr
+    assert "n1" in again.stderr
+    assert "the run goes on without it" in again.stderr
+    before.rename("before")
+    after = fetch(apart, 2)
+    assert events(after, "resumed")[-1]["step"] == step
+    as_undisturbed(after)
+    gone(apart)

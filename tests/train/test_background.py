@@ -1,0 +1,79 @@
+"""A checkpoint that is written beside training is of the moment when it was asked for."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.checkpoint.refuse import SaveError
+from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.background import NOT_SAVED, SAVED, SaveOutcome, Saver
+from manyhands.train.state import Progress, capture
+
+PATIENCE_S = 60
+
+
+def test_training_goes_on_while_it_is_written_and_hears_how_it_ended():
+    saver, may = Saver(), threading.Event()
+
+    def write():
+        assert may.wait(PATIENCE_S)
+        return SaveOutcome(SAVED, "step-00000007")
+
+    saver.begin(7, write)
+    assert (saver.step, saver.done) == (7, False)
+    may.set()
+    assert saver.end() == SaveOutcome(SAVED, "step-00000007")
+    assert saver.step is None
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_full_disk_is_an_outcome_and_anything_else_is_raised(beside):
+    saver = Saver()
+
+    def full():
+        raise SaveError("the disk is full")
+
+    saver.begin(1, full, beside=beside)
+    saver.wait()
+    assert saver.done
+    assert saver.end() == SaveOutcome(NOT_SAVED, "the disk is full")
+
+    def broken():
+        raise TypeError("not plain data")
+
+    saver.begin(2, broken, beside=beside)
+    saver.wait()
+    assert saver.done
+    with pytest.raises(TypeError, match="not plain data"):
+        saver.end()
+    assert saver.step is None
+
+
+def test_a_process_that_writes_nothing_waits_for_nothing():
+    saver = Saver()
+    saver.begin(3, None)
+    assert (saver.step, saver.done) == (3, False)
+    assert saver.end() is None
+
+
+def test_what_training_changes_afterwards_is_not_in_the_copy():
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=3)
+
+    def loss():
+        optimizer.zero_grad()
+        value = (network(torch.ones(4, 2)) - 3).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    told = {"rates": [1, 2]}
+    before = capture(ParallelNetwork(network, network), optimizer, Progress(step=1), told)
+    texts = str(before)
+    optimizer.step(loss)
+    optimizer.param_groups[0]["lr"] = 0.5
+    told["rates"].append(3)
+    assert str(before) == texts
+    assert str(capture(ParallelNetwork(network, network), optimizer, Progress(step=1), told)) != texts
