@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo setup test test-slow test-all check format bench clean wheels-gpu test-gpu bench-gpu
+.PHONY: help demo setup test test-slow test-all check format bench fuzz soak clean wheels-gpu test-gpu bench-gpu
 
 help:
 	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
@@ -12,6 +12,8 @@ help:
 	@echo "make test-all  the slow ones too"
 	@echo "make check     format, lint, types, import layers"
 	@echo "make bench     measure against other tools, side by side (needs MNIST; see bench/)"
+	@echo "make fuzz      spoilt files for every reader, SECONDS=600 long"
+	@echo "make soak      faults on three hosts of this machine, MINUTES=30 KILLS=50 LAUNCHES=100 (needs root)"
 	@echo "make test-gpu  what must hold on an accelerator, with the torch of PYTHON (see docs/guides/gpu-results.md)"
 
 demo: $(VENV)/.package
@@ -45,6 +47,27 @@ bench: $(VENV)/.package
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check accelerate lightning
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check mindspore
 	$(BIN)/python -m bench.mnist_mlp
+
+# Spoilt files for every reader of what comes from outside; for so many seconds each of two ways: by chance, and led by
+# what code each has reached (atheris, where it can be had).
+SECONDS ?= 600
+
+fuzz: $(READY)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	$(BIN)/python -m bench.fuzz_readers --seconds $(SECONDS)
+	$(BIN)/python -m bench.fuzz_led --seconds $(SECONDS)
+
+# Faults for a long time on three hosts of this machine: needs root, iproute2, nftables and sshd. What was found lies in SOAKED.
+MINUTES ?= 30
+KILLS ?= 50
+LAUNCHES ?= 100
+SOAKED ?= build/soak
+
+soak: $(READY)
+	mkdir -p $(SOAKED)
+	$(BIN)/python -m bench.soak faults --minutes $(MINUTES) --json $(SOAKED)/faults.json
+	$(BIN)/python -m bench.soak kills --count $(KILLS) --json $(SOAKED)/kills.json
+	$(BIN)/python -m bench.soak launches --count $(LAUNCHES) --json $(SOAKED)/launches.json
 
 # For a machine with an accelerator, which may have no network: its torch stays as it is, and no environment is made.
 DEVICE ?= auto

@@ -45,12 +45,12 @@ def environment(**more):
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
 
 
-def start(*arguments, program=("-m", "manyhands"), cwd=None, **variables):
+def start(*arguments, program=("-m", "manyhands"), cwd=None, to=subprocess.PIPE, **variables):
     """Starts `python -m manyhands …`; its standard error is not to be filled beyond a pipe's size."""
     return subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=to,
+        stderr=to,
         stdin=subprocess.DEVNULL,
         text=True,
         cwd=cwd,

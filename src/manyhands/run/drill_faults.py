@@ -93,14 +93,14 @@ def _stops_after_second(attempt: DrilledRun) -> str:
     return "" if screen.count("Traceback") == 1 and RAISED in screen else "there isn't one traceback with the error"
 
 
-def _names_the_number(attempt: DrilledRun) -> str:
-    """Left out by all, or the run's end: never weights that are no numbers."""
+def _left_out_by_all(attempt: DrilledRun) -> str:
+    """One update, with its rank named; never weights that are no numbers."""
     assert attempt.plant
-    if attempt.code == EXIT_OK and attempt.events("skipped"):
-        return _whole_weights(attempt)
-    said = attempt.said
-    if attempt.code == EXIT_OK or f"rank {attempt.plant.rank}" not in said:
-        return "it was neither left out nor named with its rank"
+    left_out = attempt.events("left-out")
+    if wrong := _undisturbed(attempt):
+        return wrong
+    if len(left_out) != 1 or f"rank {attempt.plant.rank}" not in left_out[0]["message"]:
+        return f"{len(left_out)} updates were left out, not one with its rank named"
     return _whole_weights(attempt)
 
 
@@ -280,8 +280,8 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "nan",
         "a process computes what is no number, once",
-        "left out by all, or the run ends with the rank named; no such weights are saved",
-        _names_the_number,
+        "that update is left out by all, and the rank named; no such weights are saved",
+        _left_out_by_all,
         plants="nan",
         equal=False,
     ),

@@ -96,9 +96,10 @@ def _wait(fault: PlantedFault) -> None:
 def _eat(fault: PlantedFault) -> None:
     """Takes memory where there is little, until the system ends this process."""
     (Path(fault.group) / "cgroup.procs").write_text(str(os.getpid()))
-    eaten: list[bytearray] = []
+    time.sleep(1)  # so that who watches this process sees it there
+    eaten: list[bytes] = []
     while True:
-        eaten.append(bytearray(1 << 20))
+        eaten.append(b"x" * (1 << 20))
 
 
 def _fill(_fault: PlantedFault) -> None:

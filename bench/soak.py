@@ -1,0 +1,266 @@
+"""Faults for a long time on three hosts of this machine (namespaces; needs root), and what is left of them.
+
+    python -m bench.soak kills --count 50 --epochs 400    random kills in one run: its weights, and its useful share
+    python -m bench.soak faults --minutes 30              a fault a minute: memory, descriptors, ports, files
+    python -m bench.soak launches --count 100             launches that are ended at random moments: what is left
+
+The last line is JSON; --json FILE keeps it. Ends with 1 where a promise doesn't hold.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from tests.e2e.command import events, final_weights, running, start, wait_until
+from tests.network.lab import Lab
+from tests.network.test_launch import EXACT, QUICK, begun, gone, hosts
+
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED
+from manyhands.core.records import read_lines
+
+# By rounding in double precision, without momentum.
+ROUNDING = 1e-6
+# Of a link. After it TCP sends anew within 7 s, which no machine is given up for.
+CUT_S = 4
+# What a process's memory and descriptors may do by chance between the second quarter and the last.
+FLAT, SOME = 1.1, 8
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+
+def job(data, epochs):
+    """Of a run that is long enough for its faults."""
+    seldom = ["--set", f"train.evaluate_every={max(1, epochs // 20)}", "--set", "checkpoint.every=20s"]
+    return [data, "mlp", "--epochs", str(epochs), *QUICK, *EXACT, *seldom]
+
+
+def workers(lab):
+    """(host, process) of all that train: forked by what watches them, so with its words."""
+    found = []
+    for host in lab.hosts:
+        for pid in lab.processes(host):
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                words = process.cmdline()
+                if "agents.agent" in " ".join(words) and process.parent().cmdline() == words:
+                    found.append((host, process))
+    return found
+
+
+def seconds_of_training(folder):
+    """From the first update to the end."""
+    return events(folder, "finished")[-1]["time"] - events(folder, "first-step")[0]["time"]
+
+
+def difference(one, other):
+    """The greatest between two runs' weights, relative to each tensor's greatest."""
+    mine, others = final_weights(one), final_weights(other)
+    return max(float((mine[name] - others[name]).abs().max() / others[name].abs().max()) for name in mine)
+
+
+def evaluated_twice(folder):
+    """Steps of evaluations that the records hold more than once."""
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["kind"] == "evaluation"]
+    return sorted({step for step in steps if steps.count(step) > 1})
+
+
+def disturb(lab, process, draw, kinds):
+    """Does one fault; says which."""
+    kind = draw.choice(kinds)
+    if kind == "cut":
+        host = draw.choice(list(lab.hosts))
+        lab.down(host)
+        time.sleep(CUT_S)
+        lab.up(host)
+        return f"link of n{host} cut"
+    candidates = wait_until(lambda: workers(lab), process, patience=120)
+    host, victim = draw.choice(candidates)
+    with suppress(psutil.Error):
+        victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    return f"a process of n{host}: {kind}"
+
+
+def kills(lab, folder, *, count, words, seed, kinds=("kill",), share=False):
+    """One run, disturbed so often, at random steps: at the end the weights of one that isn't, by the same updates.
+
+    With `share` the other run is of the three hosts too, which says what share of the seconds was of use.
+    """
+    draw, done = random.Random(seed), []
+    launched = ["launch", *words, *hosts(lab), "--out"]
+    with running(*(launched if share else ["train", *words, "--out"]), folder / "whole", by=quietly) as process:
+        assert process.wait() == 0
+    steps = events(folder / "whole", "finished")[-1]["step"]
+    moments = sorted(draw.uniform(0.05, 0.85) * steps for _ in range(count))
+    with running(*launched, folder / "run", by=quietly) as process:
+        for moment in moments:
+            while process.poll() is None and last_step(folder / "run") < moment:
+                time.sleep(0.1)
+            if process.poll() is None:
+                done.append(disturb(lab, process, draw, kinds))
+        code = process.wait()
+    gone(lab)
+    found = {"faults": len(done), "code": code, "restarts": len(events(folder / "run", "restarted")), "steps": steps}
+    if code:
+        return {**found, "holds": False, "last": events(folder / "run")[-5:]}
+    seconds = seconds_of_training(folder / "whole"), seconds_of_training(folder / "run")
+    found |= {
+        "difference": difference(folder / "run", folder / "whole"),
+        "evaluated_twice": evaluated_twice(folder / "run"),
+        "seconds": seconds[1],
+        "faults_a_minute": 60 * len(done) / seconds[1],
+        **({"useful": seconds[0] / seconds[1]} if share else {}),
+    }
+    return {**found, "holds": found["difference"] <= ROUNDING and not found["evaluated_twice"] and len(done) == count}
+
+
+def last_step(folder):
+    """That the records know of."""
+    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
+    return max(steps, default=0)
+
+
+def quietly(*arguments, **others):
+    """Starts a command whose words nobody reads: a pipe would fill."""
+    return start(*arguments, to=subprocess.DEVNULL, **others)
+
+
+def faults(lab, folder, *, minutes, every_s, words, seed):
+    """One run that doesn't end, a fault every minute; what it holds is measured after each."""
+    draw, held = random.Random(seed), []
+    with running("launch", *words, *hosts(lab), "--out", folder / "run", by=quietly) as process:
+        wait_until(begun(folder / "run"), process)
+        until = time.monotonic() + 60 * minutes
+        while time.monotonic() < until:
+            disturb(lab, process, draw, ("kill", "stop", "cut"))
+            time.sleep(every_s)
+            wait_until(lambda: settled(lab, folder / "run"), process, patience=120)
+            held.append(holdings(lab, psutil.Process(process.pid)))
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(120)
+    gone(lab)
+    second, last = held[len(held) // 4 : len(held) // 2 + 1], held[-max(1, len(held) // 4) :]
+    grown = {
+        name: (statistics.median(one[name] for one in second), statistics.median(one[name] for one in last))
+        for name in held[0]
+    }
+    flat = all(after <= before * FLAT + SOME for before, after in grown.values())
+    restarts = len(events(folder / "run", "restarted"))
+    return {
+        "faults": len(held),
+        "restarts": restarts,
+        "code": code,
+        "held": grown,
+        "holds": flat and code == EXIT_SAVED,
+    }
+
+
+def settled(lab, folder):
+    """Whether all train, and have for a moment since whatever happened last."""
+    steps = [line["time"] for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
+    last = max(line["time"] for line in events(folder) if line["kind"] != "saved")
+    return len(workers(lab)) == len(lab.hosts) and steps[-1] > max(last + 2, time.time() - 2)
+
+
+def holdings(lab, head):
+    """What the head and the processes of the hosts hold now."""
+    processes = [head, *(psutil.Process(pid) for host in lab.hosts for pid in lab.processes(host))]
+    found = {"megabytes": 0.0, "descriptors": 0, "threads": 0}
+    for one in processes:
+        with suppress(psutil.Error), one.oneshot():
+            found["megabytes"] += one.memory_info().rss / 1e6
+            found["descriptors"] += one.num_fds()
+            found["threads"] += one.num_threads()
+    found["ports"] = sum(len(listening(lab, host)) for host in lab.hosts)
+    return {**found, "processes": len(processes), "files": len(leftovers(lab))}
+
+
+def listening(lab, host):
+    """Ports of a host, but for sshd's."""
+    return [line for line in lab.run(host, ["ss", "-ltnH"]).splitlines() if ":22 " not in line]
+
+
+def leftovers(lab):
+    """Temporary files, and each host's shared memory."""
+    shared = [Path(f"/proc/{pids[0]}/root/dev/shm") for host in lab.hosts if (pids := lab.processes(host))]
+    return {
+        path for place in (Path(tempfile.gettempdir()), *shared) for path in place.iterdir() if path.name != ".lock"
+    }
+
+
+def launches(lab, folder, *, count, words, seed):
+    """Started and ended at random moments, whether or not anything trains by then."""
+    draw, before, slowest_s = random.Random(seed), leftovers(lab), 0.0
+    for number in range(count):
+        with running("launch", *words, *hosts(lab), "--out", folder / str(number), by=quietly) as process:
+            time.sleep(draw.uniform(0.1, 12.0))
+            process.send_signal(draw.choice(STOPS))
+            assert process.wait(120) in (-signal.SIGKILL, EXIT_SAVED, EXIT_INTERRUPTED), "it had ended by itself"
+        began = time.monotonic()
+        gone(lab)
+        slowest_s = max(slowest_s, time.monotonic() - began)
+    ports = [line for host in lab.hosts for line in listening(lab, host)]
+    # What a killed process could not remove goes with the next start, or is a moment old.
+    wait_until(lambda: not [path for path in leftovers(lab) - before if path.exists()], patience=120)
+    return {"launches": count, "ports": ports, "slowest_to_be_gone_s": slowest_s, "holds": not ports}
+
+
+@contextmanager
+def place():
+    """Three hosts with shared memory of their own, and a folder; temporary files, also the head's, lie in it."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-soak-lab-") as made:
+        folder = Path(made)
+        (folder / "tmp").mkdir()
+        usual, tempfile.tempdir = os.environ.get("TMPDIR"), str(folder / "tmp")
+        os.environ["TMPDIR"] = tempfile.tempdir
+        try:
+            with Lab(hosts=3, environment={"TMPDIR": tempfile.tempdir}) as lab:
+                for host in lab.hosts:
+                    lab.start(host, prepare="mount -t tmpfs tmpfs /dev/shm")
+                yield lab, folder
+        finally:
+            tempfile.tempdir = None
+            os.environ.pop("TMPDIR") if usual is None else os.environ.update(TMPDIR=usual)
+
+
+def main():
+    """Does one of the three, and says so."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("kills", "faults", "launches"))
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--every", type=float, default=60.0, help="of faults: seconds between two")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--data", default="mnist")
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--mixed", action="store_true", help="stops and cuts among the kills")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with place() as (lab, folder):
+        if given.what == "kills":
+            kinds = ("kill", "stop", "cut") if given.mixed else ("kill",)
+            words = job(given.data, given.epochs)
+            found = kills(lab, folder, count=given.count, words=words, seed=given.seed, kinds=kinds, share=True)
+        elif given.what == "faults":
+            words = job(given.data, 100_000)
+            found = faults(lab, folder, minutes=given.minutes, every_s=given.every, words=words, seed=given.seed)
+        else:
+            found = launches(lab, folder, count=given.count, words=job(given.data, 100_000), seed=given.seed)
+    said = json.dumps({"what": given.what, "seed": given.seed, **found})
+    print(said)
+    if given.json:
+        given.json.write_text(said + "\n")
+    return int(not found["holds"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
