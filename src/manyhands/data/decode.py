@@ -89,7 +89,7 @@ def content_of(path: str) -> bytes:
     except (UnreadableError, IsADirectoryError) as error:
         raise corrupt(path, "it is a folder, a pipe or a device") from error
     except (FileNotFoundError, PermissionError) as error:
-        raise corrupt(path, str(error.strerror).lower()) from error
+        raise corrupt(path, _reason(path, error, None)) from error
 
 
 def _opened(path: str, content: bytes | None) -> Image.Image:

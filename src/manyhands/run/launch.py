@@ -11,8 +11,8 @@ from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.store_way import StoreWay, store_way
-from manyhands.cluster.agents.supervise import Ending, Watch, supervise_once
+from manyhands.cluster.agents.store_way import store_way
+from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.cluster.doctor.questions import AskClock
 from manyhands.config.job import Job
@@ -70,23 +70,16 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                     regroups=squad.regroups,
                 )
                 squad.hear = stack.enter_context(front_door(folder.path, squad.admit, screen.say))
-                ending = _see_through(crew, squad, Recovery(job, folder, screen.say, squad), watch, way)
+                recovery = Recovery(job, folder, screen.say, squad)
+                while recovery.again(ending := supervise_once(crew.links, squad.orders(recovery, way), watch)):
+                    squad.heed(ending)
+                if squad.copy:
+                    squad.copy.finish()
         except KeyboardInterrupt:
             raise interrupted(folder) from None
         finally:
             screen.close()
         return conclude(job, folder, ending)
-
-
-def _see_through(crew: Crew, squad: OnMachines, recovery: Recovery, watch: Watch, way: StoreWay) -> Ending:
-    """From start to start, as long as a fault, or a machine that comes, makes another one of use."""
-    while True:
-        ending = supervise_once(crew.links, squad.orders(recovery, way), watch)
-        if not recovery.again(ending):
-            if squad.copy:
-                squad.copy.finish()
-            return ending
-        squad.heed(ending)
 
 
 def _absent(job: Job, folder: RunFolder, crew: Crew, machines: Sequence[Machine], screen: Screen) -> Sequence[Machine]:

@@ -4,7 +4,6 @@ import importlib
 
 # The imports are the purpose.
 import manyhands.cluster.doctor.unused
-import manyhands.parallel.modes.data
 import manyhands.train.exceptions
 import manyhands.train.job
 import manyhands.train.loop
@@ -21,6 +20,7 @@ def preload(orders: Orders | None = None) -> None:
 
     Both take as long as torch itself. A worker that needs one after all imports it then.
     """
+    importlib.import_module(f"manyhands.parallel.modes.{USUAL_MODE}")
     if orders is None or not _does_without(orders):
         importlib.import_module("torchvision")
 

@@ -66,6 +66,7 @@ from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.private import private_files
 from manyhands.core.scratch import scratch
+from manyhands.core.shown import say
 from manyhands.core.stops import saved_step
 from manyhands.core.tunnel_ends import reach
 from manyhands.parallel.ports import listen
@@ -285,7 +286,7 @@ class Agent:
             self._keep(request)
         except (OSError, ValueError) as error:
             del self._keepers[request.folder]
-            print(f"the copy of the records is behind: {error}", file=sys.stderr)  # noqa: T201 - the agent's log
+            say(f"the copy of the records is behind: {error}", "agent")
 
     def _scratch(self, _request: MakeScratch) -> FolderThere:
         return FolderThere(str(self._until_gone.enter_context(scratch("probe"))))

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from manyhands.core.shown import show_as_is
 from manyhands.core.tunnel_ends import TunnelEnds
 
 READY = "ready"
@@ -126,8 +127,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 def main(address: str, folder: str) -> None:
     """Serves until standard input ends."""
     Switchboard(TunnelEnds(address, folder))
-    sys.stdout.write(f"{READY}\n")
-    sys.stdout.flush()
+    show_as_is(READY)
     sys.stdin.read()
     os._exit(0)
 
