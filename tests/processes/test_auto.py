@@ -12,7 +12,7 @@ from manyhands.checkpoint.load import load
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.train.data_setup import Objects
-from manyhands.train.saving import save
+from manyhands.train.saving import save, settle
 from manyhands.worker.entry import _build
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_split_training import _same
@@ -139,6 +139,7 @@ def _train(world, updates, settings, folder=""):
         layouts = dict(parts.network.layouts)
         _updates(parts, updates)
         save(parts)
+        settle(parts)
         saved = plan = None
         if world.is_main:
             saved = load(place / "checkpoints" / f"step-{parts.progress.step:08d}")

@@ -18,7 +18,7 @@ from manyhands.core.processor import Processor
 from manyhands.planner import op_times
 from manyhands.report.changes import changes_since
 from manyhands.train.data_setup import Objects
-from manyhands.train.saving import save
+from manyhands.train.saving import save, settle
 from manyhands.worker.entry import _build
 from manyhands.worker.plan_trials import case_of
 from manyhands.worker.precision import settle_precision
@@ -87,6 +87,7 @@ def _decide(world, folder, network=_net, settings=None, updates=1):
                 break
     if updates:
         save(parts)
+        settle(parts)
         if world.is_main:
             parts.folder.metrics.write_text("{}\n")
     parts.release()

@@ -13,7 +13,7 @@ from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.saving import save
+from manyhands.train.saving import save, settle
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, BATCH, UPDATES = 90, 32, 20
@@ -55,6 +55,7 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
             if trainer.progress.step == until:
                 break
     save(trainer)
+    settle(trainer)
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     trainer.release()
     return first, marks, weights

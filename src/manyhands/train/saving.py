@@ -243,11 +243,12 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
         path = save_sharded(folder, step, snapshot, network, trainer.world, pieces=trainer.job.checkpoint.pieces)
     else:
         path = commit(folder, step, snapshot)
-    if trainer.world.rank in trainer.writers:
-        best = folder / f"step-{best_step:08d}"
-        prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
-        waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
-        trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
+    if trainer.world.rank not in trainer.writers:  # gave its pieces; the checkpoint may lie on another machine
+        return SaveOutcome(SAVED, path.name)
+    best = folder / f"step-{best_step:08d}"
+    prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
+    waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
+    trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
     files = read_manifest(path)["files"]
     # A sync method may leave each process an optimizer's state of its own.
     alike = (layout.MODEL,) if trainer.synchronizer.own else (layout.MODEL, layout.OPTIMIZER)
