@@ -123,9 +123,9 @@ def real_data():
     return folder
 
 
-def lose_checkpoints(lab, place):
-    """Another disk than the one that the first host had."""
-    lab.start(1, prepare=f"mount -t tmpfs none {place}")
+def lose_checkpoints(lab, host, place):
+    """Another disk than the one that the host had."""
+    lab.start(host, prepare=f"mount -t tmpfs none {place}")
 
 
 @pytest.mark.slow
@@ -179,11 +179,15 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     for name in ("metrics", "events"):
         assert Path(f"run/{name}.jsonl").read_text().count("\n") > 3
     evaluated = last_evaluation("run")
-    lose_checkpoints(lab, place)
-    beyond = run("resume", "run", "--epochs", "5")
-    assert beyond.code == 2
-    assert "n1 has no checkpoint of" in beyond.err
-    assert "saved last at step" in beyond.err
+    lose_checkpoints(lab, 1, place)
+    beyond = run("resume", "run", "--epochs", "5")  # the second host has a copy of each checkpoint
+    assert beyond.code == 0, beyond.err
+    for host in lab.hosts:
+        lose_checkpoints(lab, host, place)
+    lost = run("resume", "run", "--epochs", "7")
+    assert lost.code == 2
+    assert "n1 has no checkpoint of" in lost.err
+    assert "saved last at step" in lost.err
     whole = last_evaluation("whole")
     assert evaluated["loss"] == whole["loss"]
     gone(lab)
