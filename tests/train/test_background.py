@@ -9,7 +9,7 @@ from torch import nn
 from manyhands.checkpoint.refuse import SaveError
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.background import NOT_SAVED, SAVED, SaveOutcome, Saver
-from manyhands.train.state import Progress, capture
+from manyhands.train.state import Progress, capture, copied
 
 PATIENCE_S = 60
 
@@ -77,3 +77,12 @@ def test_what_training_changes_afterwards_is_not_in_the_copy():
     told["rates"].append(3)
     assert str(before) == texts
     assert str(capture(ParallelNetwork(network, network), optimizer, Progress(step=1), told)) != texts
+
+
+def test_of_what_was_copied_from_a_card_the_count_that_lies_beside_it_is_copied_too():
+    """As FSDP gives it: weights that are copies already, and the very count that Adam keeps on the CPU."""
+    count, weights = torch.tensor(3.0), torch.ones(2)
+    found = copied(({"weight": weights}, {"state": {"weight": {"step": count}}}), largest=1)
+    count += 1
+    assert found[1]["state"]["weight"]["step"] == 3
+    assert found[0]["weight"] is weights

@@ -71,20 +71,20 @@ def capture(
     if network.sharded:
         model, optimizer_state = _gathered(network.inner, optimizer)
     else:
-        model = _copied(dict(network.inner.state_dict()))
+        model = copied(dict(network.inner.state_dict()))
         optimizer_state = named_optimizer(network.inner, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
-    return Snapshot(model, optimizer_state, _copied({**asdict(progress), "best": best, **extra}), network.endless)
+    return Snapshot(model, optimizer_state, copied({**asdict(progress), "best": best, **extra}), network.endless)
 
 
-def _copied(value: Any) -> Any:
-    """The same on the CPU, which nothing that goes on changes."""
+def copied(value: Any, largest: float = math.inf) -> Any:
+    """The same on the CPU, which nothing that goes on changes; larger tensors than of `largest` values are that."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if value.numel() <= largest else value
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in cast(dict[Any, Any], value).items()}
+        return {key: copied(one, largest) for key, one in cast(dict[Any, Any], value).items()}
     if type(value) in {list, tuple}:
-        return type(value)(map(_copied, value))
+        return type(value)(copied(one, largest) for one in value)
     return copy.deepcopy(value)
 
 
@@ -93,18 +93,18 @@ def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     found = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if next(model.parameters()).device.type == "cpu":
-        found = _copied(found)  # what lies there already wasn't
+    # What lies on the CPU already wasn't copied: everything, or beside a card the count of updates that Adam has there.
+    found = copied(found, math.inf if next(model.parameters()).device.type == "cpu" else 1)
     return cast(tuple[dict[str, Tensor], dict[str, Any]], found)
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state by parameter name, so that it fits any grouping and layout."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = {names[id(parameter)]: _copied(values) for parameter, values in optimizer.state.items()}
+    state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
     groups = [
         {
-            **_copied({k: v for k, v in group.items() if k != "params"}),
+            **copied({k: v for k, v in group.items() if k != "params"}),
             "params": [names[id(p)] for p in group["params"]],
         }
         for group in optimizer.param_groups
