@@ -9,7 +9,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
 from manyhands.run.launch import launch
-from manyhands.run.recovery import MOST_IN_VAIN, SOON_UPDATES, Company, Recovery, Setbacks
+from manyhands.run.recovery import MOST_IN_VAIN, SOON_UPDATES, Company, Recovery, Setbacks, failed_rank
 
 
 @pytest.fixture
@@ -61,6 +61,13 @@ def test_a_machine_that_fails_again_soon_is_set_aside_for_longer_and_longer_unti
         step += 1000  # while it is away
     assert pauses == [0, 5, 10, 20, 40, 60, 0, 5]
     assert setbacks.fails("n1", step) == 0
+
+
+def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
+    assert failed_rank(Ending(cut="the tunnel to n2 ended")) is None
+    assert failed_rank(Ending(lost={"n2": "it has been silent for 30 s"})) is None
+    assert failed_rank(Ending(failed={3: -9})) == 3
+    assert failed_rank(Ending()) is None
 
 
 class Coming(Company):

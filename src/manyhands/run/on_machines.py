@@ -26,7 +26,7 @@ from manyhands.core.tunnel_ends import VARIABLE
 from manyhands.parallel.ports import loopback_interface
 from manyhands.run.copies import RecordsCopy, copy_of_records
 from manyhands.run.newcomers import Newcomer, Newcomers, PartTaken, RefusedError
-from manyhands.run.recovery import Company, LostWorkError, Recovery, Setbacks, from_outside, gone_on_with
+from manyhands.run.recovery import Company, LostWorkError, Recovery, Setbacks, failed_rank, from_outside, gone_on_with
 from manyhands.run.train import LOOPBACK
 from manyhands.run.who_where import describe, write_places
 
@@ -211,8 +211,8 @@ class OnMachines(Company):
             for one in list(self._trial):
                 self._refuse(one, RefusedError(f"the start with it failed: {what}"))
             return
-        step = saved_step(self._folder) or 0
-        for name in [*ending.lost] or ([self._machine_of(cause.rank)] if cause else []):
+        step, rank = saved_step(self._folder) or 0, failed_rank(ending)
+        for name in [*ending.lost] or ([] if rank is None else [self._machine_of(rank)]):
             pause_s = self._setbacks.fails(name, step)
             link = next((link for link in self.crew.links if link.machine.name == name), None)
             if link and not link.closed and pause_s and self._left > self._cluster.machines_wanted.start:

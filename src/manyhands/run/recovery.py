@@ -103,6 +103,12 @@ def from_outside(cause: Failure | None) -> bool:
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
 
+def failed_rank(ending: Ending) -> int | None:
+    """Of the process that has failed; None where a machine is lost, or a tunnel between two has ended."""
+    cause = first_cause(ending)
+    return None if cause is None or cause.error == MACHINE_LOST else cause.rank
+
+
 class Setbacks:
     """How often each machine has failed before it was of much use."""
 
