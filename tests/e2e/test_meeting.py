@@ -119,6 +119,7 @@ def test_an_earlier_runs_init_file(capsys):
         assert f"rm {meeting}" in err
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named(capsys):
     code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{free_port()}", 3, 0))
     assert code == 1

@@ -35,6 +35,7 @@ def folder(tmp_path):
     return tmp_path / "宠物"
 
 
+@pytest.mark.slow
 def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, tmp_path):
     did("train", folder, *JOB, "--out", tmp_path / "from-folder", "-n", 2)
     ended = did("pack", folder, "--json")
@@ -92,6 +93,7 @@ def test_a_pack_alone_is_checked_too(folder):
     assert "val-000000.tar isn't what was written" in refused("pack", pack, "--check")
 
 
+@pytest.mark.slow
 def test_what_is_proposed_makes_the_same_kind_of_copy(folder, tmp_path):
     """A copy of smaller pictures is made anew as one, by a line that a shell takes as it is."""
     place = folder.rename(tmp_path / "my pets")

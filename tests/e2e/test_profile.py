@@ -45,6 +45,7 @@ def test_a_run_of_nothing_says_so(tmp_path):
     assert "nothing is recorded yet" in did("profile", ".", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_trace_has_all_processes_phases_and_operations(tmp_path):
     did("profile", "digits", "mlp", "-n", 2, "--steps", 3, "--out", "traced", "--device", "cpu", cwd=tmp_path, by=start)
     content = json.loads((tmp_path / "traced" / "trace.json").read_text())

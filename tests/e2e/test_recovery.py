@@ -66,6 +66,7 @@ def test_a_stop_between_two_starts_says_where_the_run_goes_on(here):
     assert not marked(str(here))
 
 
+@pytest.mark.slow
 def test_one_process_alone_goes_on_from_what_was_saved(here):
     job = ["synthetic:1000x1x8x8x10", "mlp", "--batch", "50", "--epochs", "20", *QUICK, "--out", "run"]
     training = start("train", *job, "--set", "checkpoint.every=10steps")
@@ -89,12 +90,14 @@ def test_an_error_that_comes_every_time_ends_the_run_after_the_second(here):
     assert Path("run/ranks/failures/start-0/1.json").exists()
 
 
+@pytest.mark.slow
 def test_what_fails_before_its_first_update_is_not_tried_again(here):
     ended = run("train", "digits", f"{NETS}:Missing", "-n", "2", "--out", "run", *QUICK)
     assert ended.code == 2
     assert not events("run", "restarted")
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_replaced(here):
     job = ["synthetic:1000x1x8x8x10", "mlp", "--batch", "50", "--epochs", "20", *QUICK, "--out", "run", "-n", "2"]
     training = start("train", *job, "--set", "checkpoint.every=10steps")

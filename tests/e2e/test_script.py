@@ -82,6 +82,7 @@ def test_what_the_script_itself_refuses_is_in_its_log_and_told(here):
     assert "unrecognized arguments: --nonsense" in ended.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_of_it(here):
     process = start("train", "own/train.py", "-n", "2", "--out", "run", "--", "--sleep")
     wait_until(lambda: all(Path(f"run/ranks/{rank}.log").is_file() and log(rank) for rank in (0, 1)), process)

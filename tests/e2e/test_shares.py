@@ -17,6 +17,7 @@ def shared(folder):
     return json.loads((folder / "plan.json").read_text())["shares"]
 
 
+@pytest.mark.slow
 def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
     uneven, alone = tmp_path / "uneven", tmp_path / "alone"
     ended = train(uneven, "-n", "2", "--set", "cluster.shares=[24,8]")

@@ -225,6 +225,7 @@ def test_a_second_interrupt_kills(here):
 
 
 @pytest.mark.parametrize("who", ["launcher", "agent"])
+@pytest.mark.slow
 def test_nothing_outlives_the_launcher_or_the_agent(who, here):
     with running("train", *ENDLESS, "-n", "2", "--elastic", "off", "--out", here / "run") as process:
         wait_until(begun("run"), process)
@@ -243,7 +244,8 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
         assert "the agent that watches the processes failed: it was killed by SIGKILL" in ended.err
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
 def test_a_killed_worker_is_named_and_the_run_goes_on_to_the_same_bits(processes, here):
     job = ["synthetic:1000x1x8x8x10", f"{NETS}:Killed", "--batch", "50", "--epochs", "2", *QUICK]
     job += ["--set", "checkpoint.every=7steps", "-n", processes, "--elastic", "off"]

@@ -31,6 +31,7 @@ def measured(folder):
     return lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").stat().st_size
 
 
+@pytest.mark.slow
 def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
     with running("train", *ENDLESS, "-n", "2", "--out", here / "runs" / "first") as process:
         wait_until(measured(here / "runs" / "first"), process)
@@ -131,6 +132,7 @@ def test_a_run_met_by_hand_is_listed_once_and_stopped_by_its_first_process(here)
         assert finish(first).code == finish(second).code == 75
 
 
+@pytest.mark.slow
 def test_a_killed_head_leaves_the_list(here):
     with running("train", *ENDLESS, "--out", here / "run") as process:
         wait_until(measured(here / "run"), process)

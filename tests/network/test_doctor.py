@@ -103,6 +103,7 @@ def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
     no_traces(lab)
 
 
+@pytest.mark.slow
 def test_closed_ports_and_a_host_that_is_down(lab, here):
     lab.nft(2, firewall("tcp dport 1024-65535 drop"))
     lab.down(3)
