@@ -13,7 +13,7 @@ help:
 	@echo "make check     format, lint, types, import layers"
 	@echo "make bench     measure against other tools, side by side (needs MNIST; see bench/)"
 	@echo "make fuzz      spoilt files for every reader, SECONDS=600 long"
-	@echo "make soak      faults on three hosts of this machine, MINUTES=30 KILLS=50 LAUNCHES=100 (needs root)"
+	@echo "make soak      faults on three hosts of this machine, MINUTES=30 KILLS=50 LAUNCHES=100 (needs root), and in saving"
 	@echo "make test-gpu  what must hold on an accelerator, with the torch of PYTHON (see docs/guides/gpu-results.md)"
 
 demo: $(VENV)/.package
@@ -61,10 +61,14 @@ fuzz: $(READY)
 MINUTES ?= 30
 KILLS ?= 50
 LAUNCHES ?= 100
+SAVES ?= 200
+ALTERATIONS ?= 1000
 SOAKED ?= build/soak
 
 soak: $(READY)
 	mkdir -p $(SOAKED)
+	$(BIN)/python -m bench.soak_saves kills --count $(SAVES) --json $(SOAKED)/saves.json
+	$(BIN)/python -m bench.soak_saves alterations --count $(ALTERATIONS) --json $(SOAKED)/alterations.json
 	$(BIN)/python -m bench.soak faults --minutes $(MINUTES) --json $(SOAKED)/faults.json
 	$(BIN)/python -m bench.soak kills --count $(KILLS) --json $(SOAKED)/kills.json
 	$(BIN)/python -m bench.soak launches --count $(LAUNCHES) --json $(SOAKED)/launches.json

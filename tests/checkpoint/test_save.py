@@ -2,10 +2,7 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from torch.distributed.checkpoint import state_dict
 
 from manyhands.checkpoint import commit, kept, layout, refuse
 from manyhands.checkpoint import save as saving
-from manyhands.checkpoint.find import newest
 from manyhands.checkpoint.kept import prune
 from manyhands.checkpoint.load import load
 from manyhands.checkpoint.refuse import SaveError
@@ -227,67 +223,3 @@ def test_a_full_disk_keeps_the_older_checkpoint(small_disk: Path, monkeypatch: p
         save(small_disk, 2, Snapshot({"w": torch.zeros(400_000)}))
     assert [path.name for path in small_disk.iterdir()] == [old.name]
     verify(old)
-
-
-# Imports torch once; each line on its input starts a child that saves until it is killed.
-SAVE_FOREVER = """
-import os, sys, torch
-from pathlib import Path
-from manyhands.checkpoint.kept import prune
-from manyhands.checkpoint.save import save
-from manyhands.checkpoint.snapshot import Snapshot
-def save_forever(folder, step):
-    print("pid", os.getpid(), flush=True)
-    while True:
-        step += 1
-        save(folder, step, Snapshot({"w": torch.full((20_000,), float(step))}, None, {"step": step}))
-        prune(folder, 2, None)
-        print("step", step, flush=True)
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        save_forever(Path(sys.argv[1]), int(line))
-    os.waitpid(child, 0)
-    print("gone 0", flush=True)
-"""
-
-
-def kill_a_save(server: subprocess.Popen, step: int, delay_s: float) -> int:
-    """Starts a child that saves from `step` on, kills it, and returns the last step that it said was saved."""
-    assert server.stdin is not None
-    assert server.stdout is not None
-    print(step, file=server.stdin, flush=True)
-    pid, committed = 0, 0
-    for line in server.stdout:
-        word, number = line.split()
-        if word == "gone":
-            return committed
-        if word == "pid":
-            pid = int(number)
-        else:
-            committed = int(number)
-            if pid:
-                time.sleep(delay_s)
-                os.kill(pid, signal.SIGKILL)
-                pid = 0
-    raise AssertionError("the saving process failed")
-
-
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path):
-    command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)]
-    torn_saves = 0
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        step = 0
-        for kill in range(40):
-            committed = kill_a_save(server, step, delay_s=0.0007 * (kill * 7 % 40))
-            torn_saves += any(layout.is_temporary(entry) for entry in tmp_path.iterdir())
-            path, passed_over = newest(tmp_path)
-            assert path is not None
-            assert passed_over == []
-            loaded = load(path)
-            step = loaded.state["step"]
-            assert step >= committed
-            assert bool((loaded.model["w"] == step).all())
-    assert torn_saves > 0, "no kill hit a save, so nothing was tested"
-    prune(tmp_path, 2, None)
-    assert all(layout.step_of(entry) for entry in tmp_path.iterdir())

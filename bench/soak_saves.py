@@ -1,0 +1,205 @@
+"""Kills while checkpoints are written, and checkpoints that are altered: is ever one loaded that isn't what was saved?
+
+    python -m bench.soak_saves kills --count 200            SIGKILL at random moments of saving
+    python -m bench.soak_saves alterations --count 1000     so many changed bytes, and so many files that are cut short
+
+Whole checkpoints and those in pieces in turn. Needs no root. The last line is JSON; --json FILE keeps it. Ends with 1
+where a promise doesn't hold.
+"""
+
+import argparse
+import functools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from tests.checkpoint.cuts import save_one_by_one
+
+from manyhands.checkpoint import layout
+from manyhands.checkpoint.find import choose, newest
+from manyhands.checkpoint.kept import prune
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.pieces import NetworkLayout
+from manyhands.checkpoint.save import save
+from manyhands.checkpoint.verify import TornCheckpointError
+from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import Mesh
+from manyhands.train.background import SaveOutcome, Saver
+from manyhands.train.state import Progress, capture
+
+ROWS, COLUMNS = 200, 300
+CUT = NetworkLayout(Mesh((("a", 2),)), {"weight": TensorLayout((ROWS, COLUMNS), (ROWS, COLUMNS), ((0, (0,)),))})
+
+
+class Trained:
+    """Stands for a run: all that it holds is its step's number."""
+
+    def __init__(self, columns=COLUMNS):
+        linear = torch.nn.Linear(columns, ROWS, bias=False)
+        self.network = SimpleNamespace(inner=linear, sharded=False, endless=frozenset())
+        self.optimizer = torch.optim.SGD(linear.parameters(), lr=0.1, momentum=0.9)
+        linear.weight.grad = torch.zeros_like(linear.weight)
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def be(self, step):
+        """Has the weights and the optimizer's state of a step."""
+        weight = self.network.inner.weight
+        for tensor in (weight, self.optimizer.state[weight]["momentum_buffer"]):
+            tensor.fill_(step)
+
+    def captured(self, step):
+        """A copy, as training makes one."""
+        self.be(step)
+        return capture(self.network, self.optimizer, Progress(step=step), {})
+
+
+def is_of(snapshot, step):
+    """Whether all that was loaded is what was saved at this step."""
+    tensors = [*snapshot.model.values(), snapshot.optimizer["state"]["weight"]["momentum_buffer"]]
+    return snapshot.state["step"] == step and all(bool((tensor == step).all()) for tensor in tensors)
+
+
+def write(folder, step, snapshot):
+    """As training's own thread does, in pieces every other time."""
+    if step % 2:
+        save(folder, step, snapshot)
+    else:
+        save_one_by_one(folder, snapshot, CUT)
+    prune(folder, 2, None)
+    return SaveOutcome()
+
+
+def save_for_ever(folder, step, tell):
+    """Saves beside what goes on, and says which step is saved, and how long that took."""
+    trained, saver = Trained(), Saver()
+    while True:
+        step, began = step + 1, time.monotonic()
+        saver.begin(step, functools.partial(write, folder, step, trained.captured(step)))
+        trained.be(-step)
+        saver.end()
+        print(step, time.monotonic() - began, file=tell, flush=True)
+
+
+def kill_a_save(folder, step, draw):
+    """Has a fork save from `step` on and kills it; the steps that it said were saved, with the seconds of each."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            save_for_ever(folder, step, os.fdopen(theirs, "w"))
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(theirs)
+    with os.fdopen(ours) as told:
+        lines = [told.readline()]
+        if lines[0]:
+            time.sleep(draw.uniform(0, 2 * float(lines[0].split()[1])))
+            os.kill(child, signal.SIGKILL)
+        lines += told
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the saving process failed"
+    return {int(number): float(seconds) for number, seconds in map(str.split, lines)}
+
+
+def kills(folder, *, count, seed):
+    """After each kill the newest is whole, and no older than the last that was saved; the others are whole too."""
+    draw, found, took, step = random.Random(seed), Counter(), [], 2
+    for first in (1, 2):  # what a save imports is imported once, not by each fork
+        write(folder, first, Trained().captured(first))
+    for _ in range(count):
+        saved = kill_a_save(folder, step, draw)
+        took += saved.values()
+        path, passed_over = newest(folder)
+        step = layout.step_of(path) if path else 0
+        left = [int(entry.name.split("-")[2]) for entry in folder.iterdir() if layout.is_temporary(entry)]
+        found["hit_a_save"] += any(number > step for number in left)
+        found["hit_a_deletion"] += any(number <= step for number in left)
+        found["older_than_was_saved"] += step < max(saved)
+        found["torn"] += len(passed_over)
+        for one in layout.step_folders(folder):
+            found["loaded"] += 1
+            found["wrong"] += not is_of(load(one), layout.step_of(one))
+    prune(folder, 2, None)
+    found["left_over"] = sum(layout.is_temporary(entry) for entry in folder.iterdir())
+    bad = {name: found[name] for name in ("wrong", "torn", "older_than_was_saved", "left_over")}
+    holds = not any(bad.values()) and found["hit_a_save"] > 0
+    return {"kills": count, **found, **bad, "save_ms": 1000 * statistics.median(took), "holds": holds}
+
+
+@contextmanager
+def altered(file, draw, kind):
+    """A file with one byte changed, or cut short, for a while."""
+    whole = file.read_bytes()
+    place = draw.randrange(len(whole))
+    rest = bytes([whole[place] ^ draw.randrange(1, 256)]) + whole[place + 1 :] if kind == "changed" else b""
+    file.write_bytes(whole[:place] + rest)
+    yield
+    file.write_bytes(whole)
+
+
+def alterations(folder, *, count, seed):
+    """Each is refused with the file's name, and the checkpoint before it is taken; whole again, it is loaded again."""
+    draw, found, files, trained = random.Random(seed), Counter(), Counter(), Trained(columns=7)
+    cut = NetworkLayout(CUT.mesh, {"weight": TensorLayout((ROWS, 7), (ROWS, 7), CUT.layouts["weight"].cuts)})
+    for form in ("whole", "pieces"):
+        for step in (1, 2):
+            snapshot = trained.captured(step)
+            save(folder / form, step, snapshot) if form == "whole" else save_one_by_one(folder / form, snapshot, cut)
+    for kind in ("changed", "cut"):
+        for number in range(count):
+            place = folder / ("whole", "pieces")[number % 2]
+            path = place / layout.step_name(2)
+            file = draw.choice(sorted(path.iterdir()))
+            with altered(file, draw, kind):
+                found["loaded"] += loads(path, file)
+                found["not_passed_over"] += choose(place, "last")[0] != place / layout.step_name(1)
+            files[file.name] += 1
+            found[kind] += 1
+    whole_again = all(is_of(load(folder / form / layout.step_name(2)), 2) for form in ("whole", "pieces"))
+    holds = not found["loaded"] and not found["not_passed_over"] and whole_again
+    return {**found, "files": files, "holds": holds}
+
+
+def loads(path, file):
+    """Whether it is loaded, or refused without the name of the file that isn't as it was."""
+    try:
+        load(path)
+    except TornCheckpointError as error:
+        return file.name not in error.what
+    return True
+
+
+def main():
+    """Does one of the two, and says so."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("kills", "alterations"))
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # a process with more of torch's own can't be forked
+    with tempfile.TemporaryDirectory(prefix="manyhands-saves-") as folder:
+        found = {"kills": kills, "alterations": alterations}[given.what](
+            Path(folder), count=given.count, seed=given.seed
+        )
+    said = json.dumps({"what": given.what, "seed": given.seed, **found})
+    print(said)
+    if given.json:
+        given.json.write_text(said + "\n")
+    return int(not found["holds"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

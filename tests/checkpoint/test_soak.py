@@ -1,0 +1,20 @@
+"""Kills while checkpoints are written, and altered ones, in short; `make soak` does as many as are wanted."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("what", "count"), [("kills", 40), pytest.param("alterations", 200, marks=pytest.mark.slow)])
+def test_what_is_torn_or_altered_is_never_loaded(what, count):
+    seed = str(random.randrange(10**6))
+    command = [sys.executable, "-m", "bench.soak_saves", what, "--count", str(count), "--seed", seed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["holds"]
