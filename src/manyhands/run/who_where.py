@@ -19,7 +19,7 @@ def describe(
     who = ", ".join(f"{name} ({size})" if size > 1 else name for name, size in zip(names, sizes, strict=True))
     total = sum(sizes)
     lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
-    if all(link.here for link in crew.links):
+    if len(crew.links) == 1 or all(link.here for link in crew.links):
         return lines
     if through_ssh:
         return [*lines, through_ssh.told()]

@@ -14,7 +14,7 @@ from manyhands.core.folder import RunFolder, replace_job, write_job
 from manyhands.core.git import revision
 from manyhands.core.journal import Journal
 from manyhands.core.plan_record import PlanRecord, write_plan_record
-from manyhands.core.records import write_json
+from manyhands.core.records import read_lines, write_json
 from manyhands.core.shown import plain
 from manyhands.core.version import __version__
 from manyhands.report.changes import changes_since, refuse_idle
@@ -38,7 +38,7 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained = folder.has_trained()
     if trained:
-        _tell_of_undone(folder, journal, step)
+        tell_of_undone(folder, journal, step)
     changes = changes_since(folder, trainer.job) if trained else []
     if trainer.done():
         refuse_idle(folder, changes, step, trainer.total_steps)
@@ -67,9 +67,15 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
         write_files()
 
 
-def _tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
-    """Marks the records of updates that are made again, since nothing was saved after them."""
-    newest = max((line["step"] for line in end_of(folder.metrics) if isinstance(line.get("step"), int)), default=0)
+def tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
+    """Marks the records of updates that are made again, since nothing was saved after them.
+
+    What an earlier start had made and lost has been told of: only records of the last one count.
+    """
+    # This start has told already where it goes on from.
+    *_, since, _ = [0.0, 0.0, *(line["time"] for line in read_lines(folder.events) if line.get("kind") == "resumed")]
+    lines = (line for line in end_of(folder.metrics) if isinstance(line.get("step"), int))
+    newest = max((line["step"] for line in lines if line.get("time", since) >= since), default=0)
     if newest > step:
         told = f"steps {step + 1} to {newest} are undone, and made again: they were not saved"
         journal.event("undone", told, step, first=step + 1, last=newest)
