@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -55,6 +56,22 @@ def test_what_comes_from_another_machine_goes_to_the_port_that_it_names(ends):
         tunnel.settimeout(60)
         tunnel.connect(ends.entrance)
         assert exchange(tunnel, listener.getsockname()[1].to_bytes(2) + sent) == sent[::-1]
+
+
+def test_more_connections_than_files_may_be_open_close_the_door_only_for_a_while(ends):
+    (board,) = (one for one in psutil.Process().children() if ends.folder in one.cmdline())
+    usual = resource.prlimit(board.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(board.pid, resource.RLIMIT_NOFILE, (board.num_fds() + 4, usual[1]))
+    with contextlib.ExitStack() as held:
+        for _ in range(8):
+            held.enter_context(socket.socket(socket.AF_UNIX)).connect(ends.entrance)
+        time.sleep(1)
+    resource.prlimit(board.pid, resource.RLIMIT_NOFILE, usual)
+    with socket.create_server((ONE, 0)) as listener, socket.socket(socket.AF_UNIX) as tunnel:
+        echo_backwards(listener)
+        tunnel.settimeout(60)
+        tunnel.connect(ends.entrance)
+        assert exchange(tunnel, listener.getsockname()[1].to_bytes(2) + b"abc") == b"cba"
 
 
 def test_what_goes_to_another_machines_address_enters_its_tunnel_behind_the_port(ends):

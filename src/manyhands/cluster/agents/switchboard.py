@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from manyhands.core.tunnel_ends import TunnelEnds
 READY = "ready"
 BUFFER = 1 << 18
 BACKLOG = 1024
+# After a connection that could not be taken.
+AGAIN_S = 0.1
 
 
 class Switchboard:
@@ -83,7 +86,11 @@ def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> 
 
     def accept() -> None:
         while True:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # no more files may be open, which passes
+                time.sleep(AGAIN_S)
+                continue
             threading.Thread(target=handled, args=(connection,), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
