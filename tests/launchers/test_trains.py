@@ -5,13 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from manyhands.config.load import load_job
+from manyhands.core.errors import EXIT_SAVED
 from manyhands.run.submit import submit
-from tests.e2e.command import QUICK, environment, events, wait_until
+from tests.e2e.command import QUICK, environment, events, finish, wait_until
 from tests.launchers.slurm import script_output
 
 pytestmark = pytest.mark.timeout(300)
@@ -133,3 +136,29 @@ def test_a_submitted_job_saves_when_told_and_goes_on(slurm, here, monkeypatch):
     assert kinds.count("stopped") == 1
     assert kinds.count("started") == 2
     wait_until(lambda: "COMPLETED" in slurm.run("scontrol", "show", "job", number).stdout)
+
+
+@pytest.mark.slow
+def test_srun_ends_with_the_code_for_another_turn_where_slurm_asks_by_sigusr1(slurm, here):
+    """As `#SBATCH --signal=USR1@60` does: each process of the step hears it, those that decode pictures too."""
+    for number in range(40):
+        path = here / "pictures" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (10, 10), (number, 0, 0)).save(path)
+    job = ["train", "pictures", "mlp", "--data.image-size", "10", "--batch", "4", "--epochs", "100000", "--out", "run"]
+    decoding = ["--device", "cpu", "--lr", "1e-6", "--data.workers", "1", "--set", "data.memory_limit_mib=0", *QUICK]
+    command = ["srun", "-n", "2", *MANYHANDS, *job, *decoding]
+    process = subprocess.Popen(
+        command, env=environment(**slurm.environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_until(lambda: events("run", "first-step"), process)
+        asked = time.time()
+        slurm.run("scancel", "--signal=USR1", "--user", "root")
+        ended = finish(process)
+    finally:
+        process.kill()
+    assert ended.code == EXIT_SAVED, ended.err
+    (stopped,), saved = events("run", "stopped"), events("run", "saved")[-1]
+    assert saved["step"] == stopped["step"]
+    print(f"saved {saved['time'] - asked:.2f} s after it was asked to")
