@@ -1,6 +1,8 @@
 """The socket by which a run is asked for another machine."""
 
+import contextlib
 import os
+import resource
 import socket
 import threading
 
@@ -78,6 +80,19 @@ def test_noise_at_the_socket_harms_nobody(folder):
         return join_here(str(folder), "n4")
 
     assert served(folder, admit, ask) == "here"
+
+
+def test_a_head_that_can_open_no_more_files_goes_on(folder):
+    with front_door(folder, pytest.fail, pytest.fail) as tick, contextlib.ExitStack() as stack:
+        path = stack.enter_context(short(folder))
+        asking = stack.enter_context(socket.socket(socket.AF_UNIX))
+        asking.connect(path)
+        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        first_free = os.dup(0)
+        os.close(first_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (least, most))
+        tick()
 
 
 def short(folder):

@@ -59,7 +59,7 @@ class FrontDoor:
 
     def tick(self) -> None:
         """Hears who has come."""
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # nobody has come, or no more files can be open just now
             while True:
                 come = self._listener.accept()[0]
                 come.setblocking(False)

@@ -151,6 +151,7 @@ def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
             "--backend gloo, which copies through the processor's memory",
             "or --device cpu",
             "or put them into one network",
+            "or --interface NAME: a network of theirs that you trust, though its addresses are public",
         )
         raise UserError(what, "cluster.backend", mend)
 

@@ -150,7 +150,7 @@ class Newcomers:
         for one in list(self._all):
             try:
                 self._go_on(one)
-            except (LinkClosed, TimeoutError):
+            except (LinkClosed, OSError):  # no answer in time, or no memory or files here to ask with
                 self._later(one)
             except (RefusedError, RunError, UserError) as error:
                 self.refuse(one, error)

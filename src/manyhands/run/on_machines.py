@@ -224,7 +224,7 @@ class OnMachines(Company):
     def _machine_of(self, rank: int) -> str:
         """The name of the machine that has a rank."""
         ends = [(sum(self.sizes[: number + 1]), link) for number, link in enumerate(self.crew.links)]
-        return next(link.machine.name for end, link in ends if rank < end)
+        return next((link.machine.name for end, link in ends if rank < end), "")
 
     def _wait_for(self, link: AgentConnection, pause_s: float) -> None:
         """A machine that takes no part now is to do so again: after a pause, or once it is back."""
