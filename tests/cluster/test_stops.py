@@ -10,10 +10,13 @@ from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import WorkerExited
 from manyhands.cluster.agents.supervise import Ending, Watch, _Head, first_cause
 from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.config.load import load_job
+from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import Event, Failure, append
+from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
-from manyhands.run.train import failure_of, interrupted, saved_step
+from manyhands.run.diary import ends_noted, interrupted
+from manyhands.run.train import failure_of, saved_step
 
 
 def test_what_nohup_has_set_stays():
@@ -119,3 +122,15 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
     told = str(interrupted(folder))
     assert "at step 50, is whole" in told
     assert f"manyhands resume '{folder.path}' goes on from step 50" in told
+
+
+@pytest.mark.parametrize("fault", [RunError("n2 has no Python", "n2"), ValueError("a mistake of ours")])
+def test_what_ends_a_run_before_its_first_start_is_noted_and_not_hidden_by_a_disk_that_is_gone(fault, tmp_path):
+    there, gone = RunFolder(tmp_path), RunFolder(tmp_path / "gone")
+    for folder in (there, gone):
+        with pytest.raises(type(fault)) as raised, ends_noted(load_job({"data.name": "digits"}).job, folder):
+            raise fault
+        assert raised.value is fault
+    (event,) = read_lines(there.events)
+    assert event["kind"] == "failed"
+    assert str(fault).splitlines()[0] in event["message"]

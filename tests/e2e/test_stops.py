@@ -138,6 +138,9 @@ def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
     assert "stopped before anything was saved" in ended.err
     assert "resume" not in ended.err
     wait_until(lambda: not marked(str(here)))
+    told = run("why", "run").out
+    assert "run was ended at once" in told.splitlines()[0], told
+    assert "why: stopped before anything was saved" in told
 
 
 @pytest.mark.slow

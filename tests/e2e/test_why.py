@@ -9,7 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from manyhands.config.load import load_job
+from manyhands.core.errors import RunError
+from manyhands.core.folder import RunFolder
 from manyhands.report.read import read_run
+from manyhands.run.diary import note_head
 from tests.e2e.command import NETS, QUICK, events, finish, forked, run, start, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -141,6 +145,34 @@ def test_a_second_ctrl_c_is_told_as_such(here):
     training.send_signal(signal.SIGINT)
     finish(training)
     named("run was ended at once", "why: stopped ")
+
+
+def test_a_start_that_fails_before_any_process_is_told(here):
+    """What was said on the screen then is told later, too: here of what the agent imports before it forks."""
+    (here / "broken").mkdir()
+    Path("broken/torchvision.py").write_text("raise ImportError('spoilt since')\n")
+    assert run("train", "digits", f"{NETS}:Net", "-n", "2", *LONG, PYTHONPATH="broken").code == 1
+    told = named("run failed after", "why: the agent .*spoilt since", "do: ")
+    assert max(map(len, told.splitlines())) < 500
+    found = json.loads(why("--json"))
+    assert (found["state"], found["rank"]) == ("failed", None)
+
+
+def test_a_machine_that_cannot_be_reached_is_named(here):
+    training = start("train", *ENDLESS)
+    wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
+    training.send_signal(signal.SIGINT)
+    assert finish(training).code == 75
+    assert run("resume", "run", "--set", 'cluster.hosts=["n7"]', "--set", "cluster.ssh=/bin/false").code == 3
+    named(r"run failed after .* at step \d+ of", "why: .* on n7", "do: try by hand", "do: manyhands resume run goes on")
+    found = json.loads(why("--json"))
+    assert (found["host"], found["rank"]) == ("n7", None)
+
+
+def test_a_finished_run_that_could_not_be_begun_again_stays_finished(here):
+    assert run("train", "digits", "mlp", *LONG).code == 0
+    note_head(load_job({"data.name": "digits"}).job, RunFolder(Path("run")), RunError("no agent answers", "n7"))
+    named("run finished after")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def status(run: RunData) -> str:
     """Says finished, stopped, failed, or unfinished while it runs (or was killed without a word)."""
     word, since = "unfinished", -math.inf
     for event in run.events:
-        if event.kind in ENDS:
+        if event.kind in ENDS and not (word == "finished" and event.data.get("rankless")):
             word, since = ENDS[event.kind], event.time
         elif event.kind in STARTS:
             word, since = "unfinished", event.time

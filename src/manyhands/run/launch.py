@@ -23,6 +23,7 @@ from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
 from manyhands.core.stops import saved_step
 from manyhands.report.terminal import Screen
+from manyhands.run.diary import ends_noted
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.join import front_door
 from manyhands.run.logs import reach_of, read_places
@@ -31,7 +32,7 @@ from manyhands.run.on_machines import OnMachines
 from manyhands.run.preflight import judge, look_over
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
-from manyhands.run.train import Outcome, conclude, interrupted, run_folder, watch_on
+from manyhands.run.train import Outcome, conclude, run_folder, watch_on
 
 NOT_BEGUN = "stopping: nothing trains yet"
 # What a slow line needs for the code of a folder.
@@ -49,8 +50,8 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
         what = f"{len(machines)} machines are named, and {job.cluster.elastic} are wanted"
         raise UserError(what, "--elastic", ("name as many, or other numbers: --elastic LEAST:MOST",))
     with run_folder(job) as folder:
-        receiver, screen = Receiver(folder.path), Screen(folder.path, quiet=quiet)
-        try:
+        receiver = Receiver(folder.path)
+        with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"reaching {names}, and starting there; this takes some seconds")
             if len(machines) > 1 and not job.cluster.through_ssh:
@@ -75,10 +76,6 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                     squad.heed(ending)
                 if squad.copy:
                     squad.copy.finish()
-        except KeyboardInterrupt:
-            raise interrupted(folder) from None
-        finally:
-            screen.close()
         return conclude(job, folder, ending)
 
 

@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -44,15 +43,15 @@ from manyhands.core.folder import (
 )
 from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.private import private_files
-from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.registry import registered
 from manyhands.core.scratch import scratch
 from manyhands.core.shown import say
-from manyhands.core.stops import ended_like_ctrl_c, saved_step, unsaved
+from manyhands.core.stops import ended_like_ctrl_c, saved_step
 from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
+from manyhands.run.diary import ends_noted, interrupted, note, note_cause, note_head
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
@@ -108,8 +107,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
         more = {"met": several, **_hand_over(objects, private)}
-        screen = Screen(folder.path, quiet=quiet)
-        try:
+        with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
             # Where no head watches all processes nobody starts them again; who stands still may yet go on.
             watch.evicts &= not several
@@ -118,10 +116,6 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
                 ending = supervise_once([here.link()], [here.orders(recovery)], watch)
                 while not several and recovery.again(ending):
                     ending = supervise_once([here.link()], [here.orders(recovery)], watch)
-        except KeyboardInterrupt:  # between two starts
-            raise interrupted(folder) from None
-        finally:
-            screen.close()
         return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
 
 
@@ -178,42 +172,26 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
         note_end(job, folder, ending)
     if not ending.ok:
         if ending.refused:
+            note_head(job, folder, ending.refused)
             raise ending.refused
         if ending.interrupted and (ending.hung or not ending.records):
             error = interrupted(folder, ending.hung)
-            _note(folder, Event(time=time.time(), kind="interrupted", message=error.what))
+            note(folder, "interrupted", error.what)
             report_on(job, folder)
             raise error
-        cause = first_cause(ending)
+        cause, error = first_cause(ending), failure_of(folder, ending)
         if cause:
-            _note_failure(folder, cause)
+            note_cause(folder, cause)
+        else:
+            note_head(job, folder, error)
         report_on(job, folder)
-        raise failure_of(folder, ending)
+        raise error
     if job.run.script:
         return Outcome(folder, "finished", EXIT_OK)
     statuses = {value["status"] for value in ending.returned.values()}
     status = "stopped" if "stopped" in statuses else "finished"
     report_on(job, folder)
     return Outcome(folder, status, EXIT_SAVED if status == "stopped" else EXIT_OK)
-
-
-def interrupted(folder: RunFolder, hung: str = "") -> ManyhandsError:
-    """Of a run that ended at the user's wish without a save; `hung` says why, where there was no second wish."""
-    return unsaved(folder.path, saved_step(folder), hung)
-
-
-def _note(folder: RunFolder, event: Event) -> None:
-    with suppress(OSError):
-        append(folder.events, event)
-
-
-def _note_failure(folder: RunFolder, cause: Failure) -> None:
-    """The first cause in the run's diary, and in full where the process couldn't leave its record itself."""
-    _note(folder, Event(time=cause.time, kind="failed", rank=cause.rank, step=cause.step, message=cause.what))
-    with suppress(OSError):
-        record = folder.failures / f"{cause.rank}.json"
-        if not record.exists():
-            write_json(record, cause)
 
 
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
@@ -338,7 +316,7 @@ def _take_part(
         return load_worker("entry").train_here(job, membership, folder, {"live": objects}, say)
     except Failed as failed:
         if membership.rank == 0:
-            _note_failure(folder, failed.record)
+            note_cause(folder, failed.record)
         if failed.record.exit_code == EXIT_INTERRUPTED and membership.rank == 0:
             raise interrupted(folder) from None
         error = as_error(failed.record)

@@ -104,7 +104,15 @@ def explained(run: RunData, head: Running | None = None) -> Why:
 
 
 def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
-    first = _first(run)
+    event = next((event for event in reversed(run.events) if event.kind == "failed"), None)
+    if event and event.data.get("rankless"):
+        where, mend = plain(str(event.data.get("where", ""))), event.data.get("mend", ())
+        cause, host = _both_ends(event.message), plain(str(event.data.get("host", "")))
+        if where and where not in cause:
+            cause = f"machine {host}: {cause}" if host else f"{cause} ({where})"
+        do = [*(line for line in map(plain, map(str, mend)) if not tells_how(line)), *do]
+        return Why(str(run.folder.path), "failed", told, cause, host=host, done=done, do=do)
+    first = _first(run, event)
     others = _others(run, first)
     mend = [line for line in first.mend if not tells_how(line)]
     if first.error == MACHINE_LOST:
@@ -133,9 +141,8 @@ def _state(run: RunData, head: Running | None) -> str:
     return "killed" if word == "unfinished" else word
 
 
-def _first(run: RunData) -> Failure:
+def _first(run: RunData, event: Event | None) -> Failure:
     """The first cause, as the head has found it, or the first that is no consequence."""
-    event = next((event for event in reversed(run.events) if event.kind == "failed"), None)
     same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
     if same or not event:
         return (same or run.failures)[0]
@@ -167,7 +174,7 @@ def _done(run: RunData) -> list[str]:
     starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:
         at = f"{_host(run, event.rank)}, " if _host(run, event.rank) else ""
-        found.append(f"started again by itself ({at}{ago(time.time() - event.time)}): {event.message}")
+        found.append(f"started again by itself ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
     if len(starts) > _SHOWN:
         found.insert(0, f"started again by itself {len(starts)} times in all; the last {_SHOWN}:")
     found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
@@ -182,6 +189,12 @@ def _done(run: RunData) -> list[str]:
         last = {_without_figures(event): event.message for event in run.events if event.kind == kind}
         found += [f"{last[key]}{f' ({count} times)' if count > 1 else ''}" for key, count in said.most_common(_SHOWN)]
     return [plain(line) for line in found]
+
+
+def _both_ends(text: str) -> str:
+    """A long text as it begins and ends: the last line of a traceback says most."""
+    text = plain(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]} … {text[-_LONGEST * 2 // 3 :]}"
 
 
 def _without_figures(event: Event) -> str:

@@ -268,7 +268,7 @@ class _Head:
         if isinstance(failed, Misunderstood):
             self.ending.broken = f"{name}: {failed.what}"
         elif failed.traceback:
-            self.ending.broken = failed.traceback
+            self.ending.broken = failed.traceback if link.here else f"{name}: {failed.traceback}"
         else:
             self.ending.refused = UserError(failed.what, failed.where or name, failed.mend)
         self._gone(link)

@@ -1,0 +1,64 @@
+"""What the command that watches a run writes of its end: first causes, and what no process of the run can tell."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.config.job import Job
+from manyhands.core.errors import ManyhandsError
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import Event, Failure, append, write_json
+from manyhands.core.stops import saved_step, unsaved
+
+
+def note(folder: RunFolder, kind: str, message: str) -> None:
+    """An event of now. A disk that can't be written must not hide what is to be noted, which the user hears anyway."""
+    _note(folder, Event(time=time.time(), kind=kind, message=message))
+
+
+def note_cause(folder: RunFolder, cause: Failure) -> None:
+    """A first cause, and in full where the process couldn't leave its record itself."""
+    _note(folder, Event(time=cause.time, kind="failed", rank=cause.rank, step=cause.step, message=cause.what))
+    with suppress(OSError):
+        record = folder.failures / f"{cause.rank}.json"
+        if not record.exists():
+            write_json(record, cause)
+
+
+def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
+    """What failed on no rank: a machine that could not be used, or the watch itself."""
+    known = isinstance(error, ManyhandsError)
+    what = error.what if known else f"{type(error).__name__}: {error}"
+    where, mend = (error.where, [*error.mend]) if known else ("", [])
+    host = where if where in {machine.name for machine in machines_of(job.cluster)} else ""
+    data = {"rankless": True, "host": host, "where": where, "mend": mend}
+    _note(folder, Event(time=time.time(), kind="failed", message=what, data=data))
+
+
+@contextmanager
+def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
+    """What ends the block, where no process trains, is in the run's diary: a failure, or the user's wish to stop.
+
+    Raises:
+        ManyhandsError: the user stopped it.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        error = interrupted(folder)
+        note(folder, "interrupted", error.what)
+        raise error from None
+    except Exception as error:
+        note_head(job, folder, error)
+        raise
+
+
+def interrupted(folder: RunFolder, hung: str = "") -> ManyhandsError:
+    """Of a run that ended at the user's wish without a save; `hung` says why, where there was no second wish."""
+    return unsaved(folder.path, saved_step(folder), hung)
+
+
+def _note(folder: RunFolder, event: Event) -> None:
+    with suppress(OSError):
+        append(folder.events, event)
