@@ -100,7 +100,8 @@ def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_me
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     assert "no process takes more than 8 samples in one pass, as when the run began: 3 passes" in err
-    assert len(json.loads((here / "run/machines.json").read_text())) == 1
+    # The others may be back before the end.
+    assert 1 in [event["data"]["processes"] for event in events("run", "started")]
     whole = run("train", *job, *limits, "--out", "whole")
     assert whole.code == 0, whole.err
     assert_alike(final_weights("run"), final_weights("whole"))
@@ -123,11 +124,12 @@ def test_a_host_that_stood_still_and_wakes_writes_nothing_and_ends(lab, here):
     assert "WARNING n1 is lost: it has been silent" in err
     assert not list(here.glob("run/ranks/failures/*.json"))
     lines = [json.loads(line) for line in (here / "run/metrics.jsonl").read_text().splitlines()]
-    for steps in (
-        [event["step"] for event in events("run", "saved")],
-        [line["step"] for line in lines if line["kind"] == "step"],
-    ):
-        assert steps == sorted(set(steps))
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps == sorted(set(steps))
+    # The host is taken up again, perhaps after the last update, which is saved before and after that.
+    saved = [event["step"] for event in events("run", "saved")]
+    assert saved[:-1] == sorted(set(saved[:-1]))
+    assert saved[-1] >= saved[-2]
     whole = run("train", *job, "--out", "whole")
     assert whole.code == 0, whole.err
     assert_alike(final_weights("run"), final_weights("whole"))
