@@ -145,7 +145,8 @@ def settle(trainer: Trainer, *, written: int | None = None) -> None:
     step = saver.step
     if step is None or written not in {None, len(trainer.writers)}:
         return
-    phase, trainer.phase = trainer.phase, "save"
+    # Where all have written, nobody has a reason to come late: whoever does stands still.
+    phase, trainer.phase = trainer.phase, "save" if written is None else trainer.phase
     own = saver.end()
     answers = gather_plain(own and asdict(own), trainer.world)
     trainer.phase = phase
