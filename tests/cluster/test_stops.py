@@ -11,12 +11,14 @@ from manyhands.cluster.agents.protocol import WorkerExited
 from manyhands.cluster.agents.supervise import Ending, Watch, _Head, first_cause
 from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.config.load import load_job
-from manyhands.core.errors import RunError
+from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
+from manyhands.report.read import read_run
 from manyhands.run.diary import ends_noted, interrupted
-from manyhands.run.train import failure_of, saved_step
+from manyhands.run.train import conclude, failure_of, saved_step
+from manyhands.run.why import explained
 
 
 def test_what_nohup_has_set_stays():
@@ -134,3 +136,46 @@ def test_what_ends_a_run_before_its_first_start_is_noted_and_not_hidden_by_a_dis
     (event,) = read_lines(there.events)
     assert event["kind"] == "failed"
     assert str(fault).splitlines()[0] in event["message"]
+
+
+def halt_of_the_head(job, folder):
+    with ends_noted(job, folder):
+        raise KeyboardInterrupt
+
+
+def halt_of_processes_that_had_not_begun(job, folder):
+    conclude(job, folder, Ending(interrupted=True))
+
+
+@pytest.mark.parametrize("halt", [halt_of_the_head, halt_of_processes_that_had_not_begun])
+@pytest.mark.parametrize(("saved", "code", "kind"), [(None, 130, "interrupted"), (40, 75, "stopped")])
+def test_a_stop_while_nothing_trains_loses_nothing_of_what_was_saved(halt, saved, code, kind, tmp_path):
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    if saved is not None:
+        append(folder.events, Event(time=1.0, kind="saved", step=saved))
+    with pytest.raises(ManyhandsError) as raised:
+        halt(job, folder)
+    assert raised.value.exit_code == code
+    assert "without a save" not in raised.value.what
+    last = [*read_lines(folder.events)][-1]
+    assert (last["kind"], last["step"], last["message"]) == (kind, saved, raised.value.what)
+
+
+def test_a_second_wish_and_a_process_that_hangs_leave_unsaved_work(tmp_path):
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    append(folder.events, Event(time=1.0, kind="saved", step=40))
+    for ending in (Ending(interrupted=True, failed={0: -9}), Ending(interrupted=True, hung="rank 1 is stopped")):
+        with pytest.raises(ManyhandsError, match="stopped without a save") as raised:
+            conclude(job, folder, ending)
+        assert raised.value.exit_code == 130
+
+
+def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.job.write_text("")
+    folder.environment.write_text('{"ranks": [{"host": "n1"}]}')
+    for number, data in enumerate(({}, {"host": "n2"})):
+        append(folder.events, Event(time=1.0 + number, kind="restarted", message="m", data=data))
+    first, second = explained(read_run(tmp_path)).done
+    assert "n1" not in first + second
+    assert "started again by itself (n2, " in second

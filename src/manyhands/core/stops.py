@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError
 from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on
 from manyhands.core.records import read_lines
@@ -55,20 +55,22 @@ def saved_step(folder: RunFolder) -> int | None:
     return max(steps, default=None)
 
 
-def unsaved(run: Path, step: int | None, why: str = "") -> ManyhandsError:
+def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
     """The error of a run that ended at the user's wish without a save.
 
     Args:
         run: its folder.
         step: that was saved last; None where nothing was.
         why: it could not be saved, where there was no second wish.
+        idle: no process was training just then, so that there was nothing to save.
     """
     since = f", since it could not be done: {why}" if why else ""
     if step is None:
         error = ManyhandsError(f"stopped before anything was saved{since}", mend=("the same command begins anew",))
     else:
         go_on = f"{going_on(run)} goes on from step {step}"
-        what = f"stopped without a save{since}; what was saved last, at step {step}, is whole"
+        how = "while nothing trained" if idle else f"without a save{since}"
+        what = f"stopped {how}; what was saved last, at step {step}, is whole"
         error = ManyhandsError(what, mend=(go_on,))
-    error.exit_code = EXIT_INTERRUPTED
+    error.exit_code = EXIT_SAVED if idle and step is not None else EXIT_INTERRUPTED
     return error

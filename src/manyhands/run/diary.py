@@ -6,20 +6,34 @@ from contextlib import contextmanager, suppress
 
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.config.job import Job
-from manyhands.core.errors import ManyhandsError
+from manyhands.core.errors import EXIT_SAVED, ManyhandsError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.stops import saved_step, unsaved
 
 
-def note(folder: RunFolder, kind: str, message: str) -> None:
-    """An event of now. A disk that can't be written must not hide what is to be noted, which the user hears anyway."""
-    _note(folder, Event(time=time.time(), kind=kind, message=message))
+def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
+    """Notes, and tells, that a run ended at the user's wish without a save; for the rest see `core.stops.unsaved`."""
+    step = saved_step(folder)
+    error = unsaved(folder.path, step, hung, idle=idle)
+    kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
+    _note(folder, Event(time=time.time(), kind=kind, step=step, message=error.what, data={"rankless": True}))
+    return error
 
 
 def note_cause(folder: RunFolder, cause: Failure) -> None:
     """A first cause, and in full where the process couldn't leave its record itself."""
-    _note(folder, Event(time=cause.time, kind="failed", rank=cause.rank, step=cause.step, message=cause.what))
+    _note(
+        folder,
+        Event(
+            time=cause.time,
+            kind="failed",
+            rank=cause.rank,
+            step=cause.step,
+            message=cause.what,
+            data={"host": cause.host},
+        ),
+    )
     with suppress(OSError):
         record = folder.failures / f"{cause.rank}.json"
         if not record.exists():
@@ -46,19 +60,13 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        error = interrupted(folder)
-        note(folder, "interrupted", error.what)
-        raise error from None
+        raise interrupted(folder, idle=True) from None
     except Exception as error:
         note_head(job, folder, error)
         raise
 
 
-def interrupted(folder: RunFolder, hung: str = "") -> ManyhandsError:
-    """Of a run that ended at the user's wish without a save; `hung` says why, where there was no second wish."""
-    return unsaved(folder.path, saved_step(folder), hung)
-
-
 def _note(folder: RunFolder, event: Event) -> None:
+    """A disk that can't be written must not hide what is to be noted, which the user hears anyway."""
     with suppress(OSError):
         append(folder.events, event)

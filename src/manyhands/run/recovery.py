@@ -178,7 +178,10 @@ def _note(folder: RunFolder, kind: str, cause: Failure | None, number: int, told
     """In the diary; the failed processes' own records make room for those of the next start."""
     rank, at = (cause.rank, cause.time) if cause else (0, time.time())
     with suppress(OSError):
-        append(folder.events, Event(time=at, kind=kind, rank=rank, step=step, message=told))
+        append(
+            folder.events,
+            Event(time=at, kind=kind, rank=rank, step=step, message=told, data={"host": cause.host if cause else ""}),
+        )
         kept = folder.failures / f"start-{number}"
         for record in folder.failures.glob("*.json"):
             kept.mkdir(exist_ok=True)

@@ -51,7 +51,7 @@ from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, interrupted, note, note_cause, note_head
+from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
@@ -175,8 +175,8 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
             note_head(job, folder, ending.refused)
             raise ending.refused
         if ending.interrupted and (ending.hung or not ending.records):
-            error = interrupted(folder, ending.hung)
-            note(folder, "interrupted", error.what)
+            # No process has failed or left a word where none had begun.
+            error = interrupted(folder, ending.hung, idle=not (ending.hung or ending.failed or ending.lost))
             report_on(job, folder)
             raise error
         cause, error = first_cause(ending), failure_of(folder, ending)

@@ -86,12 +86,13 @@ def explained(run: RunData, head: Running | None = None) -> Why:
     took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
     if state == "finished":
         return Why(folder, state, f"{folder} finished {took}", done=done)
-    if state == "stopped":
-        cause = "it was asked to (Ctrl-C, manyhands stop, a signal), or the command that watched it had gone"
-        return Why(folder, state, f"{folder} stopped {took}; all was saved", cause, done=done, do=do)
-    if state == "interrupted":
-        end = next(event for event in reversed(run.events) if event.kind == "interrupted")
-        return Why(folder, state, f"{folder} was ended at once {took}", plain(end.message), done=done, do=do)
+    if state in {"stopped", "interrupted"}:
+        end = next(event for event in reversed(run.events) if event.kind == state)
+        how, cause = "was ended at once" if state == "interrupted" else "stopped", plain(end.message)
+        if state == "stopped" and not end.data.get("rankless"):
+            took += "; all was saved"
+            cause = "it was asked to (Ctrl-C, manyhands stop, a signal), or the command that watched it had gone"
+        return Why(folder, state, f"{folder} {how} {took}", cause, done=done, do=do)
     if state == "killed":
         cause = (
             "nothing says why: no process has left a word. All were killed from outside, or the machine of the command "
@@ -148,8 +149,9 @@ def _first(run: RunData, event: Event | None) -> Failure:
         return (same or run.failures)[0]
     # A rank's record of its own end may stand where the head's would.
     lost = re.match(r"(\S+) is lost: ", event.message)
+    host = lost[1] if lost else str(event.data.get("host", ""))
     return Failure(
-        time=event.time, rank=event.rank, host=lost[1] if lost else _host(run, event.rank), pid=0, step=event.step,
+        time=event.time, rank=event.rank, host=host, pid=0, step=event.step,
         error=MACHINE_LOST if lost else "", what=event.message,
     )  # fmt: skip
 
@@ -173,7 +175,8 @@ def _done(run: RunData) -> list[str]:
     found: list[str] = []
     starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:
-        at = f"{_host(run, event.rank)}, " if _host(run, event.rank) else ""
+        # Who has which rank by now says nothing of then.
+        at = f"{event.data['host']}, " if event.data.get("host") else ""
         found.append(f"started again by itself ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
     if len(starts) > _SHOWN:
         found.insert(0, f"started again by itself {len(starts)} times in all; the last {_SHOWN}:")
@@ -233,9 +236,3 @@ def _file(failure: Failure) -> str:
         return plain(f"{lines[-1][0]}:{lines[-1][1]}")
     where = failure.where.rpartition(", ")[0] or failure.where
     return plain(where) if "/" in where and Path(where).suffix else ""
-
-
-def _host(run: RunData, rank: int) -> str:
-    ranks = run.environment.get("ranks")
-    own = ranks[rank] if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict) else {}
-    return plain(str(own.get("host", run.environment.get("host", ""))))
