@@ -88,7 +88,8 @@ class SuitedShares:
         most = broadcast_plain(gather_plain(_most(trainer), world), world)
         found = suited(speeds_s, order.batch, cut.group, most)
         if _longest(speeds_s, trainer.feed.samples_of_each()) > _GAIN * _longest(speeds_s, found):
-            trainer.feed.cut = dataclasses.replace(cut, shares=tuple(found))
+            # That these fit into memory has been looked at: a run that goes on takes as many in one pass.
+            trainer.feed.cut = dataclasses.replace(cut, shares=tuple(found)).within(0, min(order.batch, order.length))
             each = [round(1 / one, 1) for one in speeds_s]
             counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (found, each))
             batch = order.batch
