@@ -174,3 +174,20 @@ def test_an_evaluation_that_a_fault_came_before_is_made_when_the_run_goes_on(tmp
     ]
     assert [step for step, _ in evaluated[0]] == [4, 8]
     assert evaluated[0] == evaluated[1]
+
+
+def _evaluates_before_it_trains(world):
+    flags = {"data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.max_steps": 2, "checkpoint.every": "never"}
+    job = load_job({**flags, "parallel.mode": "fsdp"}, environment={}).job
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ranks").mkdir()
+        trainer = build(job, RunFolder(Path(folder)), world, "fsdp", Objects(_network()))
+        trainer.evaluate(None)
+        fit(trainer)
+        trainer.release()
+    return trainer.progress.step
+
+
+def test_a_sharded_network_that_is_first_evaluated_can_be_trained():
+    """As where a run goes on that a fault ended between an epoch's last update and its evaluation."""
+    assert run_on_ranks(_evaluates_before_it_trains, 2) == [2, 2]

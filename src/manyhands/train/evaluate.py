@@ -169,7 +169,8 @@ class Evaluator:
             Interrupted: somebody was asked to stop, which all processes have agreed on.
         """
         started = time.perf_counter()
-        with evaluating(model), torch.inference_mode(), autocast:
+        # Not inference_mode: what a sharded network's first pass sets up under it could never be trained.
+        with evaluating(model), torch.no_grad(), autocast:
             counts = self._count(model, StopRequest(self.world, asked) if asked else None)
         return self._sum_up(*counts, started)
 

@@ -335,7 +335,7 @@ class Session(Subgroup):
             return network.outputs
         loader = self._test_loader(test_set, evaluated)
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
-        with evaluating(evaluated), torch.inference_mode():
+        with evaluating(evaluated), torch.no_grad():
             count = main_and_auxiliary(evaluated(batch.images))[0].shape[1]
         loader.close()
         return count
