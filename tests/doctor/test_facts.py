@@ -16,6 +16,8 @@ from manyhands.cluster.doctor.facts.devices import cards
 from manyhands.cluster.doctor.facts.files import code, dataset
 from manyhands.cluster.doctor.facts.load import other_jobs
 from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.core.errors import EXIT_DOCTOR
+from tests.e2e.command import QUICK, assert_one_screen, run
 
 CARDS = ("accelerators", "cards", "torch_devices")
 WAITING = ["-c", "import time; print(flush=True); time.sleep(100)"]
@@ -169,3 +171,30 @@ def test_other_jobs_are_known_by_what_they_run(words, found):
         pids = [job["pid"] for job in other_jobs()]
         process.kill()
     assert (process.pid in pids) == found
+
+
+def test_a_torchvision_made_for_another_torch_is_found_and_is_one_screen(tmp_path):
+    """Tried by its import, and that alone where what it asks for isn't there; what can be imported is used."""
+    package, told = tmp_path / "torchvision", tmp_path / "torchvision-0.1.0.dist-info"
+    package.mkdir()
+    told.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    (told / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==2.1.0\n"
+    )
+    said = ("torchvision 0.1.0 is made for torch 2.1.0", "operator torchvision::nms does not exist")
+    examined = run("doctor", PYTHONPATH=str(tmp_path))
+    assert examined.code == EXIT_DOCTOR, examined
+    assert all(words in examined.out for words in said), examined.out
+    assert f"-m pip install torch=={torch_version()} torchvision" in examined.out
+    trained = run("train", "digits", "mlp", "-n", "2", *QUICK, "--set", "train.compile=true", cwd=tmp_path,
+                  PYTHONPATH=str(tmp_path))  # fmt: skip
+    assert trained.code
+    assert_one_screen(trained.err)
+    assert all(words in trained.err for words in said), trained.err
+    (package / "__init__.py").write_text("")
+    assert "torchvision 0.1.0" not in run("doctor", PYTHONPATH=str(tmp_path)).out
+
+
+def torch_version():
+    return importlib.metadata.version("torch").partition("+")[0]

@@ -1,6 +1,7 @@
 """Imports what workers need before they are forked, so that they start at once and share its memory."""
 
 import importlib
+import sys
 
 # The imports are the purpose.
 import manyhands.cluster.doctor.unused
@@ -9,7 +10,9 @@ import manyhands.train.job
 import manyhands.train.loop
 import manyhands.worker.precision  # noqa: F401
 from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.doctor.facts.software import torchvision_misfit
 from manyhands.config.job import Job
+from manyhands.core.errors import RunError
 from manyhands.data.open import is_published
 from manyhands.models.build import is_own
 from manyhands.parallel.options import USUAL_MODE
@@ -19,10 +22,17 @@ def preload(orders: Orders | None = None) -> None:
     """Imports torchvision, and with it torch's compiler, where workers are going to use either, or nobody knows yet.
 
     Both take as long as torch itself. A worker that needs one after all imports it then.
+
+    Raises:
+        RunError: torchvision can't be imported.
     """
     importlib.import_module(f"manyhands.parallel.modes.{USUAL_MODE}")
     if orders is None or not _does_without(orders):
-        importlib.import_module("torchvision")
+        try:
+            importlib.import_module("torchvision")
+        except Exception as error:
+            what = torchvision_misfit() or f"torchvision can't be imported: {type(error).__name__}: {error}"
+            raise RunError(what, sys.executable, ("manyhands doctor says what to install",)) from error
 
 
 def _does_without(orders: Orders) -> bool:

@@ -16,13 +16,24 @@ PACKAGES: dict[str, tuple[Severity, str]] = {
 
 def run(survey: Survey) -> list[DoctorFinding]:
     """One finding for each program that differs; NCCL comes with torch, so torch explains it."""
-    found = [*_packages(survey), *_python(survey), *_drivers(survey), *_same_number(survey)]
+    found = [*_unfit(survey), *_packages(survey), *_python(survey), *_drivers(survey), *_same_number(survey)]
     versions = fact(survey, "versions")
     if not found and len(versions) > 1:
         shown = next(iter(versions.values()))
         names = [f"{name} {shown[name]}" for name in ("torch", "nccl", "manyhands") if name in shown]
         what = f"{', '.join(names)} everywhere"
         found.append(DoctorFinding("versions", "ok", tuple(versions), what, cause="versions"))
+    return found
+
+
+def _unfit(survey: Survey) -> list[DoctorFinding]:
+    """Machines whose torchvision was made for another torch."""
+    found: list[DoctorFinding] = []
+    for host, misfit in fact(survey, "torchvision").items():
+        if misfit:
+            torch = survey.facts[host]["versions"].get("torch", "").partition("+")[0]
+            mend = (_install(survey, host, f"torch=={torch} torchvision"),)
+            found.append(DoctorFinding("versions", "fail", (host,), f"{host}: {misfit}", mend, f"misfit:{host}"))
     return found
 
 

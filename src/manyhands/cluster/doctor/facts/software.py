@@ -1,6 +1,8 @@
 """Versions, without importing what they are of."""
 
 import hashlib
+import re
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +18,22 @@ def versions() -> dict[str, str]:
     found = {name: version for name in PACKAGES if (version := _version(name))}
     nccl = [version for name in NCCL if (version := _version(name))]
     return {"manyhands": sys.modules["manyhands"].__version__, **found, **({"nccl": nccl[-1]} if nccl else {})}
+
+
+def torchvision_misfit() -> str:
+    """What torchvision says that is made for another torch than this one; empty where it can be imported."""
+    found = versions()
+    pins = metadata.requires("torchvision") or () if "torchvision" in found else ()
+    made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
+    torch = found.get("torch", "none")
+    if made_for in {"", torch.partition("+")[0]}:
+        return ""
+    tried = subprocess.run(
+        [sys.executable, "-P", "-c", "import torchvision"], capture_output=True, text=True, check=False
+    )
+    said = tried.stderr.strip().rpartition("\n")[2]
+    misfit = f"torchvision {found['torchvision']} is made for torch {made_for} and can't be used with {torch}: {said}"
+    return misfit if tried.returncode else ""
 
 
 def package_hash() -> str:
