@@ -28,7 +28,12 @@ def _pages_with(mark):
     return [page for page in english_pages() if any(block.mark.startswith(mark) for block in blocks(page))]
 
 
-@pytest.mark.parametrize("page", _pages_with("test"), ids=_name)
+def _soon_or_slow(page):
+    """The README's examples belong to the fast tests; those of all guides together take a minute."""
+    return pytest.param(page, id=_name(page), marks=[] if page.parent == ROOT else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("page", [_soon_or_slow(page) for page in _pages_with("test")])
 def test_examples_run(page, tmp_path):
     _run_marked(page, tmp_path, slow=False)
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from manyhands.core.errors import EXIT_SAVED
 from tests.e2e.command import QUICK, end, finish, run, start, wait_until
 
@@ -28,6 +30,7 @@ def test_of_a_run_on_machines():
     head("launch", "--hosts", "127.0.0.1:1", *SHORT)
 
 
+@pytest.mark.slow
 def test_of_a_run_and_of_what_reads_it(here):
     head("train", "-n", "1", *SHORT)
     (here / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
@@ -43,6 +46,7 @@ def test_of_a_run_and_of_what_reads_it(here):
     assert alone["model"] == whole["model"]
 
 
+@pytest.mark.slow
 def test_of_a_run_that_goes_on_and_of_what_stops_it(here):
     process = start("train", *JOB, "--epochs", "1000000", "--out", "runs/long", program=("-c", HEAD))
     try:

@@ -95,6 +95,7 @@ def test_train_refuses_it_with_the_two_commands(finished, capsys):
     assert len(events(RUN, "started")) == 1
 
 
+@pytest.mark.slow
 def test_what_only_a_program_has_goes_on_by_that_program():
     manyhands.fit(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), "digits", epochs=1, out="run")
     before = Path("run/events.jsonl").read_bytes()

@@ -184,6 +184,7 @@ def forget(here):
     sys.modules.pop("net", None)
 
 
+@pytest.mark.slow
 def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_code, here, capsys):
     manyhands.load(run_with_code)
     assert f"running {here}/net.py, since " in capsys.readouterr().err

@@ -67,6 +67,7 @@ def test_an_altered_shard_ends_training_with_one_screen(folder):
     assert str(shard) in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing_and_what_is_there_is_not_overwritten(folder):
     before = sorted(folder.parent.rglob("*"))
     assert "nothing is written yet" in did("pack", folder, "--size", 20, "--dry-run").out

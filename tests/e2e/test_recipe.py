@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.e2e.command import run
 
 
+@pytest.mark.slow
 def test_the_quick_recipe_of_cifar10_on_two_processes(here):
     data = "synthetic:300x3x32x32x10"
     few = ("--epochs", 1, "--batch", 100, "--set", "model.arguments={widths=[8,8,8]}", "--out", "r", "--json", "-q")

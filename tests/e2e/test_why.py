@@ -107,6 +107,7 @@ def _all_steps():
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.is_file() else []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
     training = start("train", *ENDLESS, "-n", "2")
     # Epochs that are better than all before are saved too, at the beginning.

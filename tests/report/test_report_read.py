@@ -207,6 +207,7 @@ def test_a_run_that_goes_on_is_thinned_to_what_it_did_last(plan):
     assert sum(record.samples for record in thinned) <= sum(record.samples for record in whole)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_read_in_memory_of_a_known_size(tmp_path, monkeypatch):
     monkeypatch.setattr("manyhands.report.read.MOST_RECORDS", 256)
     peaks = {}

@@ -73,6 +73,7 @@ def litter(home):
     }
 
 
+@pytest.mark.slow
 def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     everything = [*litter["goes"], *litter["stays"]]
     code, out, _ = cleaned(capsys)
