@@ -2,14 +2,17 @@
 
 import os
 import signal
+import subprocess
+import time
 
 import pytest
 
+from manyhands.cluster.agents.connection import SILENT_S, AgentConnection
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import WorkerExited
-from manyhands.cluster.agents.supervise import Ending, Watch, _Head, first_cause
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Ending, Watch, _Head, first_cause, supervise_once
+from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.folder import RunFolder
@@ -179,3 +182,24 @@ def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(tmp_path):
     first, second = explained(read_run(tmp_path)).done
     assert "n1" not in first + second
     assert "started again by itself (n2, " in second
+
+
+def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_ends_at_once(tmp_path):
+    """Neither ssh nor the machine says that it has gone: both ends of the line are a process that never answers."""
+    process = subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    link = AgentConnection(Machine("n2"), process, tmp_path / "log", here=False)
+    began, heard = time.monotonic(), []
+
+    def tell(text):
+        heard.append((time.monotonic() - began, text))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ticks = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
+    watch = Watch(lambda: next(ticks, lambda: None)(), on_warning=tell)
+    ending = supervise_once([link], [Orders({}, str(tmp_path), Meeting((2,)))], watch)
+    assert ending.interrupted
+    assert list(ending.lost) == ["n2"]
+    [(after_s, said)] = heard
+    assert said == "waiting for n2, which says nothing; Ctrl-C again ends at once"
+    assert AWAITED_S < after_s < SILENT_S
+    assert time.monotonic() - began < after_s + KILL_S

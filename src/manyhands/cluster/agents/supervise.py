@@ -38,6 +38,8 @@ START_S = 300.0
 KILL_S = 10.0
 # A process that hangs is known by then; one that is well has heard the wish to stop, and is given the time it needs.
 HEAR_S = 2.0
+# Who is silent for so long when the user waits for the end is named.
+AWAITED_S = 4.0
 # When one machine's processes have failed the others' see it by themselves. They are killed so long after their agents,
 # who let them save and leave, have last said that they are at it.
 LEAVE_OTHERS_S = 6.0
@@ -159,7 +161,7 @@ class _Head:
         self._watch, self._wishes = watch, 0
         self._kill_at = self._end_at = float("inf")
         self._told_failure = False
-        self._stalls, self._asked_at = Stalls(), float("inf")
+        self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
 
     def over(self, link: Any) -> bool:
         """True once nothing more is to come from a machine."""
@@ -205,6 +207,8 @@ class _Head:
             self._watch.on_stop()
         if wishes > 1:
             self._end_at = min(self._end_at, time.monotonic() + KILL_S)
+            for link in self._silent(time.monotonic()):
+                link.process.kill()
 
     def regroup(self) -> None:
         """Has the processes save and leave, unless they are about to leave anyway."""
@@ -221,6 +225,7 @@ class _Head:
             patience_s = SILENT_S if link in self._started else START_S
             if not link.here and now - link.heard > patience_s:
                 self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
+        self._say_who_is_awaited(now)
         if stands := self._stalls.to_say():
             self._watch.on_warning(stands)
         if not self.ending.cut and (what := self._watch.cut()):
@@ -236,6 +241,19 @@ class _Head:
         if now > self._end_at:
             for link in self.running:
                 link.process.kill()
+
+    def _silent(self, now: float) -> list[AgentConnection]:
+        return [link for link in self.running if not link.here and now - link.heard > AWAITED_S]
+
+    def _say_who_is_awaited(self, now: float) -> None:
+        """Where a machine doesn't answer the wish to stop, or is lost, the user hears whom all wait for."""
+        silent = self._silent(now) if self._wishes == 1 and now - self._asked_at > AWAITED_S else []
+        left = silent or (self.running if self._wishes == 1 and self.ending.lost else ())
+        names = sorted(link.machine.name for link in left)
+        if names and names != self._awaited:
+            self._awaited = names
+            who = " and ".join(names) + (", which says nothing" if silent else "")
+            self._watch.on_warning(f"waiting for {who}; Ctrl-C again ends at once")
 
     def _cut_off(self, what: str) -> None:
         """A tunnel between machines has ended: whoever waits for what came through it is let go."""
