@@ -209,9 +209,22 @@ def launches(lab, folder, *, count, words, seed):
         gone(lab)
         slowest_s = max(slowest_s, time.monotonic() - began)
     ports = [line for host in lab.hosts for line in listening(lab, host)]
-    # What a killed process could not remove goes with the next start, or is a moment old.
-    wait_until(lambda: not [path for path in leftovers(lab) - before if path.exists()], patience=120)
-    return {"launches": count, "ports": ports, "slowest_to_be_gone_s": slowest_s, "holds": not ports}
+    files = new_files(lab, before)
+    return {
+        "launches": count,
+        "ports": ports,
+        "files": files,
+        "slowest_to_be_gone_s": slowest_s,
+        "holds": not ports and not files,
+    }
+
+
+def new_files(lab, before, patience_s=120):
+    """Temporary files that weren't there before, and stay: each with what lies in it."""
+    until = time.monotonic() + patience_s
+    while (new := leftovers(lab) - before) and time.monotonic() < until:
+        time.sleep(0.2)
+    return {str(path): sorted(str(inner.relative_to(path)) for inner in path.rglob("*")) for path in new}
 
 
 @contextmanager
@@ -222,8 +235,10 @@ def place():
         (folder / "tmp").mkdir()
         usual, tempfile.tempdir = os.environ.get("TMPDIR"), str(folder / "tmp")
         os.environ["TMPDIR"] = tempfile.tempdir
+        # Importing torch's compiler makes a cache for the user among the temporary files: it is no run's.
+        own = {"TMPDIR": tempfile.tempdir, "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
         try:
-            with Lab(hosts=3, environment={"TMPDIR": tempfile.tempdir}) as lab:
+            with Lab(hosts=3, environment=own) as lab:
                 for host in lab.hosts:
                     lab.start(host, prepare="mount -t tmpfs tmpfs /dev/shm")
                 yield lab, folder

@@ -9,6 +9,7 @@ import pytest
 
 from manyhands.core import scratch as module
 from manyhands.core.scratch import abandoned, scratch
+from tests.e2e.command import wait_until
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def child(code):
 HOLDS = """
 import os, time
 from manyhands.core.scratch import scratch
-with scratch("test") as folder:
+with scratch("test", swept={swept}) as folder:
     (folder / "file").touch()
     print("ready", flush=True)
     time.sleep(60)
@@ -40,7 +41,7 @@ with scratch("test") as folder:
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(temporary):
-    with child(HOLDS) as process:
+    with child(HOLDS.format(swept=False)) as process:
         (left,) = temporary.glob("manyhands-test-*")
         assert not list(abandoned())
         process.kill()
@@ -50,6 +51,16 @@ def test_what_a_killed_process_left_is_removed_by_the_next(temporary):
     with scratch("next") as folder:
         assert not left.exists()
         assert (temporary / "manyhands-mine").exists()
+    assert not folder.exists()
+
+
+def test_nothing_is_left_of_a_killed_process_where_a_shell_waits_for_its_end(temporary):
+    with child(HOLDS.format(swept=True)) as process:
+        assert list(temporary.glob("manyhands-test-*"))
+        process.kill()
+    wait_until(lambda: not list(temporary.iterdir()))
+    with scratch("next", swept=True) as folder:
+        assert folder.is_dir()
     assert not folder.exists()
 
 

@@ -1,17 +1,18 @@
 """Folders in the system's temporary folder that go with their process, also where that is killed.
 
 A process that is killed can't remove its own. So it holds a lock in it, which the system frees, and whoever makes the
-next one removes those of this user that nobody holds any more.
+next one removes those of this user that nobody holds any more. Where no next one may come, a shell waits for its end.
 """
 
 import multiprocessing.util
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -24,20 +25,32 @@ ALIVE = ".alive"
 NEW_S = 60.0
 # A socket's path has at most 107 bytes; multiprocessing adds 32 of them.
 MOST_OF_A_SOCKETS_PATH = 75
+# Waits for a line, or for the end of who should have written it. What still ended may put a file there meanwhile.
+SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 
 
 @contextmanager
-def scratch(purpose: str) -> Generator[Path]:
-    """A folder that only this user can read, removed with the block."""
+def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
+    """A folder that only this user can read, removed with the block; `swept` at once where this process is killed."""
     for folder in abandoned():
         shutil.rmtree(folder, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
     lock = FileLock(folder / ALIVE)
     try:
-        with lock:
+        with lock, _swept(folder) if swept else nullcontext():
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _swept(folder: Path) -> Generator[None]:
+    words, nowhere = ["sh", "-c", SWEEP, str(folder)], subprocess.DEVNULL
+    shell = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    try:
+        yield
+    finally:
+        shell.communicate(b"\n")
 
 
 def of_this_start() -> Path | None:

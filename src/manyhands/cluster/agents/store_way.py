@@ -69,7 +69,7 @@ class StoreWay:
                 link.pulse()
 
         first, others = crew.links[0], crew.links[1:]
-        folder = self._of_this_start.enter_context(scratch("ssh"))
+        folder = self._of_this_start.enter_context(scratch("ssh", swept=True))
         far = [link.machine for link in crew.links if not link.here]
         tunnels = self._of_this_start.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, pulse)))
         # The very way is tried, with somebody at its end who knows a word, before the store takes that port.
