@@ -1,6 +1,8 @@
 """Which signals ask for a stop, who hears them, and what is said of what was saved."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -17,6 +19,7 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append, read_lines
+from manyhands.core.registry import Running
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
 from manyhands.report.read import read_run
 from manyhands.run.diary import ends_noted, interrupted
@@ -182,6 +185,22 @@ def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(tmp_path):
     first, second = explained(read_run(tmp_path)).done
     assert "n1" not in first + second
     assert "started again by itself (n2, " in second
+
+
+def test_who_takes_part_in_a_run_that_goes_on_and_who_was_taken_up_is_told(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.job.write_text("")
+    places = [
+        {"host": f"n{number}", "ranks": ranks, "folder": "/r", "local": False}
+        for number, ranks in enumerate(([0, 2], [2, 1]), 1)
+    ]
+    folder.machines.write_text(json.dumps(places))
+    append(folder.events, Event(time=1.0, kind="regrouped", message="n2 can take part: the run goes on from step 8"))
+    head = Running(time=1.0, pid=1, created=1.0, host="n1", run=str(tmp_path), hosts=["n1", "n2"], command=[])
+    told = explained(read_run(tmp_path), head)
+    assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in told.lines()
+    assert re.fullmatch("took up a machine .*: n2 can take part: the run goes on from step 8", told.done[0])
+    assert not explained(read_run(tmp_path)).machines
 
 
 def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_ends_at_once(tmp_path):

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.cli.ps import ps
 from manyhands.core.errors import UserError
-from manyhands.core.records import write_json
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import Event, append, write_json
 from manyhands.core.registry import Running, goes_on, registered, registry_folder, running, signal_head
 from manyhands.report.now import as_object, look
-from manyhands.run.watch import find_running, matches
+from manyhands.run.watch import find_run, find_running, matches
 
 
 def record(run, *, pid=None, created=None, host=None, command=("x",)):
@@ -79,6 +81,19 @@ def test_another_machines_record_is_taken_at_its_word():
     signal_head(found, 0)
 
 
+def test_another_machines_run_that_writes_nothing_any_more_is_shown_as_silent(tmp_path, capsys):
+    for name, silent_s in (("new", 0), ("old", 7500)):
+        folder = tmp_path / name
+        folder.mkdir()
+        entry = record(folder, pid=2**22 + silent_s, host="n7")
+        put(entry.model_copy(update={"time": time.time() - 9000}))
+        append(RunFolder(folder).events, Event(time=time.time() - silent_s, kind="started", message="m"))
+    ps()
+    _, old, new = sorted(capsys.readouterr().out.splitlines(), reverse=True)
+    assert "on n7, silent for 2h05m" in old
+    assert "silent" not in new
+
+
 def test_what_is_no_record_is_let_be(tmp_path):
     with registered(tmp_path / "a"):
         (registry_folder() / "other.json").write_text("{}")
@@ -128,6 +143,22 @@ def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
     (ended / "job.toml").touch()
     with pytest.raises(UserError, match="isn't going on"):
         find_running(str(ended))
+
+
+def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = tmp_path / "runs" / "ended"
+    ended.mkdir(parents=True)
+    (ended / "job.toml").touch()
+    put(record(tmp_path / "digits-cnn"))
+    told = []
+    for find in (find_run, find_running):
+        with pytest.raises(UserError, match='no run is called "nosuch"') as caught:
+            find("nosuch")
+        told.append(caught.value.mend)
+    assert told[0] == told[1] == ("runs: digits-cnn, ended",)
+    with pytest.raises(UserError, match="the run in runs/ended isn't going on"):
+        find_running("end")
 
 
 def test_a_run_without_records_yet_is_starting(tmp_path):

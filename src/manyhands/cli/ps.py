@@ -1,5 +1,6 @@
 """manyhands ps."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from manyhands.core.registry import Running
     from manyhands.report.now import Now
 
+# A head on another machine that has written nothing for so long may have gone with it.
+SILENT_S = 60.0
 HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
 
@@ -48,13 +51,21 @@ def _row(record: "Running", now: "Now") -> tuple[str, ...]:
         progress = f"epoch {epoch}/{about['epochs']}, step {done}/{now.step.steps_per_epoch}"
     return (
         plain(_shown(record.run)),
-        now.state if record.here else f"on {plain(record.host)}",
+        now.state if record.here else f"on {plain(record.host)}{_silent(now)}",
         str(record.pid),
         count + plain(",".join(record.hosts)),
         duration(about["age_s"]),
         progress,
         percent(now.top1) if now.top1 is not None else "-",
     )
+
+
+def _silent(now: "Now") -> str:
+    """What tells that a machine that can't be asked may be down."""
+    from manyhands.report.words import duration
+
+    silent_s = time.time() - now.heard if now.heard else 0.0
+    return f", silent for {duration(silent_s)}" if silent_s > SILENT_S else ""
 
 
 def _shown(run: str) -> str:

@@ -29,6 +29,7 @@ class Now:
     step: StepMetrics | None = None  # the newest record of an update
     top1: float | None = None  # of the newest evaluation
     end: Event | None = None  # the event that ended the work, if one did
+    heard: float | None = None  # when the newest record was written; None where the run folder isn't to be seen here
 
 
 def look(record: Running) -> Now:
@@ -41,7 +42,9 @@ def look(record: Running) -> Now:
     scores = [found.top1 for found in measured if isinstance(found, EvaluationMetrics) and math.isfinite(found.top1)]
     environment = _object(folder.environment) if any(event.kind == "started" for event in since) else {}
     last = scores[-1] if scores else _object(folder.evaluations / "last.json").get("top1")
+    times = [found.time for found in (record, *measured[-1:], *events[-1:])]
     return Now(
+        heard=max(times) if folder.path.is_dir() else None,
         state=_state(record, since, any(found.time >= record.time for found in measured)),
         processes=environment.get("processes"),
         step=steps[-1] if steps else None,

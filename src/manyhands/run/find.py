@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from manyhands.run.logs import find_run
+from manyhands.run.watch import find_run
 
 
 def find_reference(word: str) -> Path:

@@ -23,12 +23,9 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.outside import open_file, parse_json, read_bytes
 from manyhands.core.registry import goes_on, remembered_reach, running
 from manyhands.core.scratch import scratch
-from manyhands.report.read import no_run
-from manyhands.run.watch import matches, unknown_run
 
 POLL_S = 0.2
 ANSWER_S = 20.0
-RUNS = Path("runs")
 # More than any cluster has; a damaged machines.json may say anything, and each rank is asked for its file.
 MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096
 
@@ -117,31 +114,6 @@ class FarFile:
 
 
 AnyFile = LogFile | FarFile
-
-
-def find_run(word: str) -> RunFolder:
-    """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of that.
-
-    Raises:
-        UserError: there is none, or there are several.
-    """
-    for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
-        if word and folder.exists():
-            return folder
-    runs = running()
-    found = [Path(record.run) for record in matches(word, runs)]
-    found = found or sorted(
-        path.parent for path in RUNS.glob("*/job.toml") if word and path.parent.name.startswith(word)
-    )
-    if len(found) == 1:
-        return RunFolder(found[0])
-    if found:
-        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(map(str, found)))
-    if "/" in word or Path(word).exists():
-        raise no_run(Path(word))
-    raise unknown_run(
-        word, [record.name for record in runs] + sorted(path.parent.name for path in RUNS.glob("*/job.toml"))
-    )
 
 
 def show_logs(

@@ -13,7 +13,9 @@ from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import Event
 from manyhands.core.registry import Running, goes_on, running, signal_head
 from manyhands.report.now import look
+from manyhands.report.read import no_run
 
+RUNS = Path("runs")
 POLL_S = 0.1
 # A head takes up one signal before the next; two at once may arrive as one.
 BETWEEN_SIGNALS_S = 0.5
@@ -35,10 +37,34 @@ def find_running(word: str) -> Running:
         return found[0]
     if found:
         raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(f"{record.run}" for record in found))
-    if RunFolder(Path(word).expanduser()).exists():
-        mend = ("manyhands ps lists the runs that go on", f"{going_on(Path(word).expanduser())} goes on with it")
-        raise UserError(f"the run in {word} isn't going on", "RUN", mend)
-    raise unknown_run(word, [record.name for record in runs])
+    ended = find_run(word).path
+    mend = ("manyhands ps lists the runs that go on", f"{going_on(ended)} goes on with it")
+    raise UserError(f"the run in {ended} isn't going on", "RUN", mend)
+
+
+def find_run(word: str) -> RunFolder:
+    """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of that.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
+        if word and folder.exists():
+            return folder
+    runs = running()
+    found = [Path(record.run) for record in matches(word, runs)]
+    found = found or sorted(
+        path.parent for path in RUNS.glob("*/job.toml") if word and path.parent.name.startswith(word)
+    )
+    if len(found) == 1:
+        return RunFolder(found[0])
+    if found:
+        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(map(str, found)))
+    if "/" in word or Path(word).exists():
+        raise no_run(Path(word))
+    raise _unknown_run(
+        word, [record.name for record in runs] + sorted(path.parent.name for path in RUNS.glob("*/job.toml"))
+    )
 
 
 def matches(word: str, runs: Iterable[Running]) -> list[Running]:
@@ -50,7 +76,7 @@ def matches(word: str, runs: Iterable[Running]) -> list[Running]:
     return by_path or by_name or [record for record in runs if word and record.name.startswith(word)]
 
 
-def unknown_run(word: str, names: Iterable[str]) -> UserError:
+def _unknown_run(word: str, names: Iterable[str]) -> UserError:
     """The error for a word that means no run."""
     known = list(dict.fromkeys(names))
     shown = f"runs: {', '.join(known[:8])}" if known else "manyhands ps lists the runs that go on: none now"

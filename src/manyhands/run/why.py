@@ -17,6 +17,7 @@ from manyhands.report.read import RunData, read_run
 from manyhands.report.time_shares import slow_rank
 from manyhands.report.words import ago, duration
 from manyhands.run.find import find_reference
+from manyhands.run.logs import read_places
 
 _SHOWN = 3
 _LONGEST = 300
@@ -37,6 +38,7 @@ class Why:
         phase: what went on there.
         file: that it lies in.
         others: what became of the other processes.
+        machines: that take part in a run that goes on.
         done: what was done by itself, and what else was noticed.
         do: what the user can do.
     """
@@ -51,12 +53,13 @@ class Why:
     phase: str = ""
     file: str = ""
     others: str = ""
+    machines: str = ""
     done: list[str] = field(default_factory=list[str])
     do: list[str] = field(default_factory=list[str])
 
     def lines(self) -> list[str]:
         """For people; who and what comes first."""
-        named = [("why", self.cause), ("others", self.others)]
+        named = [("why", self.cause), ("others", self.others), ("on", self.machines)]
         rows = [self.told, *(f"{name}: {text}" for name, text in named if text)]
         return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
 
@@ -82,7 +85,8 @@ def explained(run: RunData, head: Running | None = None) -> Why:
     if state == "going on" and head:
         ours = "" if head.here else f" on {head.host}, if that machine is still up"
         told = f"{folder} goes on{ours}, {_place(run)}{_heard(run)}"
-        return Why(folder, state, told, done=done, do=[f"manyhands logs {folder} --follow shows what processes write"])
+        do = [f"manyhands logs {folder} --follow shows what processes write"]
+        return Why(folder, state, told, machines=_machines(run), done=done, do=do)
     took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
     if state == "finished":
         return Why(folder, state, f"{folder} finished {took}", done=done)
@@ -102,6 +106,12 @@ def explained(run: RunData, head: Running | None = None) -> Why:
         do = ["dmesg | tail says whether the system ended it for memory; last -x whether the machine went down", *do]
         return Why(folder, state, told, cause, done=done, do=do)
     return _failed(run, f"{folder} failed {took}", done, do)
+
+
+def _machines(run: RunData) -> str:
+    """Who takes part in the last start; nothing where no command named machines."""
+    ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in read_places(run.folder)]
+    return plain(", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks))
 
 
 def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
@@ -177,9 +187,10 @@ def _done(run: RunData) -> list[str]:
     for event in starts[-_SHOWN:]:
         # Who has which rank by now says nothing of then.
         at = f"{event.data['host']}, " if event.data.get("host") else ""
-        found.append(f"started again by itself ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
+        how = "started again by itself" if event.kind == "restarted" else "took up a machine"
+        found.append(f"{how} ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
     if len(starts) > _SHOWN:
-        found.insert(0, f"started again by itself {len(starts)} times in all; the last {_SHOWN}:")
+        found.insert(0, f"{len(starts)} further starts in all; the last {_SHOWN}:")
     found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
     for kind, words in (("left-out", "updates were left out"), ("replaced", "times a picture was replaced")):
         events = run.counted(kind)
