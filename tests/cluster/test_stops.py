@@ -150,7 +150,7 @@ def halt_of_the_head(job, folder):
 
 
 def halt_of_processes_that_had_not_begun(job, folder):
-    conclude(job, folder, Ending(interrupted=True))
+    conclude(job, folder, Ending(interrupted=1))
 
 
 @pytest.mark.parametrize("halt", [halt_of_the_head, halt_of_processes_that_had_not_begun])
@@ -167,10 +167,31 @@ def test_a_stop_while_nothing_trains_loses_nothing_of_what_was_saved(halt, saved
     assert (last["kind"], last["step"], last["message"]) == (kind, saved, raised.value.what)
 
 
+def second_halt_of_the_head(job, folder):
+    with ends_noted(job, folder):
+        try:
+            raise KeyboardInterrupt
+        finally:  # what ends agents, say
+            raise KeyboardInterrupt
+
+
+def second_halt_of_processes_that_had_not_begun(job, folder):
+    conclude(job, folder, Ending(interrupted=2))
+
+
+@pytest.mark.parametrize("halt", [second_halt_of_the_head, second_halt_of_processes_that_had_not_begun])
+def test_a_second_wish_ends_at_once_whatever_was_saved(halt, tmp_path):
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    append(folder.events, Event(time=1.0, kind="saved", step=40))
+    with pytest.raises(ManyhandsError, match="step 40, is whole") as raised:
+        halt(job, folder)
+    assert raised.value.exit_code == 130
+
+
 def test_a_second_wish_and_a_process_that_hangs_leave_unsaved_work(tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
     append(folder.events, Event(time=1.0, kind="saved", step=40))
-    for ending in (Ending(interrupted=True, failed={0: -9}), Ending(interrupted=True, hung="rank 1 is stopped")):
+    for ending in (Ending(interrupted=1, failed={0: -9}), Ending(interrupted=1, hung="rank 1 is stopped")):
         with pytest.raises(ManyhandsError, match="stopped without a save") as raised:
             conclude(job, folder, ending)
         assert raised.value.exit_code == 130

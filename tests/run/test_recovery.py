@@ -87,7 +87,7 @@ def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
     assert all(recovery.again(stopped) for _ in range(2 * MOST_IN_VAIN))
     assert {line["kind"] for line in read_lines(folder.events)} == {"regrouped"}
     assert not recovery.again(Ending(returned={0: {"status": "finished"}}, regrouped=True))
-    assert not recovery.again(Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=True))
+    assert not recovery.again(Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=1))
     assert not recovery.again(Ending(returned={0: {"status": "stopped"}}))
 
 

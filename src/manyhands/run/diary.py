@@ -59,8 +59,9 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        raise interrupted(folder, idle=True) from None
+    except KeyboardInterrupt as wish:
+        # A second one comes while the first still ends what was begun.
+        raise interrupted(folder, idle=not isinstance(wish.__context__, KeyboardInterrupt)) from None
     except Exception as error:
         note_head(job, folder, error)
         raise

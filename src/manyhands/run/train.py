@@ -176,7 +176,8 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
             raise ending.refused
         if ending.interrupted and (ending.hung or not ending.records):
             # No process has failed or left a word where none had begun.
-            error = interrupted(folder, ending.hung, idle=not (ending.hung or ending.failed or ending.lost))
+            idle = ending.interrupted == 1 and not (ending.hung or ending.failed or ending.lost)
+            error = interrupted(folder, ending.hung, idle=idle)
             report_on(job, folder)
             raise error
         cause, error = first_cause(ending), failure_of(folder, ending)

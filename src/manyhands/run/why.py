@@ -38,9 +38,9 @@ class Why:
         phase: what went on there.
         file: that it lies in.
         others: what became of the other processes.
-        machines: that take part in a run that goes on.
         done: what was done by itself, and what else was noticed.
         do: what the user can do.
+        machines: that take part in a run that goes on.
     """
 
     run: str
@@ -53,9 +53,9 @@ class Why:
     phase: str = ""
     file: str = ""
     others: str = ""
-    machines: str = ""
     done: list[str] = field(default_factory=list[str])
     do: list[str] = field(default_factory=list[str])
+    machines: str = ""
 
     def lines(self) -> list[str]:
         """For people; who and what comes first."""

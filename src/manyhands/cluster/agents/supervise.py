@@ -61,7 +61,7 @@ class Ending:
         cut: what is told of a tunnel between machines that has ended.
         evicted: rank to why it was ended by its head, since it hung.
         hung: why the processes could not do what was asked for, and were killed.
-        interrupted: True when the user (or the system) asked for a stop.
+        interrupted: how often the user (or the system) asked for a stop.
         regrouped: True when the head had the processes save and leave, to start them on other machines.
         broken: an agent's own traceback, if one failed itself.
         refused: what an agent could not do as it was ordered, in words for the user.
@@ -76,7 +76,7 @@ class Ending:
     cut: str = ""
     evicted: dict[int, str] = field(default_factory=dict[int, str])
     hung: str = ""
-    interrupted: bool = False
+    interrupted: int = 0
     regrouped: bool = False
     broken: str = ""
     refused: ManyhandsError | None = None
@@ -158,7 +158,7 @@ class _Head:
         self.ending = Ending()
         self.running = set(links)
         self._started: set[AgentConnection] = set()
-        self._watch, self._wishes = watch, 0
+        self._watch = watch
         self._kill_at = self._end_at = float("inf")
         self._told_failure = False
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
@@ -197,10 +197,9 @@ class _Head:
 
     def obey(self, wishes: int) -> None:
         """Passes on the user's wish to stop."""
-        if wishes == self._wishes:
+        if wishes == self.ending.interrupted:
             return
-        before, self._wishes = self._wishes, wishes
-        self.ending.interrupted = True
+        before, self.ending.interrupted = self.ending.interrupted, wishes
         self._command(StopWorkers() if wishes == 1 else KillWorkers())
         if not before:
             self._asked_at = time.monotonic()
@@ -212,7 +211,7 @@ class _Head:
 
     def regroup(self) -> None:
         """Has the processes save and leave, unless they are about to leave anyway."""
-        if not (self.ending.regrouped or self._wishes) and self.running == self._started:
+        if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
             self._command(StopWorkers())
 
@@ -230,9 +229,9 @@ class _Head:
             self._watch.on_warning(stands)
         if not self.ending.cut and (what := self._watch.cut()):
             self._cut_off(what)
-        if self._watch.evicts and not self._wishes:
+        if self._watch.evicts and not self.ending.interrupted:
             self._evict()
-        if self._wishes == 1 and not self.ending.hung and now - self._asked_at > HEAR_S:
+        if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > HEAR_S:
             self.ending.hung = self._stalls.hung()
             self._kill_at = now if self.ending.hung else self._kill_at
         if now > self._kill_at:
@@ -247,8 +246,9 @@ class _Head:
 
     def _say_who_is_awaited(self, now: float) -> None:
         """Where a machine doesn't answer the wish to stop, or is lost, the user hears whom all wait for."""
-        silent = self._silent(now) if self._wishes == 1 and now - self._asked_at > AWAITED_S else []
-        left = silent or (self.running if self._wishes == 1 and self.ending.lost else ())
+        asked = self.ending.interrupted == 1
+        silent = self._silent(now) if asked and now - self._asked_at > AWAITED_S else []
+        left = silent or (self.running if asked and self.ending.lost else ())
         names = sorted(link.machine.name for link in left)
         if names and names != self._awaited:
             self._awaited = names
