@@ -18,8 +18,8 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.run.doctor import facts_wanted
 
-# Between two attempts: a tenth of the time that a machine has been away.
-PAUSE, LEAST_S, MOST_S = 0.1, 1.0, 30.0
+# Between two attempts: a part of the time that a machine has been away.
+PAUSE, LEAST_S, MOST_S = 0.02, 1.0, 5.0
 # An agent that says nothing for so long is given up, and another one is tried; importing torch may take most of it.
 CONTACT_S = 300.0
 # Waiting for it: the agent of a machine that was cut off has its processes still.

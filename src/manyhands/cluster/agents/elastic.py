@@ -70,8 +70,8 @@ ASKED = {*STOPS} - {signal.SIGINT}
 TELL_S = 1.0
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
 STOP_S = 600.0
-# So long after the last sign of their head the workers, which were asked to save, are killed.
-ALONE_S = 25.0
+# So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
+ALONE_S, ALONE_SAVING_S = 20.0, 60.0
 # What is shown of what a killed process wrote.
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
 
@@ -267,9 +267,17 @@ class ElasticAgent(_Base):
         if not self._head.wire.open:
             self.ask_to_stop()
         late = self._stopping_since and time.monotonic() - self._stopping_since > STOP_S
-        alone = not self._head.wire.open and time.monotonic() - self._head.wire.heard > ALONE_S
-        if late or alone:
+        if late or self._alone():
+            # One that waits for who is cut off hears nothing gentler.
+            self._signal(signal.SIGKILL)
             raise RendezvousGracefulExitError("the workers did not stop in time")
+
+    def _alone(self) -> bool:
+        """Whether the head has gone for longer than a save is given."""
+        if self._head.wire.open:
+            return False
+        saves = any(seen and seen.phase == "save" for seen in map(self._pulses.last, self._ranks()))
+        return time.monotonic() - self._head.wire.heard > (ALONE_SAVING_S if saves else ALONE_S)
 
     def ask_to_stop(self, *_signal: Any) -> None:
         """Has the workers save and leave; the second time changes nothing."""
