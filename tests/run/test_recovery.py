@@ -7,9 +7,9 @@ from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import read_lines
+from manyhands.core.records import StepMetrics, append, read_lines
 from manyhands.run.launch import launch
-from manyhands.run.recovery import MOST_IN_VAIN, SOON_UPDATES, Company, Recovery, Setbacks, failed_rank
+from manyhands.run.recovery import MOST_IN_VAIN, SOON_UPDATES, Company, Recovery, Setbacks, failed_rank, worth_a_start
 
 
 @pytest.fixture
@@ -89,6 +89,23 @@ def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
     assert not recovery.again(Ending(returned={0: {"status": "finished"}}, regrouped=True))
     assert not recovery.again(Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=1))
     assert not recovery.again(Ending(returned={0: {"status": "stopped"}}))
+
+
+@pytest.mark.parametrize(
+    ("step", "each_s", "worth"),
+    [(10, 0.1, True), (55, 0.1, False), (99, 0.1, False), (97, 60.0, True), (98, 60.0, True), (99, 60.0, False)],
+)
+def test_nobody_is_taken_up_for_the_last_seconds_of_a_run_nor_for_an_update_that_goes_on(step, each_s, worth, folder):
+    assert not worth_a_start(folder)
+    for done in range(step - 3, step + 1):
+        append(
+            folder.metrics,
+            StepMetrics(
+                time=done * each_s, epoch=0, step=done, step_in_epoch=done, steps_per_epoch=100, total_steps=100,
+                loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
+            ),
+        )  # fmt: skip
+    assert worth_a_start(folder) == worth
 
 
 def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folder):

@@ -26,7 +26,16 @@ from manyhands.core.tunnel_ends import VARIABLE
 from manyhands.parallel.ports import loopback_interface
 from manyhands.run.copies import RecordsCopy, copy_of_records
 from manyhands.run.newcomers import Newcomer, Newcomers, PartTaken, RefusedError
-from manyhands.run.recovery import Company, LostWorkError, Recovery, Setbacks, failed_rank, from_outside, gone_on_with
+from manyhands.run.recovery import (
+    Company,
+    LostWorkError,
+    Recovery,
+    Setbacks,
+    failed_rank,
+    from_outside,
+    gone_on_with,
+    worth_a_start,
+)
 from manyhands.run.train import LOOPBACK
 from manyhands.run.who_where import describe, write_places
 
@@ -177,7 +186,7 @@ class OnMachines(Company):
         self.newcomers.tick()
         if self.copy:
             self.copy.carry()
-        return not self._script and bool(self.coming()) and self._steps
+        return not self._script and bool(self.coming()) and self._steps and worth_a_start(self._folder)
 
     @property
     def _steps(self) -> bool:

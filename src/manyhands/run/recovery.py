@@ -8,8 +8,19 @@ from manyhands.cluster.agents.supervise import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Event, Failure, append, read_lines, write_json
+from manyhands.core.records import (
+    MACHINE_LOST,
+    PROCESS_ENDED,
+    Event,
+    Failure,
+    StepMetrics,
+    append,
+    read_lines,
+    write_json,
+)
 from manyhands.core.stops import saved_step
+from manyhands.report.now import end_of
+from manyhands.report.read import parse_metrics
 
 # The same error again before so many updates is one that comes every time.
 SOON_UPDATES = 20
@@ -17,6 +28,9 @@ SOON_UPDATES = 20
 MOST_IN_VAIN = 3
 # A machine that fails again before so many updates is set aside: for so long at first, and at most.
 ASIDE_S, MOST_ASIDE_S = 5.0, 60.0
+# What a start takes, about: who could train for less isn't worth one.
+START_S = 5.0
+_RECENT = 20
 
 
 class LostWorkError(RunError):
@@ -107,6 +121,17 @@ def failed_rank(ending: Ending) -> int | None:
     """Of the process that has failed; None where a machine is lost, or a tunnel between two has ended."""
     cause = first_cause(ending)
     return None if cause is None or cause.error == MACHINE_LOST else cause.rank
+
+
+def worth_a_start(folder: RunFolder) -> bool:
+    """Whether enough is left to train, after the update that goes on, for another start to be of any use."""
+    found = [parse_metrics(line, folder) for line in end_of(folder.metrics)]
+    steps = [one for one in found if isinstance(one, StepMetrics)][-_RECENT:]
+    if not steps:
+        return False
+    first, last = steps[0], steps[-1]
+    left = last.total_steps - last.step - 1
+    return left > 0 and (first is last or left * (last.time - first.time) > START_S * (last.step - first.step))
 
 
 class Setbacks:
