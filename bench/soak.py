@@ -197,12 +197,12 @@ def leftovers(lab):
     }
 
 
-def launches(lab, folder, *, count, words, seed):
+def launches(lab, folder, *, count, words, seed, within_s=12.0):
     """Started and ended at random moments, whether or not anything trains by then."""
     draw, before, slowest_s = random.Random(seed), leftovers(lab), 0.0
     for number in range(count):
         with running("launch", *words, *hosts(lab), "--out", folder / str(number), by=quietly) as process:
-            time.sleep(draw.uniform(0.1, 12.0))
+            time.sleep(draw.uniform(0.1, within_s))
             process.send_signal(draw.choice(STOPS))
             assert process.wait(120) in (-signal.SIGKILL, EXIT_SAVED, EXIT_INTERRUPTED), "it had ended by itself"
         began = time.monotonic()
@@ -212,6 +212,7 @@ def launches(lab, folder, *, count, words, seed):
     files = new_files(lab, before)
     return {
         "launches": count,
+        "trained": sum(begun(folder / str(number))() for number in range(count)),
         "ports": ports,
         "files": files,
         "slowest_to_be_gone_s": slowest_s,
@@ -252,6 +253,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kills", "faults", "launches"))
     parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--within", type=float, default=12.0, help="of launches: seconds until the latest end")
     parser.add_argument("--every", type=float, default=60.0, help="of faults: seconds between two")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--data", default="mnist")
@@ -269,7 +271,8 @@ def main():
             words = job(given.data, 100_000)
             found = faults(lab, folder, minutes=given.minutes, every_s=given.every, words=words, seed=given.seed)
         else:
-            found = launches(lab, folder, count=given.count, words=job(given.data, 100_000), seed=given.seed)
+            words = job(given.data, 100_000)
+            found = launches(lab, folder, count=given.count, words=words, seed=given.seed, within_s=given.within)
     said = json.dumps({"what": given.what, "seed": given.seed, **found})
     print(said)
     if given.json:
