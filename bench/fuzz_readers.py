@@ -33,7 +33,7 @@ from manyhands.core.errors import ManyhandsError
 from manyhands.data.packed import DAMAGED
 
 MEMORY_BYTES = 1_000_000_000
-PATIENCE_S = 20.0  # of a busy machine; a picture of a report takes a second
+PATIENCE_S = 60.0  # of a machine so busy that a second of work, a picture of a report, takes long
 SCREEN = 40  # lines
 MOST_TOLD = 20
 _OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

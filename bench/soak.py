@@ -201,10 +201,15 @@ def launches(lab, folder, *, count, words, seed, within_s=12.0):
     """Started and ended at random moments, whether or not anything trains by then."""
     draw, before, slowest_s = random.Random(seed), leftovers(lab), 0.0
     for number in range(count):
-        with running("launch", *words, *hosts(lab), "--out", folder / str(number), by=quietly) as process:
+        said = folder / f"{number}.said"
+        launched = ["launch", *words, *hosts(lab), "--out", folder / str(number)]
+        with said.open("w") as into, running(*launched, by=start, to=into) as process:
             time.sleep(draw.uniform(0.1, within_s))
-            process.send_signal(draw.choice(STOPS))
-            assert process.wait(120) in (-signal.SIGKILL, EXIT_SAVED, EXIT_INTERRUPTED), "it had ended by itself"
+            process.send_signal(stop := draw.choice(STOPS))
+            code = process.wait(120)
+        begun_at_all = (folder / str(number)).exists()
+        if code not in (-signal.SIGKILL, EXIT_SAVED, EXIT_INTERRUPTED) and (begun_at_all or code != -stop):
+            raise AssertionError(f"launch {number} ended with {code} after {stop.name}: {said.read_text()}")
         began = time.monotonic()
         gone(lab)
         slowest_s = max(slowest_s, time.monotonic() - began)

@@ -1,5 +1,6 @@
 """What must stay light, and what every recipe must be."""
 
+import signal
 import subprocess
 import sys
 from importlib.resources import files
@@ -37,6 +38,23 @@ def test_a_command_that_imports_torch_ends_without_a_word_of_others():
     words = [sys.executable, "-m", "manyhands", "train", "digits", "mlp", "--dry-run"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# Ctrl-C comes in the midst of the command's own imports.
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "cyclopts":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("manyhands", run_name="__main__")
+"""
+
+
+def test_ctrl_c_before_anything_has_begun_ends_without_a_word():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_what_could_not_be_written_is_a_failure():
