@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from bench.fuzz_mutations import spoil_tree
+from manyhands.data import jpeg_box
 from manyhands.data.archive import unpack_once
 from manyhands.data.datasets import cifar
 from manyhands.data.decode import probe
@@ -205,10 +206,15 @@ def read_jpeg_box(folder: Path) -> None:
     draw = random.Random(content)
     left, top = draw.randrange(90), draw.randrange(90)
     width, height, channels = draw.randrange(1, 90), draw.randrange(1, 90), draw.choice((1, 3))
-    with guarded(len(content)) as source, guarded(width * height * channels) as values:
+    wide, high = draw.choice(((width, height), (24, 31)))
+    across, down = jpeg_box._taps(width, wide), jpeg_box._taps(height, high)
+    if across is None or down is None:
+        return
+    with guarded(len(content)) as source, guarded(wide * high * channels) as values:
         ctypes.memmove(source, content, len(content))
         box = left, top, left + width, top + height
-        decoder._decode(ctypes.c_char_p(source), len(content), *box, channels, values)
+        ends = across[0], down[0], channels, wide, high, draw.random() < 0.5, values
+        decoder._decode(ctypes.c_char_p(source), len(content), *box, *ends)
 
 
 @contextlib.contextmanager

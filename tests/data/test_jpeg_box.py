@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from manyhands.data import jpeg_box
-from manyhands.data.jpeg_box import box_decoder
+from manyhands.data.jpeg_box import box_decoder, resized
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,9 +31,16 @@ def stored(seed, width, height, mode="RGB", **options):
     return content.getvalue(), whole
 
 
+def decoded(content, box, channels, size=None, *, mirrored=False):
+    """The box, or None where it is left to others."""
+    high, wide = size or (box[3] - box[1], box[2] - box[0])
+    out = torch.empty((channels, high, wide), dtype=torch.uint8)
+    return out if box_decoder()(content, box, out, mirrored=mirrored) else None
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_any_box_has_pillows_pixels(data):
+def test_any_box_has_pillows_pixels_and_torchs_when_resized(data):
     width, height = data.draw(st.tuples(st.integers(6, 90), st.integers(1, 90)))
     left, top = data.draw(st.tuples(st.integers(0, width - 1), st.integers(0, height - 1)))
     right, bottom = data.draw(st.tuples(st.integers(left + 1, width), st.integers(top + 1, height)))
@@ -45,32 +52,60 @@ def test_any_box_has_pillows_pixels(data):
     }
     mode = data.draw(st.sampled_from(["RGB", "L"]))
     content, whole = stored(data.draw(st.integers(0, 9)), width, height, mode, **options)
-    decoder = box_decoder()
-    assert decoder is not None
-    found = decoder(content, (left, top, right, bottom), len(whole))
-    if found is None:  # contrast beyond what all libraries compute alike
-        assert options["quality"] == 5
+    size = data.draw(st.sampled_from([None, (24, 24), (97, 40), (1, 70)]))
+    channels, mirrored = data.draw(st.integers(len(whole), 3)), data.draw(st.booleans())
+    found = decoded(content, (left, top, right, bottom), channels, size, mirrored=mirrored)
+    part = whole[:, top:bottom, left:right]
+    high, wide = size or part.shape[1:]
+    if found is None:  # contrast beyond what all libraries compute alike, or much smaller than it was
+        assert options["quality"] == 5 or part.shape[1] > 3 * high or part.shape[2] > 3 * wide
     else:
-        assert torch.equal(found, whole[:, top:bottom, left:right])
+        expected = resized(part, high, wide)
+        assert torch.equal(found, (expected.flip(2) if mirrored else expected).expand(channels, -1, -1))
+
+
+@pytest.mark.parametrize("side", [10, 50, 111, 112, 223, 224, 225, 300, 448, 449, 671, 800])
+def test_what_is_resized_to_a_usual_size_has_torchs_pixels(side):
+    content, whole = stored(side, side, 850 - side)
+    assert torch.equal(decoded(content, (0, 0, side, 850 - side), 3, (224, 224)), resized(whole, 224, 224))
+
+
+def test_a_header_tells_what_the_picture_is(decoder):
+    content, _ = stored(0, 60, 40)
+    header = decoder.header(content)
+    assert (header.width, header.height, header.channels, header.turned) == (60, 40, 3, False)
+    assert decoder.header(stored(0, 60, 40, "L")[0]).channels == 1
+    assert decoder.header(content[:100]) is None
+
+
+def test_codes_of_the_picture_before_are_not_those_of_this(decoder):
+    first, second = (stored(seed, 60, 40, optimize=True) for seed in (0, 1))
+    for content, whole in (first, second, first):
+        assert torch.equal(decoded(content, (0, 0, 60, 40), 3), whole)
+    # Without tables of its own a picture has none.
+    at = second[0].index(b"\xff\xc4")
+    bare = second[0][:at] + second[0][second[0].index(b"\xff\xda") :]
+    assert decoded(bare, (0, 0, 60, 40), 3) is None
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"mode": "CMYK"}])
 def test_what_isn_t_usual_is_left_to_others(decoder, options):
     content, whole = stored(0, 60, 40, **options)
-    assert decoder(content, (0, 0, 60, 40), len(whole)) is None
+    assert decoded(content, (0, 0, 60, 40), len(whole)) is None
 
 
 def test_a_file_that_is_cut_short_anywhere_is_left_to_others(decoder):
     content, _ = stored(0, 60, 40)
     for length in range(len(content)):
-        assert decoder(content[:length], (0, 0, 20, 8), 3) is None
+        assert decoded(content[:length], (0, 0, 20, 8), 3) is None
 
 
 @pytest.mark.parametrize("box", [(-1, 0, 5, 5), (0, 0, 61, 5), (5, 0, 5, 5), (0, 6, 5, 5), (0, 0, 5, 41)])
 def test_a_box_beyond_the_picture_is_refused(decoder, box):
     content, _ = stored(0, 60, 40)
-    out = torch.zeros(60 * 40 * 3, dtype=torch.uint8)
-    assert decoder._decode(content, len(content), *box, 3, out.data_ptr()) == 1
+    out = torch.zeros((3, 8, 8), dtype=torch.uint8)
+    taps = jpeg_box._taps(8, 8)[0]
+    assert decoder._decode(content, len(content), *box, taps, taps, 3, 8, 8, False, out.data_ptr()) == 1
     assert not out.any()
 
 

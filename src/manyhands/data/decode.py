@@ -22,6 +22,7 @@ _JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some c
 # Where Pillow itself begins to warn. One picture of this size takes 0.7 GB and a second; it is brought to some
 # hundred pixels a side anyway.
 _MOST_MEGAPIXELS = 89
+MOST_PIXELS = _MOST_MEGAPIXELS * 1_000_000
 _BLOCK_ROWS = 256
 
 PICTURE_SUFFIXES = _SUFFIXES | _MORE_SUFFIXES
@@ -101,7 +102,7 @@ def _opened(path: str, content: bytes | None) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # The warning is an error where the user has made all warnings errors.
         raise _too_large(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
-    if image.width * image.height > _MOST_MEGAPIXELS * 1e6:
+    if image.width * image.height > MOST_PIXELS:
         image.close()
         raise _too_large(path, image.width * image.height)
     return image

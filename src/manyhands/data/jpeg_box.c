@@ -1,4 +1,5 @@
-/* A box of a usual JPEG to 8-bit pixels, to the bits that libjpeg makes with its usual settings.
+/* A box of a usual JPEG to 8-bit pixels, to the bits that libjpeg makes with its usual settings, and resized to those
+   that torch makes.
 
    Usual: Huffman-coded, sequential, one scan, 8 bits; grey, or Y'CbCr whose colour is as fine as its brightness or
    half as fine. What lies below the box isn't decoded, what lies beside it isn't transformed, and restart intervals
@@ -7,6 +8,7 @@
 
    Sources: ITU-T T.81; the transform is that of Loeffler, Ligtenberg and Moschytz, 1989, in whole numbers. */
 
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,11 +21,16 @@
 typedef int32_t V __attribute__((vector_size(32)));
 typedef int16_t Short8 __attribute__((vector_size(16)));
 typedef uint8_t Byte8 __attribute__((vector_size(8)));
+typedef uint8_t Byte16 __attribute__((vector_size(16)));
+typedef uint32_t Word16 __attribute__((vector_size(64)));
+typedef uint32_t Pixel4 __attribute__((vector_size(16)));
+typedef int32_t Int16 __attribute__((vector_size(64)));
+typedef float Float16 __attribute__((vector_size(64)));
 
 typedef struct {
-    int known, offset[17];
+    int known, made, offset[17];
     uint32_t limit[17];     /* the first code, of 16 bits, beyond those of a length */
-    uint8_t values[256];
+    uint8_t counts[16], values[256];
     int32_t fast[1 << FAST]; /* value << 16 | step, or symbol << 8 | RESOLVED | bits; 0: a longer code */
 } Table;
 
@@ -38,8 +45,8 @@ typedef struct {
     Component parts[3];
     uint16_t quantizers[4][64];
     int has_quantizer[4];
-    Table dc[4], ac[4];
     const uint8_t *scan;
+    Table dc[4], ac[4]; /* last: they are kept */
 } Frame;
 
 typedef struct {
@@ -57,11 +64,15 @@ static inline int larger(int a, int b) { return a > b ? a : b; }
 static inline int word(const uint8_t *p) { return p[0] << 8 | p[1]; }
 static inline int extended(int bits, int size) { return bits < 1 << (size - 1) ? bits - (1 << size) + 1 : bits; }
 
-/* A table of codes from its lengths and values; `is_ac`: symbols stand for a run and a size. */
+/* A table of codes from its lengths and values, unless it is that of the file before; `is_ac`: symbols stand for a run
+   and a size. */
 static int read_table(Table *table, const uint8_t *counts, int total, int is_ac) {
     int code = 0, seen = 0;
+    table->known = 1;
+    if (table->made && !memcmp(table->counts, counts, 16) && !memcmp(table->values, counts + 16, total)) return 0;
+    table->made = 0;
     memset(table->fast, 0, sizeof table->fast);
-    memcpy(table->values, counts + 16, total);
+    memcpy(table->counts, counts, 16), memcpy(table->values, counts + 16, total);
     for (int length = 1; length <= 16; length++, code <<= 1) {
         table->offset[length] = seen - code;
         for (int n = 0; n < counts[length - 1]; n++, code++, seen++) {
@@ -77,7 +88,7 @@ static int read_table(Table *table, const uint8_t *counts, int total, int is_ac)
         }
         table->limit[length] = (uint32_t)code << (16 - length);
     }
-    table->known = 1;
+    table->made = 1;
     return 0;
 }
 
@@ -133,7 +144,7 @@ static int read_scan(Frame *frame, const uint8_t *p, int length) {
     return p[0] != 0 || p[1] != 63 || p[2] != 0;
 }
 
-static int parse(Frame *frame, const uint8_t *data, size_t size) {
+static int read_header(Frame *frame, const uint8_t *data, size_t size) {
     const uint8_t *p = data + 2, *end = data + size;
     if (size < 4 || data[0] != 0xff || data[1] != 0xd8) return 1;
     while (end - p >= 4) {
@@ -155,6 +166,14 @@ static int parse(Frame *frame, const uint8_t *data, size_t size) {
         p = own + length;
     }
     return 1;
+}
+
+/* What a file's header says, until the thread asks for the next; NULL where it isn't a usual one. */
+static Frame *parse(const uint8_t *data, size_t size) {
+    static _Thread_local Frame frame;
+    memset(&frame, 0, offsetof(Frame, dc));
+    for (int n = 0; n < 4; n++) frame.dc[n].known = frame.ac[n].known = 0;
+    return read_header(&frame, data, size) ? NULL : &frame;
 }
 
 static inline void refill(Reader *r) {
@@ -183,7 +202,7 @@ static __attribute__((noinline)) int long_symbol(uint64_t bits, const Table *tab
 }
 
 /* A block's coefficients, in their natural order; returns the sum of their sizes, -1 where they can't be told.
-   `only_mean` becomes 1 where there is none but the first. */
+   `only_mean` becomes 1 where there is none but the first. Without `block` it is only stepped over. */
 static inline __attribute__((always_inline)) int read_block(Reader *given, Component *part, const Frame *frame, int16_t *block, int *only_mean) {
     const uint16_t *steps = frame->quantizers[part->quantizer];
     const Table *first = &frame->dc[part->dc], *table = &frame->ac[part->ac];
@@ -196,8 +215,7 @@ static inline __attribute__((always_inline)) int read_block(Reader *given, Compo
     if (size) part->last += extended(take(&r, size), size);
     int value = part->last * steps[0], sum = abs(value), k = 0;
     if (part->last > 32767 || part->last < -32768 || sum > 32767) return -1;
-    memset(block, 0, 64 * sizeof *block);
-    block[0] = (int16_t)value;
+    if (block) memset(block, 0, 64 * sizeof *block), block[0] = (int16_t)value;
     for (;;) {
         if (r.have < 32) refill(&r);
         entry = table->fast[r.bits >> (64 - FAST)];
@@ -219,9 +237,11 @@ static inline __attribute__((always_inline)) int read_block(Reader *given, Compo
             value = extended(take(&r, size), size);
         }
         if (k > 63) return -1;
-        value *= steps[k];
-        sum += abs(value);
-        block[NATURAL[k]] = (int16_t)value;
+        if (block) {
+            value *= steps[k];
+            sum += abs(value);
+            block[NATURAL[k]] = (int16_t)value;
+        }
         if (k == 63) break;
     }
     *only_mean = !k;
@@ -342,9 +362,12 @@ static int read_units(Frame *frame, Box units, int across, int interval, uint8_t
             for (int k = 0; k < frame->count; k++) {
                 Component *part = &frame->parts[k];
                 for (int inner = 0; inner < part->h * part->v; inner++) {
-                    int only_mean, sum = read_block(&reader, part, frame, block, &only_mean);
-                    if (sum < 0) return 1;
-                    if (!drawn) continue;
+                    int only_mean, sum;
+                    if (!drawn) {
+                        if (read_block(&reader, part, frame, NULL, &only_mean) < 0) return 1;
+                        continue;
+                    }
+                    if ((sum = read_block(&reader, part, frame, block, &only_mean)) < 0) return 1;
                     int y = (row - units.top) * part->v + inner / part->h, x = (column - units.left) * part->h + inner % part->h;
                     if (draw_block(block, sum, only_mean, part->plane + (size_t)y * 8 * part->stride + 8 * x, part->stride)) return 1;
                 }
@@ -357,35 +380,33 @@ static int read_units(Frame *frame, Box units, int across, int interval, uint8_t
 
 /* A row of colour that is half as fine, made as fine as brightness. `from` is the row itself and `beside` the nearer of
    its neighbours where rows are half as fine too, else NULL; `origin` is where the plane begins in the picture. */
-static void make_finer(const uint8_t *from, const uint8_t *beside, const Component *part, int origin, int left, int right, uint8_t *out, uint16_t *sums) {
-    int first = larger(0, left / 2 - 1), end = smaller(part->width, (right - 1) / 2 + 2), is_tall = beside != NULL;
-    uint16_t *at = sums + 1;
-    for (int x = first; x < end; x++) at[x - first] = is_tall ? 3 * from[x - origin] + beside[x - origin] : from[x - origin];
-    sums[0] = at[0], at[end - first] = at[end - first - 1];
-    int low = is_tall ? 8 : 1, high = is_tall ? 7 : 2, shift = is_tall ? 4 : 2;
-    for (int x = left / 2; x <= (right - 1) / 2; x++) {
-        int own = 3 * at[x - first];
-        out[2 * x - (left & ~1)] = (uint8_t)((own + at[x - first - 1] + low) >> shift);
-        out[2 * x + 1 - (left & ~1)] = (uint8_t)((own + at[x - first + 1] + high) >> shift);
-    }
+static void make_finer(const uint8_t *from, const uint8_t *beside, const Component *part, int origin, int left, int right, uint16_t *restrict out, uint16_t *restrict sums) {
+    int first = larger(0, left / 2 - 1), end = smaller(part->width, (right - 1) / 2 + 2), count = (right - 1) / 2 + 1 - left / 2;
+    int low = beside ? 8 : 4, high = beside ? 7 : 8;
+    const uint8_t *restrict own = from + (first - origin), *restrict other = (beside ? beside : from) + (first - origin);
+    for (int x = 0; x < end - first; x++) sums[x + 1] = (uint16_t)(3 * own[x] + other[x]);
+    sums[0] = sums[1], sums[end - first + 1] = sums[end - first];
+    const uint16_t *at = sums + 1 + (left / 2 - first);
+    for (int x = 0; x < count; x++) out[x] = (uint16_t)((3 * at[x] + at[x - 1] + low) >> 4 | (3 * at[x] + at[x + 1] + high) >> 4 << 8);
 }
 
-static void make_rgb(const uint8_t *restrict y, const uint8_t *restrict cb, const uint8_t *restrict cr, int count, uint8_t *restrict out) {
+/* Pixels are red, green, blue and nothing, from the lowest byte on. */
+static void make_rgb(const uint8_t *restrict y, const uint8_t *restrict cb, const uint8_t *restrict cr, int count, uint32_t *restrict out) {
     for (int x = 0; x < count; x++) {
         int blue = cb[x] - 128, red = cr[x] - 128;
-        out[3 * x] = (uint8_t)smaller(255, larger(0, y[x] + ((91881 * red + 32768) >> 16)));
-        out[3 * x + 1] = (uint8_t)smaller(255, larger(0, y[x] + ((-22554 * blue - 46802 * red + 32768) >> 16)));
-        out[3 * x + 2] = (uint8_t)smaller(255, larger(0, y[x] + ((116130 * blue + 32768) >> 16)));
+        int first = smaller(255, larger(0, y[x] + ((91881 * red + 32768) >> 16)));
+        int second = smaller(255, larger(0, y[x] + ((-22554 * blue - 46802 * red + 32768) >> 16)));
+        out[x] = (uint32_t)(first | second << 8 | smaller(255, larger(0, y[x] + ((116130 * blue + 32768) >> 16))) << 16);
     }
 }
 
-static void write_pixels(const Frame *frame, Box box, Box units, uint8_t *scratch, uint8_t *out) {
+static void write_pixels(const Frame *frame, Box box, Box units, uint8_t *scratch, uint32_t *out) {
     const Component *y = &frame->parts[0];
     int wide = box.right - box.left, origin = units.left * 8, taken = (wide + 3) & ~1;
-    for (int row = box.top; row < box.bottom; row++, out += (size_t)wide * frame->count) {
+    for (int row = box.top; row < box.bottom; row++, out += wide) {
         const uint8_t *own = y->plane + (size_t)(row - units.top * 8 * y->v) * y->stride + (box.left - units.left * 8 * y->h), *colour[2];
         if (frame->count == 1) {
-            memcpy(out, own, wide);
+            for (int x = 0; x < wide; x++) out[x] = own[x] * 0x10101u;
             continue;
         }
         for (int k = 0; k < 2; k++) {
@@ -397,14 +418,14 @@ static void write_pixels(const Frame *frame, Box box, Box units, uint8_t *scratc
             colour[k] = line + box.left - origin;
             if (y->h == 1) continue;
             uint8_t *finer = scratch + k * taken;
-            make_finer(line, other, part, origin, box.left, box.right, finer, (uint16_t *)(scratch + 2 * taken));
+            make_finer(line, other, part, origin, box.left, box.right, (uint16_t *)finer, (uint16_t *)(scratch + 2 * taken));
             colour[k] = finer + (box.left & 1);
         }
         make_rgb(own, colour[0], colour[1], wide, out);
     }
 }
 
-static int decode(Frame *frame, const uint8_t *end, Box box, uint8_t *out) {
+static int decode(Frame *frame, const uint8_t *end, Box box, uint32_t *out) {
     Component *part = frame->parts;
     int wide = 8 * part[0].h, high = 8 * part[0].v, spare = part[0].h > 1 ? 2 : 0;
     int across = (frame->width + wide - 1) / wide, down = (frame->height + high - 1) / high;
@@ -430,21 +451,104 @@ static int decode(Frame *frame, const uint8_t *end, Box box, uint8_t *out) {
     return failed;
 }
 
-/* Width, height, channels, and whether a camera's data may ask for the picture to be turned. */
-int jpeg_look(const uint8_t *data, size_t size, int32_t found[4]) {
-    Frame *frame = calloc(1, sizeof *frame);
-    int failed = !frame || parse(frame, data, size);
-    if (!failed) found[0] = frame->width, found[1] = frame->height, found[2] = frame->count, found[3] = frame->oriented;
-    free(frame);
+/* How one dimension is resized: value n is made of those from first[n] on, each times its weight, whole numbers of which
+   `one` is 1. */
+typedef struct {
+    int count;
+    float one;
+    const int32_t *first;
+    const float *weights;
+} Taps;
+
+static inline void turn(Pixel4 p[4]) {
+    Pixel4 a = __builtin_shufflevector(p[0], p[1], 0, 4, 1, 5), b = __builtin_shufflevector(p[2], p[3], 0, 4, 1, 5);
+    Pixel4 c = __builtin_shufflevector(p[0], p[1], 2, 6, 3, 7), d = __builtin_shufflevector(p[2], p[3], 2, 6, 3, 7);
+    p[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5), p[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    p[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5), p[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
+
+/* Sums stay below 2**24, so that they are exact. */
+static inline Word16 rounded(Float16 sum, float one) {
+    return __builtin_convertvector((sum + one / 2) * (1 / one), Word16);
+}
+
+/* Makes rows of `wide` pixels as long as `taps` say, four rows at a time; `group` and `line` have room for them. */
+static inline __attribute__((always_inline)) void resize_rows(const uint32_t *from, int wide, int rows, const Taps *taps, int count, int wanted, int mirrored, Pixel4 *group, Float16 *line, uint32_t *to) {
+    int stride = (wanted + 15) & ~15;
+    for (int row = 0; row < rows; row += 4, to += 4 * stride) {
+        for (int x = 0; x < wide; x += 4) {
+            for (int n = 0; n < 4; n++) memcpy(&group[x + n], from + (size_t)smaller(row + n, rows - 1) * wide + x, sizeof *group);
+            turn(group + x);
+        }
+        for (int n = 0; n < 16 * wide; n++) ((float *)line)[n] = ((uint8_t *)group)[n];
+        for (int x = 0; x < wanted; x += 4) {
+            Pixel4 made[4];
+            for (int n = 0; n < 4; n++) {
+                int at = larger(0, mirrored ? wanted - 1 - x - n : smaller(x + n, wanted - 1));
+                Float16 sum = {};
+                for (int k = 0; k < count; k++) sum += taps->weights[at * count + k] * line[taps->first[at] + k];
+                made[n] = (Pixel4)__builtin_convertvector(rounded(sum, taps->one), Byte16);
+            }
+            turn(made);
+            for (int n = 0; n < 4; n++) memcpy(to + n * stride + x, &made[n], sizeof *made);
+        }
+    }
+}
+
+/* Makes of rows as many as are wanted, as planes. */
+static inline __attribute__((always_inline)) void resize_columns(const uint32_t *from, const Taps *taps, int count, int channels, int wide, int high, uint8_t *out) {
+    int stride = (wide + 15) & ~15;
+    for (int y = 0; y < high; y++) {
+        for (int x = 0; x < wide; x += 16) {
+            Float16 sums[3] = {};
+            for (int k = 0; k < count; k++) {
+                Word16 pixels;
+                memcpy(&pixels, from + (size_t)(taps->first[y] + k) * stride + x, sizeof pixels);
+                for (int n = 0; n < 3; n++) sums[n] += taps->weights[y * count + k] * __builtin_convertvector((Int16)(pixels >> 8 * n & 255), Float16);
+            }
+            for (int n = 0; n < channels; n++) {
+                Byte16 made = __builtin_convertvector(rounded(sums[n], taps->one), Byte16);
+                uint8_t *to = out + ((size_t)n * high + y) * wide + x;
+                if (wide - x >= 16) memcpy(to, &made, 16);
+                else memcpy(to, &made, wide - x);
+            }
+        }
+    }
+}
+
+/* Loops of a few rounds, whose number is known, take half the time. */
+#define BY_COUNT(taps, call) do { if ((taps)->count == 2) { enum { count = 2 }; call; } else if ((taps)->count == 3) { enum { count = 3 }; call; } else { int count = (taps)->count; call; } } while (0)
+
+static int resize(const uint32_t *pixels, int wide, int high, const Taps *across, const Taps *down, int channels, int new_wide, int new_high, int mirrored, uint8_t *out) {
+    size_t room = (size_t)wide + 3 + across->count, between_rows = ((high + 3) & ~3) + down->count;
+    Float16 *line = aligned_alloc(sizeof *line, room * sizeof *line);
+    Pixel4 *group = aligned_alloc(sizeof *group, room * sizeof *group);
+    uint32_t *between = calloc(between_rows * ((new_wide + 15) & ~15), sizeof *between);
+    int failed = !line || !group || !between;
+    if (!failed) {
+        memset(line, 0, room * sizeof *line);
+        BY_COUNT(across, resize_rows(pixels, wide, high, across, count, new_wide, mirrored, group, line, between));
+        BY_COUNT(down, resize_columns(between, down, count, channels, new_wide, new_high, out));
+    }
+    free(line), free(group), free(between);
     return failed;
 }
 
-/* Fills out[bottom - top][right - left][channels], of as many channels as the file has. */
-int jpeg_box(const uint8_t *data, size_t size, int left, int top, int right, int bottom, int channels, uint8_t *out) {
-    Frame *frame = calloc(1, sizeof *frame);
-    int failed = !frame || parse(frame, data, size) || frame->count != channels;
-    if (!failed) failed = left < 0 || top < 0 || left >= right || top >= bottom || right > frame->width || bottom > frame->height;
-    if (!failed) failed = decode(frame, data + size, (Box){left, top, right, bottom}, out);
-    free(frame);
+/* Width, height, channels, and whether a camera's data may ask for the picture to be turned. */
+int jpeg_look(const uint8_t *data, size_t size, int32_t found[4]) {
+    Frame *frame = parse(data, size);
+    if (frame) found[0] = frame->width, found[1] = frame->height, found[2] = frame->count, found[3] = frame->oriented;
+    return !frame;
+}
+
+/* Fills out[channels][high][wide] with a box, resized; grey is repeated, and colour isn't made grey. */
+int jpeg_box(const uint8_t *data, size_t size, int left, int top, int right, int bottom, const Taps *across, const Taps *down, int channels, int wide, int high, int mirrored, uint8_t *out) {
+    Frame *frame = parse(data, size);
+    if (!frame || channels < frame->count) return 1;
+    if (left < 0 || top < 0 || left >= right || top >= bottom || right > frame->width || bottom > frame->height) return 1;
+    uint32_t *pixels = malloc(((size_t)(right - left) * (bottom - top) + 4) * sizeof *pixels);
+    int failed = !pixels || decode(frame, data + size, (Box){left, top, right, bottom}, pixels);
+    if (!failed) failed = resize(pixels, right - left, bottom - top, across, down, channels, wide, high, mirrored, out);
+    free(pixels);
     return failed;
 }

@@ -4,6 +4,7 @@ The objects here travel to worker processes. A request is (epoch, indices); the 
 or the error, which the asking process raises: an exception that passes through torch's queues loses its fields.
 """
 
+import math
 import random
 import traceback
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from manyhands.core.blame import users_line, users_traceback
 from manyhands.core.errors import ManyhandsError, RunError, UserError
@@ -48,32 +49,41 @@ class FileSamples:
         """Images uint8 [n, C, S, S] and labels int64 [n], or the error."""
         epoch, samples = request
         try:
-            shape = len(samples), self._pixels.channels, self._pixels.size, self._pixels.size
-            images = torch.empty(shape, dtype=torch.uint8)
+            images = _batch_memory((len(samples), self._pixels.channels, self._pixels.size, self._pixels.size))
             shown, replaced = [*samples], list[str]()
             for place, sample in enumerate(samples):
                 try:
-                    images[place] = self._one(epoch, sample)
+                    self._one(epoch, sample, images[place])
                 except CorruptImageError:
                     if not self._replaces:
                         raise
-                    images[place], shown[place] = self._other(epoch, sample)
+                    shown[place] = self._other(epoch, sample, images[place])
                     replaced.append(self._source.paths[sample])
             return images, self._source.labels[shown], replaced
         except ManyhandsError as error:
             return error
 
-    def _one(self, epoch: int, sample: int) -> Tensor:
+    def _one(self, epoch: int, sample: int, out: Tensor) -> None:
         draws = epoch_draws(self._seed, epoch, sample) if self._train else None
-        return read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample))
+        read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
 
-    def _other(self, epoch: int, sample: int) -> tuple[Tensor, int]:
-        """What takes the place that a sample has in an epoch, and which sample that is: the same on every process."""
+    def _other(self, epoch: int, sample: int, out: Tensor) -> int:
+        """What takes the place that a sample has in an epoch: the same on every process."""
         for number in range(_TRIES):
             other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
             with suppress(CorruptImageError):
-                return self._one(epoch, other), other
-        return self._one(epoch, sample), sample  # raises
+                self._one(epoch, other, out)
+                return other
+        self._one(epoch, sample, out)  # raises
+        return sample
+
+
+def _batch_memory(shape: tuple[int, ...]) -> Tensor:
+    """Uint8 of any content; in a worker process where the asking one sees it too, so that it isn't copied there."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 class OwnSamples:

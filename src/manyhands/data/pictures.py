@@ -3,7 +3,8 @@
 What `transforms` does for batches of equal pictures is done here for single pictures of any size, with the same
 draws. Where a picture has the wanted size already the result is the same to the last bit.
 
-Of a usual JPEG only what a sample shows is decoded, where there is a compiler for that (`jpeg_box`). Others are decoded
+Of a usual JPEG only what a sample shows is decoded, and resized by the same call, where there is a compiler for that
+(`jpeg_box`). Others are decoded
 by torchvision where that makes Pillow's pixels in less time; all else, and what it refuses, by Pillow. Of a JPEG that
 is many times larger than what is wanted libjpeg makes a smaller picture at once.
 """
@@ -17,11 +18,10 @@ import numpy
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional
 
 from manyhands.data.crop import crop_box
-from manyhands.data.decode import PictureHeader, content_of, decode, probe
-from manyhands.data.jpeg_box import Box, box_decoder
+from manyhands.data.decode import MOST_PIXELS, PictureHeader, content_of, decode, probe
+from manyhands.data.jpeg_box import JpegHeader, box_decoder, resized
 from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, padded
 
@@ -34,26 +34,26 @@ _GAP = 2
 _MOST_TIMES = 16
 
 
-def read_picture(path: str, pixels: Pixels, draws: SampleDraws | None, content: bytes | None = None) -> Tensor:
+def read_picture(
+    path: str, pixels: Pixels, draws: SampleDraws | None, content: bytes | None = None, out: Tensor | None = None
+) -> Tensor:
     """A picture file, or its `content`, to uint8 [C, S, S]; without draws as for evaluation.
 
-    Raises CorruptImageError: it can't be read.
+    That is `out` where it is given. Raises CorruptImageError: it can't be read.
     """
     content = content_of(path) if content is None else content
+    out = torch.empty((pixels.channels, pixels.size, pixels.size), dtype=torch.uint8) if out is None else out
+    if draws is not None and pixels.augment == "resized-crop-flip" and _read_box(path, content, pixels, draws, out):
+        return out
     header = probe(path, content)
     scale = _scale(header, pixels, draws)
-    values, is_cut = None, False
-    if scale == 1 and draws is not None and pixels.augment == "resized-crop-flip":
-        values = _decoded_box(content, header, pixels.channels, crop_box(header.width, header.height, draws))
-        is_cut = values is not None
-    if values is None and scale == 1:
-        values = _decoded_jpeg(content, header, pixels.channels)
+    values = _decoded_jpeg(content, header, pixels.channels) if scale == 1 else None
     if values is None:
         values = to_tensor(decode(path, pixels.channels, content, scale))
-    return prepare(values, pixels, draws, is_cut=is_cut).expand(pixels.channels, -1, -1)
+    return out.copy_(prepare(values, pixels, draws))
 
 
-def _scale(header: PictureHeader, pixels: Pixels, draws: SampleDraws | None) -> int:
+def _scale(header: PictureHeader | JpegHeader, pixels: Pixels, draws: SampleDraws | None) -> int:
     """How many times smaller a picture may be decoded: 1, 2, 4 or 8."""
     shorter, wanted = min(header.width, header.height), pixels.resized_to
     if draws is not None and pixels.augment == "resized-crop-flip":
@@ -64,12 +64,22 @@ def _scale(header: PictureHeader, pixels: Pixels, draws: SampleDraws | None) -> 
     return next((scale for scale in (8, 4, 2) if shorter >= scale * _GAP * wanted), 1)
 
 
-def _decoded_box(content: bytes, header: PictureHeader, channels: int, box: Box) -> Tensor | None:
-    """What a sample shows of a usual JPEG, uint8 [C or 1, H, W]; None for all others."""
+def _read_box(path: str, content: bytes, pixels: Pixels, draws: SampleDraws, out: Tensor) -> bool:
+    """Fills `out` with what a sample shows of a usual JPEG; False for all others."""
     decoder = box_decoder()
-    if decoder is None or not header.plain_jpeg or (channels == 1 and not header.grey):
-        return None
-    return decoder(content, box, 1 if header.grey else 3)
+    header = None if decoder is None else decoder.header(content)
+    if decoder is None or header is None or header.channels > pixels.channels:
+        return False
+    if header.width * header.height > MOST_PIXELS or _scale(header, pixels, draws) > 1:
+        return False
+    if header.turned and not probe(path, content).plain_jpeg:
+        return False
+    box = crop_box(header.width, header.height, draws)
+    return decoder(content, box, out, mirrored=_mirrored(pixels, draws))
+
+
+def _mirrored(pixels: Pixels, draws: SampleDraws) -> bool:
+    return pixels.flips and bool(draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2))
 
 
 def _decoded_jpeg(content: bytes, header: PictureHeader, channels: int) -> Tensor | None:
@@ -114,34 +124,22 @@ def _is_exact(decoded: Callable[[bytes, int], Tensor], channels: int) -> bool:
         return torch.equal(decoded(stored.getvalue(), channels), to_tensor(image))
 
 
-def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None, *, is_cut: bool = False) -> Tensor:
-    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]; without draws as for evaluation.
-
-    `is_cut`: it is what "resized-crop-flip" shows of the picture already.
-    """
+def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
+    """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]; without draws as for evaluation."""
     if draws is None or pixels.augment == "none":
         return _middle(values, pixels)
     if pixels.augment == "resized-crop-flip":
-        if not is_cut:
-            left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
-            values = values[:, top:bottom, left:right]
-        values = _resized(values, pixels.size, pixels.size)
+        left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
+        values = resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
     else:
         values = _shifted(_middle(values, pixels), pixels, draws)
-    turned = draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2)
-    return values.flip(2) if pixels.flips and turned else values
+    return values.flip(2) if _mirrored(pixels, draws) else values
 
 
 def to_tensor(image: Image.Image) -> Tensor:
     """Copies a picture of mode "RGB" or "L" to uint8 [C, H, W], whose channels lie together."""
     values = numpy.array(image)
     return torch.from_numpy(values[None] if values.ndim == 2 else values.transpose(2, 0, 1))
-
-
-def _resized(values: Tensor, height: int, width: int) -> Tensor:
-    if values.shape[1:] == (height, width):
-        return values
-    return functional.interpolate(values[None], (height, width), mode="bilinear", antialias=True)[0]
 
 
 def _middle(values: Tensor, pixels: Pixels) -> Tensor:
@@ -152,7 +150,7 @@ def _middle(values: Tensor, pixels: Pixels) -> Tensor:
     values = values[:, top : top + most, left : left + most]
     high, wide = (round(side * pixels.resized_to / shorter) for side in values.shape[1:])
     left, top = (wide - size) // 2, (high - size) // 2
-    return _resized(values, high, wide)[:, top : top + size, left : left + size]
+    return resized(values, high, wide)[:, top : top + size, left : left + size]
 
 
 def _shifted(values: Tensor, pixels: Pixels, draws: SampleDraws) -> Tensor:
