@@ -1,6 +1,8 @@
 """A drill says of each fault whether the run came through, and finds a run that doesn't."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.run.drill import chosen_faults
-from manyhands.run.drill_attempt import to_words
-from manyhands.run.drill_faults import FAULTS
+from manyhands.run.drill import FAULTS, chosen_faults
+from manyhands.run.drill_attempt import to_words, without_processes
 from tests.docs.pages import ROOT
 from tests.e2e.command import marked, run
 
@@ -30,9 +31,26 @@ def test_a_drill_leaves_runs_of_the_users_alone(word):
         to_words(["digits", word])
 
 
-def test_every_fault_is_in_the_list_of_faults():
+def test_every_row_of_the_list_of_faults_is_tried_and_every_fault_is_in_its_row():
     listed = (ROOT / "docs/experiments/faults.md").read_text()
-    assert not [fault.name for fault in FAULTS if f"`{fault.name}`" not in listed]
+    rows = {int(number): line for number, line in re.findall(r"^\| (\d+) (\|.*)$", listed, re.MULTILINE)}
+    assert {fault.row for fault in FAULTS} == rows.keys() == set(range(1, 31))
+    assert not [fault.name for fault in FAULTS if f"`{fault.name}`" not in rows[fault.row]]
+
+
+def test_where_root_is_needed_it_is_said(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    lacking = {fault.row for fault in FAULTS if "root" in fault.lacks()}
+    assert {3, 4, 5, 8, 9, 10} <= lacking
+
+
+def test_words_for_machines_say_no_number_of_processes():
+    assert without_processes(["digits", "-n", "2", "mlp", "--processes=3", "--lr", "2"]) == [
+        "digits",
+        "mlp",
+        "--lr",
+        "2",
+    ]
 
 
 def test_a_run_that_fails_by_itself_is_no_drill(here):
@@ -44,12 +62,13 @@ def test_a_run_that_fails_by_itself_is_no_drill(here):
 
 @pytest.mark.slow
 def test_a_run_comes_through_and_nothing_is_left(here):
-    faults = "kill-rank,kill-agent,raise-always,nan,sigterm,kill-saving,disk-full,altered-checkpoint"
-    ended = run("drill", "--faults", f"{faults},pickle-checkpoint,corrupt-picture", "--json")
+    faults = "kill-rank,kill-agent,kill-head,raise-always,nan,sigterm,kill-saving,disk-full,altered-checkpoint"
+    faults += ",pickle-checkpoint,corrupt-picture,other-classes,rank-twice,no-host,clock,shell-in-names"
+    ended = run("drill", "--faults", faults, "--json")
     assert ended.code == 0, ended.err
     told = {one["name"]: one for one in json.loads(ended.out)["faults"]}
     assert {one["verdict"] for one in told.values()} == {"holds"}
-    assert len(told) == 10
+    assert len(told) == 16
     assert told["kill-rank"]["updates_lost"] <= 1
     assert told["kill-rank"]["back_s"] > 0
     assert not marked("DRILL_FOLDER")

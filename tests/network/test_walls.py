@@ -12,6 +12,7 @@ from tests.e2e.command import events, finish, run, running, typed, wait_until
 from tests.network.lab import SOURCE
 from tests.network.stranger import FORGED
 from tests.network.test_launch import ENDLESS, SHORT, begun, gone, here, hosts
+from tests.network.test_rejoin import trained_on
 
 pytestmark = pytest.mark.timeout(300)
 __all__ = ["here"]
@@ -131,12 +132,18 @@ def test_a_stranger_reaches_nothing_of_a_run_on_one_machine(lab, here):
 
 
 @pytest.mark.slow
-def test_a_stranger_comes_in_nowhere_while_launched_processes_train(lab, here):
-    where = ["--hosts", "n1,n2", "--set", f"cluster.ssh={lab.ssh}"]
-    with running("launch", *ENDLESS, *where, "--out", "run") as process:
+def test_a_stranger_comes_in_nowhere_while_a_machine_joins_and_launched_processes_train(lab, here):
+    """What listens changes while a machine joins, so it is looked for and tried again and again."""
+    ssh = ["--set", f"cluster.ssh={lab.ssh}"]
+    with running("launch", *ENDLESS, "--hosts", "n1", *ssh, "--out", "run") as process:
         wait_until(begun("run"), process)
+        with running("join", "run", "--host", "n2", *ssh) as joins:
+            while joins.poll() is None:
+                assert not attacked(lab, here, 1, 2)
+            assert joins.returncode == 0
+        trained_on(2, process)
         assert not attacked(lab, here, 1, 2)
-        told = run("doctor", *where, "--exposure", "--json")
+        told = run("doctor", "--hosts", "n1,n2", *ssh, "--exposure", "--json")
         assert told.code == 0, told.err
         for host, ports in json.loads(told.out)["open"].items():
             named = {f"{port['address']}:{port['port']}" for port in ports}

@@ -1,5 +1,7 @@
 """manyhands drill."""
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,8 +32,10 @@ def drill(
 
     chosen = chosen_faults(faults)
     if list_:
-        show([f"{fault.name:<20}  {fault.does}: {fault.expected}" for fault in chosen])
+        show([f"{fault.row:>2}  {fault.name:<20}  {fault.does}: {fault.expected}" for fault in chosen])
         return EXIT_OK
+    # As Ctrl-C does, it lets what was started and made be taken away.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     verdicts: list[Verdict] = []
     for verdict in tried(run_options, chosen, seed, say, keep):
         say(f"  {verdict.told}")

@@ -14,10 +14,15 @@ from manyhands.core.planted import PlantedFault
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.scratch import scratch
 from manyhands.run.drill_attempt import DrilledRun, to_words
-from manyhands.run.drill_faults import FAULTS, Fault, judged, memory_group, to_its_end
+from manyhands.run.drill_faults import FAULTS as PLANTED
+from manyhands.run.drill_faults import Fault, judged, memory_group, to_its_end
+from manyhands.run.drill_hosts import Hosts
+from manyhands.run.drill_jobs import JOB_FAULTS
+from manyhands.run.drill_machines import MACHINE_FAULTS
 
 # Fewer updates leave no room before and behind a fault.
 FEWEST_UPDATES = 200
+FAULTS = sorted((*PLANTED, *JOB_FAULTS, *MACHINE_FAULTS), key=lambda fault: fault.row)
 
 
 @dataclass(frozen=True)
@@ -55,20 +60,27 @@ class Verdict:
 
     def as_object(self) -> dict[str, Any]:
         """For programs."""
-        fault = {"name": self.fault.name, "does": self.fault.does, "expected": self.fault.expected}
+        fault = {
+            "row": self.fault.row,
+            "name": self.fault.name,
+            "does": self.fault.does,
+            "expected": self.fault.expected,
+        }
         found = {"verdict": self.word, "wrong": self.wrong, "lacks": self.lacks}
         return {**fault, **found, "back_s": self.back_s, "updates_lost": self.lost}
 
 
 def table_of(verdicts: Sequence[Verdict]) -> list[str]:
     """A line for each fault."""
-    lines = [("fault", "verdict", "back after", "lost", "expected")]
+    lines = [("#", "fault", "verdict", "back after", "lost", "expected")]
     for one in verdicts:
         back = "" if one.back_s is None else f"{one.back_s:.1f} s"
         lost = "" if one.lost is None else str(one.lost)
-        lines.append((one.fault.name, one.word, back, lost, one.lacks or one.wrong or one.fault.expected))
-    widths = [max(len(line[place]) for line in lines) for place in range(4)]
-    return ["  ".join([*map(str.ljust, line[:4], widths), line[4]]).rstrip() for line in lines]
+        lines.append(
+            (str(one.fault.row), one.fault.name, one.word, back, lost, one.lacks or one.wrong or one.fault.expected)
+        )
+    widths = [max(len(line[place]) for line in lines) for place in range(5)]
+    return ["  ".join([*map(str.ljust, line[:5], widths), line[5]]).rstrip() for line in lines]
 
 
 def chosen_faults(words: str) -> list[Fault]:
@@ -145,11 +157,13 @@ def _tried(fault: Fault, whole: DrilledRun, draw: random.Random) -> Verdict:
     """Some time in the middle of the run, on any process."""
     folder, processes = whole.folder.with_name(fault.name), whole.environment()["processes"]
     rank = draw.randrange(processes) if fault.rank is None else fault.rank
-    call = draw.randrange(whole.updates // 2, whole.updates * 2 // 3)
+    # What takes machines a minute begins early enough.
+    early = 6 if fault.machines else 2
+    call = draw.randrange(whole.updates // early, whole.updates * (2 if fault.machines else 4) // 6)
     assert whole.plant
     planted = replace(whole.plant, what=fault.plants, rank=rank, call=call, always=fault.always, folder=str(folder))
     attempt = DrilledRun(whole.words, folder, planted)
-    with _ended(attempt):
+    with _ended(attempt), Hosts(folder.with_suffix(".hosts")) if fault.machines else nullcontext() as attempt.hosts:
         try:
             (fault.act or to_its_end)(attempt)
             wrong = judged(fault, attempt, whole)

@@ -21,6 +21,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.planted import PlantedFault
 from manyhands.core.records import read_lines
 from manyhands.core.trained import TrainedNetwork
+from manyhands.run.drill_hosts import Hosts
 
 # Whatever is tried ends by itself long before, or hangs.
 PATIENCE_S = 180.0
@@ -30,6 +31,7 @@ GONE_S = 10.0
 ROUNDING = 1e-6
 EXACT = ("train.precision=fp64", "train.momentum=0", "train.nesterov=false", "train.channels_last=false")
 EVERY_UPDATES = 20
+PROCESSES = ("-n", "--processes")
 SHORT = ("run.report=false", f"checkpoint.every={EVERY_UPDATES}steps")
 
 
@@ -41,6 +43,8 @@ class DrilledRun:
         words: the user's, of `manyhands train`.
         folder: of this attempt: the run is in `run`.
         plant: what is to go wrong in it.
+        hosts: that it may run on; None: it runs here.
+        machines: of the hosts, on which it begins.
         code: of its end; None before it.
         ended_s: from the fault to the run's end.
     """
@@ -48,6 +52,8 @@ class DrilledRun:
     words: Sequence[str]
     folder: Path
     plant: PlantedFault | None = None
+    hosts: Hosts | None = None
+    machines: Sequence[str] = ()
     code: int | None = None
     ended_s: float = 0.0
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
@@ -66,10 +72,19 @@ class DrilledRun:
         """Starts to train."""
         model = [f"model.name={_network()}:network"] if self.plant else []
         chosen = [word for value in (*EXACT, *SHORT, *model, *settings) for word in ("--set", value)]
-        self.command("train", *self.words, *chosen, "--out", str(self.run.path))
+        words = ["train", *self.words]
+        if self.hosts:
+            place = ("--hosts", ",".join(self.machines), "--elastic", "1:3", "--cluster.ssh", self.hosts.ssh)
+            words = ["launch", *without_processes(self.words), *place]
+        self.command(*words, *chosen, "--out", str(self.run.path))
 
-    def command(self, *words: str) -> None:
-        """Starts any command of ours, with the fault in its environment; what it says is added."""
+    def command(self, *words: str, where: Path | None = None) -> "subprocess.Popen[bytes]":
+        """Starts any command of ours, with the fault in its environment; what it says is added.
+
+        Args:
+            words: of it.
+            where: the folder to start it in, if it is there.
+        """
         variables = self.plant.as_variable() if self.plant else {}
         environment = {**os.environ, **variables, "MANYHANDS_LANG": "en", "DRILL_FOLDER": str(self.folder)}
         self.folder.mkdir(exist_ok=True)
@@ -80,7 +95,9 @@ class DrilledRun:
                 stdout=said,
                 stderr=said,
                 env=environment,
+                cwd=where if where and where.exists() else None,
             )
+        return self.process
 
     def wait(self) -> None:
         """Waits for the end. RunError: it hangs."""
@@ -223,4 +240,13 @@ def to_words(words: Sequence[str]) -> list[str]:
         if word.partition("=")[0] in {"--out", "--resume", "--init", "--json", "--dry-run", "--show-config"}:
             raise UserError(f"a drill makes its own runs, so it takes no {word}", "drill", ("leave it out",))
     given = list(words) or ["digits", "mlp", "--epochs", "12"]
-    return given if any(word.startswith(("-n", "--processes")) for word in given) else [*given, "-n", "2"]
+    return given if any(word.startswith(PROCESSES) for word in given) else [*given, "-n", "2"]
+
+
+def without_processes(words: Sequence[str]) -> list[str]:
+    """Machines have one each."""
+    kept: list[str] = []
+    for before, word in zip(("", *words), words, strict=False):
+        if not word.startswith(PROCESSES) and before not in PROCESSES:
+            kept.append(word)
+    return kept

@@ -26,6 +26,7 @@ class Fault:
     """One row.
 
     Attributes:
+        row: its number in docs/experiments/faults.md.
         name: as it is asked for.
         does: what is done.
         expected: what is to come of it.
@@ -37,8 +38,10 @@ class Fault:
         lacks: why it can't be tried here; empty: it can.
         equal: whether the final weights are to be those of the undisturbed run.
         most_lost: updates that may be made twice.
+        machines: whether it is tried on three machines, which are namespaces of this one.
     """
 
+    row: int
     name: str
     does: str
     expected: str
@@ -50,6 +53,7 @@ class Fault:
     lacks: Callable[[], str] = str
     equal: bool = True
     most_lost: int = 1
+    machines: bool = False
 
 
 def to_its_end(attempt: DrilledRun) -> None:
@@ -58,25 +62,25 @@ def to_its_end(attempt: DrilledRun) -> None:
     attempt.wait()
 
 
-def _ended(attempt: DrilledRun, code: int = EXIT_OK) -> str:
+def ended_with(attempt: DrilledRun, code: int = EXIT_OK) -> str:
     return "" if attempt.code == code else f"it ended with {attempt.code}, not {code}"
 
 
 def _goes_on(attempt: DrilledRun) -> str:
     """By one new start, with at most one update lost."""
-    if wrong := _ended(attempt):
+    if wrong := ended_with(attempt):
         return wrong
     restarts = len(attempt.events("restarted"))
     return "" if restarts == 1 else f"it started again {restarts} times, not once"
 
 
-def _undisturbed(attempt: DrilledRun) -> str:
-    return _ended(attempt) or ("it was started again" if attempt.events("restarted") else "")
+def undisturbed(attempt: DrilledRun) -> str:
+    return ended_with(attempt) or ("it was started again" if attempt.events("restarted") else "")
 
 
 def _goes_on_with_warning(attempt: DrilledRun) -> str:
     warned = any("no checkpoint" in line.get("message", "") for line in attempt.events("warning"))
-    return _undisturbed(attempt) or ("" if warned else "nobody was warned that nothing could be saved")
+    return undisturbed(attempt) or ("" if warned else "nobody was warned that nothing could be saved")
 
 
 def _says_memory(attempt: DrilledRun) -> str:
@@ -85,7 +89,7 @@ def _says_memory(attempt: DrilledRun) -> str:
 
 
 def _stops_after_second(attempt: DrilledRun) -> str:
-    if wrong := _ended(attempt, EXIT_FAILED):
+    if wrong := ended_with(attempt, EXIT_FAILED):
         return wrong
     if len(attempt.events("restarted")) != 1:
         return f"it started again {len(attempt.events('restarted'))} times, not once"
@@ -97,7 +101,7 @@ def _left_out_by_all(attempt: DrilledRun) -> str:
     """One update, with its rank named; never weights that are no numbers."""
     assert attempt.plant
     left_out = attempt.events("left-out")
-    if wrong := _undisturbed(attempt):
+    if wrong := undisturbed(attempt):
         return wrong
     if len(left_out) != 1 or f"rank {attempt.plant.rank}" not in left_out[0]["message"]:
         return f"{len(left_out)} updates were left out, not one with its rank named"
@@ -130,14 +134,14 @@ def _stop_and_resume(attempt: DrilledRun, spoil: Callable[[Path], object] | None
 
 def _stopped_in_time(attempt: DrilledRun) -> str:
     late = attempt.ended_s > STOP_S + BUSY_S
-    return _ended(attempt) or (f"it took {attempt.ended_s:.1f} s to save and stop" if late else "")
+    return ended_with(attempt) or (f"it took {attempt.ended_s:.1f} s to save and stop" if late else "")
 
 
 def _took_the_one_before(attempt: DrilledRun) -> str:
     stopped, resumed = attempt.events("stopped"), attempt.events("resumed")
     if not resumed or resumed[-1]["step"] >= stopped[0]["step"]:
-        return _ended(attempt) or "the altered checkpoint was taken"
-    return _ended(attempt)
+        return ended_with(attempt) or "the altered checkpoint was taken"
+    return ended_with(attempt)
 
 
 def _flip(checkpoint: Path) -> None:
@@ -175,7 +179,7 @@ def _start_from_pickle(attempt: DrilledRun) -> None:
 def _ran_nothing(attempt: DrilledRun) -> str:
     if (attempt.folder / "ran").exists():
         return "the code in it was run"
-    return _ended(attempt, EXIT_USAGE)
+    return ended_with(attempt, EXIT_USAGE)
 
 
 def _train_on_pictures(attempt: DrilledRun) -> None:
@@ -184,7 +188,7 @@ def _train_on_pictures(attempt: DrilledRun) -> None:
     for kind, grey in (("cat", 40), ("dog", 200)):
         (pictures / kind).mkdir(parents=True)
         for number in range(8):
-            (pictures / kind / f"{number}.png").write_bytes(_png(grey, random.Random(number)))
+            (pictures / kind / f"{number}.png").write_bytes(png(grey, random.Random(number)))
     torn = pictures / "dog" / "5.png"
     torn.write_bytes(torn.read_bytes()[:300])
     attempt.words = [str(pictures), "mlp", "--epochs", "1", "--batch", "4", "-n", "2"]
@@ -192,7 +196,7 @@ def _train_on_pictures(attempt: DrilledRun) -> None:
     attempt.wait()
 
 
-def _png(grey: int, draw: random.Random, side: int = 24) -> bytes:
+def png(grey: int, draw: random.Random, side: int = 24) -> bytes:
     """A picture of noise about a grey."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -256,9 +260,10 @@ def _no_memory_group() -> str:
 
 GOES_ON = "goes on by itself, at most one update made twice"
 FAULTS: Sequence[Fault] = (
-    Fault("kill-rank", "a process is killed", GOES_ON, _goes_on, plants="kill"),
-    Fault("kill-rank-0", "the process that writes the records is killed", GOES_ON, _goes_on, plants="kill", rank=0),
+    Fault(1, "kill-rank", "a process is killed", GOES_ON, _goes_on, plants="kill"),
+    Fault(6, "kill-rank-0", "the process that writes the records is killed", GOES_ON, _goes_on, plants="kill", rank=0),
     Fault(
+        2,
         "kill-agent",
         "the agent that watches the processes is killed",
         "goes on from the last checkpoint",
@@ -266,9 +271,10 @@ FAULTS: Sequence[Fault] = (
         plants="kill-agent",
         most_lost=EVERY_UPDATES,
     ),
-    Fault("stop-rank", "a process is stopped (SIGSTOP)", "is ended, and the run goes on", _goes_on, plants="stop"),
-    Fault("raise-once", "a process raises an error, once", GOES_ON, _goes_on, plants="raise"),
+    Fault(11, "stop-rank", "a process is stopped (SIGSTOP)", "is ended, and the run goes on", _goes_on, plants="stop"),
+    Fault(12, "raise-once", "a process raises an error, once", GOES_ON, _goes_on, plants="raise"),
     Fault(
+        13,
         "raise-always",
         "a process raises an error at every start",
         "ends after the second, with one traceback",
@@ -278,6 +284,7 @@ FAULTS: Sequence[Fault] = (
         equal=False,
     ),
     Fault(
+        20,
         "nan",
         "a process computes what is no number, once",
         "that update is left out by all, and the rank named; no such weights are saved",
@@ -286,6 +293,7 @@ FAULTS: Sequence[Fault] = (
         equal=False,
     ),
     Fault(
+        14,
         "memory",
         "the system kills a process for its memory",
         "reported as such, and goes on",
@@ -295,6 +303,7 @@ FAULTS: Sequence[Fault] = (
         lacks=_no_memory_group,
     ),
     Fault(
+        15,
         "sigterm",
         "SIGTERM, and resume",
         f"saved within {STOP_S:.0f} s, exit code {EXIT_SAVED}, goes on from there",
@@ -303,6 +312,7 @@ FAULTS: Sequence[Fault] = (
         act=_stop_and_resume,
     ),
     Fault(
+        16,
         "kill-saving",
         "the process that saves is killed while it does",
         "the newest whole checkpoint is taken",
@@ -312,6 +322,7 @@ FAULTS: Sequence[Fault] = (
         most_lost=EVERY_UPDATES,
     ),
     Fault(
+        17,
         "disk-full",
         "files can't grow for a second",
         "training goes on, loudly warned, what was saved is kept",
@@ -320,6 +331,7 @@ FAULTS: Sequence[Fault] = (
         rank=0,
     ),
     Fault(
+        18,
         "altered-checkpoint",
         "one bit of the newest checkpoint is turned",
         "refused, the one before is taken",
@@ -329,6 +341,7 @@ FAULTS: Sequence[Fault] = (
         most_lost=2 * EVERY_UPDATES,
     ),
     Fault(
+        18,
         "cut-checkpoint",
         "the newest checkpoint is cut off",
         "refused, the one before is taken",
@@ -338,6 +351,7 @@ FAULTS: Sequence[Fault] = (
         most_lost=2 * EVERY_UPDATES,
     ),
     Fault(
+        19,
         "pickle-checkpoint",
         "a checkpoint that would run a command",
         "refused, nothing is run",
@@ -346,6 +360,7 @@ FAULTS: Sequence[Fault] = (
         equal=False,
     ),
     Fault(
+        21,
         "corrupt-picture",
         "a picture that is cut off",
         "the file is named, and the run stops",
@@ -354,13 +369,15 @@ FAULTS: Sequence[Fault] = (
         equal=False,
     ),
     Fault(
+        29,
         "junk-to-ports",
         "every port of the run is spoken to with noise",
         "the run is unaffected",
-        _undisturbed,
+        undisturbed,
         plants="wait",
         act=_talk_junk,
     ),
+    Fault(28, "clock", "a process's clock jumps by a minute to and fro", "no effect", undisturbed, plants="clock"),
 )
 
 

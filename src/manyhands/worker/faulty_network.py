@@ -56,11 +56,24 @@ class _Calls:
             self.later = False
         if not self.fault.what:
             self.fault.calls.write_text(str(self.count))
+        elif self.fault.what == "crawl":
+            self.crawl()
         elif self.due and self.fault.what in _DEEDS:
             self.note()
             _DEEDS[self.fault.what](self.fault)
         elif self.fault.what == "disk" and self.count == self.fault.call + FULL_PASSES:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def crawl(self) -> None:
+        """From that pass on, in later starts too, one pass a second, until the drill has done what it does."""
+        if (
+            self.rank == self.fault.rank
+            and (self.again or self.count >= self.fault.call)
+            and not self.fault.go.exists()
+        ):
+            if not self.fault.done.exists():
+                self.note()
+            time.sleep(1)
 
     def after(self, module: nn.Module, _images: Any, output: torch.Tensor) -> torch.Tensor:
         if module.training and self.fault.what == "nan" and self.due:
@@ -69,11 +82,14 @@ class _Calls:
         return output
 
     @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+    @property
     def due(self) -> bool:
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        if (rank, self.count) == (self.fault.rank, self.fault.call):
+        if (self.rank, self.count) == (self.fault.rank, self.fault.call):
             return self.fault.always or not self.fault.done.exists()
-        return rank == self.fault.rank and self.fault.always and self.again and self.count == SOON
+        return self.rank == self.fault.rank and self.fault.always and self.again and self.count == SOON
 
     def note(self) -> None:
         """Begun by whoever it happens to, so that it has been done when it happens."""
@@ -107,6 +123,12 @@ def _fill(_fault: PlantedFault) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def _jump(_fault: PlantedFault) -> None:
+    """Every other second is a minute later, for this process."""
+    real = time.time
+    time.time = lambda: real() + 60 * (int(real()) % 2)
+
+
 def _die_saving(fault: PlantedFault) -> None:
     """Is killed at the next moment at which a checkpoint's files are to be on the disk."""
     fault.done.unlink()
@@ -129,5 +151,6 @@ _DEEDS = {
     "wait": _wait,
     "memory": _eat,
     "disk": _fill,
+    "clock": _jump,
     "save": _die_saving,
 }
