@@ -58,6 +58,17 @@ def test_what_comes_from_another_machine_goes_to_the_port_that_it_names(ends):
         assert exchange(tunnel, listener.getsockname()[1].to_bytes(2) + sent) == sent[::-1]
 
 
+def test_what_listens_on_every_address_of_a_machine_is_not_reached_from_another(ends):
+    with socket.create_server(("", 0)) as listener, socket.socket(socket.AF_UNIX) as tunnel:
+        echo_backwards(listener)
+        tunnel.settimeout(60)
+        tunnel.connect(ends.entrance)
+        tunnel.sendall(listener.getsockname()[1].to_bytes(2))
+        assert tunnel.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 60) as here:
+            assert exchange(here, b"let me in") == b"ni em tel"
+
+
 def test_more_connections_than_files_may_be_open_close_the_door_only_for_a_while(ends):
     (board,) = (one for one in psutil.Process().children() if ends.folder in one.cmdline())
     usual = resource.prlimit(board.pid, resource.RLIMIT_NOFILE)

@@ -91,3 +91,12 @@ def test_what_is_sent_meanwhile_is_not_lost():
         process.stdin.write("an order\n")
         process.stdin.close()
         assert process.wait(30) == 0
+
+
+def test_an_agent_that_can_not_hear_its_head_any_more_ends_too():
+    closed = BUSY.replace("import time\n", "import os, time\n").replace(
+        "    if {busy}", "    os.close(0)\n    if {busy}"
+    )
+    with child(closed.format(busy=True)) as process:
+        assert process.wait(30) == 1
+        assert process.stdout.read() == "cleaned up\n"

@@ -74,7 +74,9 @@ def test_a_text_is_found_by_its_fixed_words_whatever_its_values(numbered, monkey
         key = data.draw(st.sampled_from(texts.keys))
         values = {name: data.draw(VALUES) for name in key.names}
         said = key.target.format(**values)
-        assert catalogue.translated(without_brackets(said)) == said
+        text = without_brackets(said)
+        # With these very values it may be a text of its own: "at step 0" beside "at step {step}".
+        assert catalogue.translated(text) == texts.whole.get(text, said)
 
     law()
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-# A pipe's end hangs up; of sshd's socket only one direction is closed.
-_GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+# A pipe's end hangs up; of sshd's socket only one direction is closed. What is closed here hears of nobody any more.
+_GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ BUFFER = 1 << 18
 BACKLOG = 1024
 # After a connection that could not be taken.
 AGAIN_S = 0.1
+# The system's number for it.
+_LISTENS = "0A"
 
 
 class Switchboard:
@@ -42,6 +44,8 @@ class Switchboard:
     def _come_in(self, tunnel: socket.socket) -> None:
         """From another machine: the port, then the bytes."""
         port = int.from_bytes(_exactly(tunnel, 2))
+        if not listens_at(self._ends.address, port):
+            raise ConnectionRefusedError("no process of the run listens there")
         _splice(tunnel, socket.create_connection((self._ends.address, port)))
 
     def _go_out(self, connection: socket.socket, address: str, port: int) -> None:
@@ -68,6 +72,16 @@ class Switchboard:
                 listener = socket.create_server((address, int(port)), backlog=BACKLOG)
                 self._listeners[address, int(port)] = listener
                 _serve(listener, lambda connection: self._go_out(connection, address, int(port)))
+
+
+def listens_at(address: str, port: int) -> bool:
+    """Whether something listens at this very address; what listens on all of the machine's isn't the run's."""
+    table = Path("/proc/net/tcp")
+    if not table.exists():  # no Linux
+        return True
+    wanted = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
+    rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    return any(row[1] == wanted and row[3] == _LISTENS for row in rows)
 
 
 def _unix_listener(path: str) -> socket.socket:
