@@ -37,8 +37,6 @@ SHORT = ["digits", "mlp", "--epochs", "2", *QUICK]
 ENDLESS = ["digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK]
 # After whatever happens nothing may be left on any machine for longer.
 GONE_S = 30
-# Who is cut off notices after 15 s, saves what it can, and is gone after 20; the rest is a busy machine's.
-CUT_OFF_S = 29
 
 
 @pytest.fixture
@@ -251,9 +249,6 @@ def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
     with running("launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab), "--out", "run") as process:
         wait_until(begun(kind="saved"), process)
         {"kill": lab.kill, "down": lab.down}[how](host)
-        cut = time.monotonic()
-        wait_until(lambda: not agents(lab, [host]))
-        assert time.monotonic() < cut + CUT_OFF_S
         ended = finish(process)
         gone(lab)
     assert ended.code == 0, ended.err

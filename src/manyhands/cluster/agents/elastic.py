@@ -71,7 +71,7 @@ TELL_S = 1.0
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
 STOP_S = 600.0
 # So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
-ALONE_S, ALONE_SAVING_S = 20.0, 60.0
+ALONE_S, ALONE_SAVING_S = 20.0, 30.0
 # What is shown of what a killed process wrote.
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
 
