@@ -241,8 +241,8 @@ def told(values):
     if all(value is None for value in values):
         return "never"
     known = sorted(float("inf") if value is None else value for value in values)
-    middle, least, most = statistics.median_low(known), known[0], known[-1]
-    return f"{middle:g} ({least:g} to {most:g})".replace("inf", "never")
+    middle, least, most = statistics.median(known), known[0], known[-1]
+    return f"{middle:.3g} ({least:g} to {most:g})".replace("inf", "never")
 
 
 def table(lines):
