@@ -197,13 +197,15 @@ def leftovers(lab):
     }
 
 
-def launches(lab, folder, *, count, words, seed, within_s=12.0):
-    """Started and ended at random moments, whether or not anything trains by then."""
+def launches(lab, folder, *, count, words, seed, within_s=12.0, training=0.0):
+    """Started and ended at random moments: such a share of them once it trains, the others whatever they do by then."""
     draw, before, slowest_s = random.Random(seed), leftovers(lab), 0.0
     for number in range(count):
         said = folder / f"{number}.said"
         launched = ["launch", *words, *hosts(lab), "--out", folder / str(number)]
         with said.open("w") as into, running(*launched, by=start, to=into) as process:
+            if draw.random() < training:
+                wait_until(begun(folder / str(number)), process, patience=240)
             time.sleep(draw.uniform(0.1, within_s))
             process.send_signal(stop := draw.choice(STOPS))
             code = process.wait(120)
@@ -259,6 +261,7 @@ def main():
     parser.add_argument("what", choices=("kills", "faults", "launches"))
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--within", type=float, default=12.0, help="of launches: seconds until the latest end")
+    parser.add_argument("--training", type=float, default=0.5, help="of launches: the share that is let train first")
     parser.add_argument("--every", type=float, default=60.0, help="of faults: seconds between two")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--data", default="mnist")
@@ -277,7 +280,8 @@ def main():
             found = faults(lab, folder, minutes=given.minutes, every_s=given.every, words=words, seed=given.seed)
         else:
             words = job(given.data, 100_000)
-            found = launches(lab, folder, count=given.count, words=words, seed=given.seed, within_s=given.within)
+            drawn = {"seed": given.seed, "within_s": given.within, "training": given.training}
+            found = launches(lab, folder, count=given.count, words=words, **drawn)
     said = json.dumps({"what": given.what, "seed": given.seed, **found})
     print(said)
     if given.json:

@@ -2,6 +2,7 @@
 
 import socket
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from manyhands.cluster.descriptions.own import find_machine, is_own_name, outer_
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
+from manyhands.parallel.ports import own_addresses
 
 HERE = socket.gethostname()
 
@@ -182,8 +184,8 @@ def test_a_name_that_means_loopback_here_becomes_an_address_or_is_refused():
 
 
 def test_this_machine_finds_itself():
-    assert is_own_name(HERE)
-    assert is_own_name("127.0.0.1")
+    assert is_own_name(HERE, own_addresses())
+    assert is_own_name("127.0.0.1", own_addresses())
     others = (Machine("192.0.2.77", 2), Machine(f"user@{HERE}", 4))
     assert find_machine(Cluster(others)) == 1
     assert find_machine(Cluster(others, machine=0)) == 0
@@ -191,6 +193,15 @@ def test_this_machine_finds_itself():
         find_machine(Cluster(others[:1]))
     with pytest.raises(UserError, match="2 times"):
         find_machine(Cluster((Machine(HERE), Machine("127.0.0.1"))))
+
+
+def test_a_machine_asks_for_its_addresses_as_seldom_in_a_large_cluster_as_in_a_small_one(monkeypatch):
+    asked, ask = [], psutil.net_if_addrs
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: asked.append(len(asked)) or ask())
+    for size in (1, 500):
+        others = (Machine(f"198.18.{number // 250}.{number % 250}") for number in range(size))
+        assert find_machine(Cluster((*others, Machine(HERE)))) == size
+    assert len(asked) == 2
 
 
 def test_a_described_machine_meets_the_others():

@@ -21,5 +21,8 @@ def test_what_a_run_holds_is_as_much_after_faults_as_before():
 
 def test_ten_launches_that_end_at_random_moments_leave_nothing():
     with place() as (lab, folder):
-        found = launches(lab, folder, count=10, words=job("digits", 1_000_000), seed=7)
+        # Drawn so that one is killed while it trains, and one stopped.
+        drawn = {"seed": 11, "within_s": 8.0, "training": 0.2}
+        found = launches(lab, folder, count=10, words=job("digits", 1_000_000), **drawn)
     assert found["holds"], found
+    assert found["trained"] >= 2, found

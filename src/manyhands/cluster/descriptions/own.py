@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from collections.abc import Collection
 
 from manyhands.cluster.descriptions.inventory import Cluster, Machine, is_address
 from manyhands.core.errors import UserError
@@ -12,9 +13,9 @@ def find_machine(cluster: Cluster) -> int:
     """This machine's place in the cluster: as described, or by its names and addresses. Raises UserError: not one."""
     if cluster.machine is not None:
         return cluster.machine
-    names = [machine.address for machine in cluster.machines]
-    here = [place for place, name in enumerate(names) if is_own_name(name)]
-    here = here or [place for place, name in enumerate(names) if _resolves_to_own(name)]
+    names, mine = [machine.address for machine in cluster.machines], set(own_addresses())
+    here = [place for place, name in enumerate(names) if is_own_name(name, mine)]
+    here = here or [place for place, name in enumerate(names) if _resolves_to(mine, name)]
     if len(here) == 1:
         return here[0]
     own = f"it is {socket.gethostname()}, with {', '.join(outer_addresses()) or 'loopback alone'}"
@@ -34,10 +35,10 @@ def is_here(machine: Machine) -> bool:
     return any(address in own or ipaddress.ip_address(address).is_loopback for address in _resolve(machine.address))
 
 
-def is_own_name(name: str) -> bool:
+def is_own_name(name: str, addresses: Collection[str]) -> bool:
     """True for this machine's addresses and names, as far as they are known without asking a name server."""
     if is_address(name):
-        return name in own_addresses()
+        return name in addresses
     mine = socket.gethostname().lower()
     if "." in name and "." in mine:
         return name.lower() == mine
@@ -78,8 +79,7 @@ def seen_by_others(address: str) -> str:
     return reachable(address)
 
 
-def _resolves_to_own(name: str) -> bool:
-    own = set(own_addresses())
+def _resolves_to(own: Collection[str], name: str) -> bool:
     return any(address in own and not ipaddress.ip_address(address).is_loopback for address in _resolve(name))
 
 
