@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from manyhands.config.load import load_job
 from tests.e2e.command import QUICK, assert_one_screen, events, final_weights, finish, run, running, wait_until
 from tests.network.test_launch import EXACT, agents, begun, gone, hosts, is_agent
 
@@ -128,8 +129,10 @@ def test_a_machine_joins_a_run_that_goes_on(typed, lab, here):
     name = "n3" if typed == "at the head" else lab.address(3)
     assert said == f"{name} takes part in run\n"
     trained_on(3, head)
-    assert machines()[2] == ("n3" if typed == "at the head" else f"root@{lab.address(3)}")
+    third = "n3" if typed == "at the head" else f"root@{lab.address(3)}"
+    assert machines()[2] == third
     ended_as_undisturbed(head)
+    assert load_job({}, file=Path("run/job.toml")).job.cluster.hosts == ("n1", "n2", third)  # as `resume` reads it
     gone(lab)
     assert not (here / "run" / "head.sock").exists()
 

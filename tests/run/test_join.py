@@ -8,6 +8,9 @@ import threading
 
 import pytest
 
+from manyhands.cluster.descriptions.formats import hostfile
+from manyhands.cluster.descriptions.machines import machines_of, with_machines
+from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
 from manyhands.run.join import SOCKET, front_door, join_here
 
@@ -105,3 +108,17 @@ def test_a_run_without_a_head_says_so(folder):
     (folder / SOCKET).touch()
     with pytest.raises(UserError, match="has no head that answers"):
         join_here(str(folder), "n4")
+
+
+@pytest.mark.parametrize("joined", ["n3", "me@n3", "n3:2", "me@[fd00::3]", "[fd00::3]:2", "ssh://me@[fd00::3]:2222"])
+@pytest.mark.parametrize("named", ["hosts", "hostfile", "file"])
+def test_a_machine_that_has_joined_is_among_those_that_the_job_names(joined, named, tmp_path):
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 port=2222\n")
+    before = ClusterOptions(
+        hosts=("n1:2", "ssh://n2:2222") if named == "hosts" else (),
+        hostfile=str(tmp_path / "hosts") if named == "hostfile" else "",
+    )
+    machines = hostfile.read_list(joined, "--host").machines
+    assert with_machines(before, ()) == before
+    found = machines_of(with_machines(before, machines))
+    assert found == ((*machines_of(before), *machines) if named != "file" else ())

@@ -17,6 +17,7 @@ from manyhands.cluster.agents.protocol import Bind, KeepRecords, OpenRun, RunOpe
 from manyhands.cluster.agents.store_way import ASK_S, StorePlaces, StoreWay
 from manyhands.cluster.agents.supervise import Ending, first_cause
 from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
+from manyhands.cluster.descriptions.machines import with_machines
 from manyhands.config.job import Job
 from manyhands.core.claim import new_holder, run_id
 from manyhands.core.errors import ManyhandsError, RunError, UserError
@@ -91,6 +92,7 @@ class OnMachines(Company):
         self.opened: list[RunOpened] = []
         self._parts: dict[str, PartTaken] = {}
         self._trial: list[Newcomer] = []
+        self._joined: list[Machine] = []  # by the user's wish, since the job began
         self.copy: RecordsCopy | None = None
         self._estranged: set[str] = set()  # whose records of the run may be others than ours
         self._measured = 0  # bytes of metrics that were there before this start
@@ -253,6 +255,7 @@ class OnMachines(Company):
 
     def _refuse(self, one: Newcomer, error: ManyhandsError) -> None:
         self._trial = [other for other in self._trial if other is not one]
+        self._joined = [machine for machine in self._joined if machine is not one.machine]
         self._leave_out(one.name)
         self.newcomers.refuse(one, error)
 
@@ -266,6 +269,8 @@ class OnMachines(Company):
         self._trial = []
         while (places := self._gathered(way, again=number > 0)) is None:
             pass
+        self._joined += [one.machine for one in self._trial if one.asked_for]
+        job = job.model_copy(update={"cluster": with_machines(job.cluster, self._joined)})
         if self._saved != self._before:  # what the head has not heard of, too
             job = gone_on_with(job)
         self._note_start(number)

@@ -1,12 +1,28 @@
 """The machines that a job is to be launched on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.cluster.descriptions.formats import hostfile
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.descriptions.inventory import Machine, in_brackets
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
+
+
+def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOptions:
+    """The same cluster with further machines behind those that hosts or a hostfile name; unchanged without either."""
+    named = machines_of(options)
+    if not (named and more):
+        return options
+    return options.model_copy(update={"hosts": tuple(map(_written, (*named, *more))), "hostfile": ""})
+
+
+def _written(machine: Machine) -> str:
+    """As a list of hosts has it."""
+    user = machine.host[: -len(machine.address)]
+    target = machine.target if machine.port else user + in_brackets(machine.address)
+    return f"{target} slots={machine.slots}" if machine.slots else target
 
 
 def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
