@@ -6,8 +6,6 @@ be started.
 """
 
 import atexit
-import base64
-import binascii
 import contextlib
 import gc
 import hashlib
@@ -21,14 +19,15 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import platformdirs
 from filelock import Timeout
 
+from manyhands.cluster.agents.code_there import checked_files, write_code
 from manyhands.cluster.agents.connection import SILENT_S
 from manyhands.cluster.agents.head_watch import ended_with_head
 from manyhands.cluster.agents.mirror import Receiver, Sender
@@ -62,7 +61,7 @@ from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Lines, Message, Misunderstood, RequestFailed, encode
 from manyhands.core.claim import agent_has_left, claim, run_id, set_run_id
 from manyhands.core.cores import cores
-from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.errors import ManyhandsError
 from manyhands.core.folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.private import private_files
 from manyhands.core.scratch import scratch
@@ -77,8 +76,6 @@ MIRROR_S = 0.4
 LOG_BYTES = 1 << 20
 # A machine of the same run that shares this one's disk has said by then that the folder is the run's.
 CLAIM_S = 2.0
-# Code beyond this is data, which isn't ours to carry.
-CODE_BYTES = 32 * 1024 * 1024
 
 
 class Wire:
@@ -216,7 +213,7 @@ class Agent:
 
     def _take_code(self, request: TakeCode) -> FolderThere:
         """Puts the head's code into a folder named after its content, of this user alone, and works there."""
-        files = _checked_files(request.files)
+        files = checked_files(request.files)
         digest = hashlib.sha256(json.dumps(request.files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         with private_files():
@@ -362,37 +359,6 @@ def set_threads(threads: int, size: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     elif size and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cores() / size)))
-
-
-def write_code(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes what isn't there as it should be; a job that ran there before may have changed it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for place in (folder, folder.parent):
-        place.chmod(0o700)
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file() or path.read_bytes() != content:
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            temporary.write_bytes(content)
-            temporary.replace(path)
-    os.utime(folder)
-
-
-def _checked_files(files: Mapping[str, str]) -> dict[str, bytes]:
-    """The files of a head's code by their path, which must stay inside the folder."""
-    found: dict[str, bytes] = {}
-    for name, text in files.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-            raise UserError(f"the path {name!r} leads out of the folder")
-        try:
-            found[name] = base64.b64decode(text, validate=True)
-        except binascii.Error:
-            raise UserError(f"{name} did not arrive whole") from None
-    if sum(map(len, found.values())) > CODE_BYTES:
-        raise UserError(f"more than {CODE_BYTES >> 20} MiB of code")
-    return found
 
 
 def serve() -> None:
