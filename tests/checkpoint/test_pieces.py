@@ -25,9 +25,11 @@ from manyhands.core.errors import RunError, UserError
 from manyhands.core.layouts import TensorLayout
 from manyhands.core.mesh import Mesh
 from tests.checkpoint.cuts import (
+    MESHES,
     assert_same,
     bits,
     cuts,
+    layouts,
     local,
     networks,
     piece_of,
@@ -107,6 +109,21 @@ def test_what_ranks_write_is_everything_once(journey):
         for name, region in first_held(tensors, cut.mesh, rank).items():
             counts[name][tuple(slice(start, stop) for start, stop in region)] += 1
     assert all(bool((count == 1).all()) for count in counts.values())
+
+
+@settings(max_examples=200)
+@given(data=st.data(), mesh=st.sampled_from(MESHES), shape=st.lists(st.integers(0, 7), max_size=3))
+def test_a_machine_is_sent_everything_once_and_nothing_that_it_holds(data, mesh, shape):
+    """Whoever writes, on whatever machine: its pieces come from ranks that hold them, its own machine's if one does."""
+    lies = data.draw(layouts(shape, mesh))
+    first, last = sorted((data.draw(st.integers(0, mesh.size)), data.draw(st.integers(0, mesh.size))))
+    near, counts = range(first, last), torch.zeros(lies.view)
+    held = {lies.region(mesh, rank) for rank in near}
+    for rank, region in lies.nearest(mesh, near).items():
+        assert region == lies.region(mesh, rank)
+        assert rank in near or region not in held or not math.prod(size_of(region))
+        counts[tuple(slice(start, stop) for start, stop in region)] += 1
+    assert bool((counts == 1).all())
 
 
 @settings(max_examples=100)

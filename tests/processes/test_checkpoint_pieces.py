@@ -3,6 +3,7 @@
 import functools
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,43 @@ def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
         assert "save whole" in text
     assert_same(load(tmp_path / "0" / "step-00000005"), whole_snapshot())
     assert [len(list((tmp_path / str(rank)).iterdir())) for rank in range(3)] == [1, 0, 0]
+
+
+def _on_two_disks(world, folder, writers, full):
+    """Saves step 5 under every cut, on a disk of each process's own; where `full` is given, one's is full at first."""
+    got = []
+    for number, cut in enumerate(cuts_for(world.size)):
+        own = Path(folder) / str(number) / str(world.rank)
+
+        def how(folder, step, snapshot, cut, peers):
+            return save_whole(folder, step, snapshot, cut, replace(peers, writers=writers))
+
+        limit = 100 if world.rank == full else None
+        got.append((_try(how, world, own, cut=cut, limit_bytes=limit), _try(how, world, own, cut=cut)))
+    return got
+
+
+@pytest.mark.parametrize("writers", [{0: range(2), 2: range(2, 4)}, {0: range(1), 1: range(1, 4)}])
+def test_machines_that_share_no_disk_both_have_all(tmp_path, writers):
+    run_on_ranks(_on_two_disks, 4, str(tmp_path), writers, None)
+    for number in range(len(cuts_for(4))):
+        for rank in range(4):
+            if rank in writers:
+                assert_same(load(tmp_path / f"{number}/{rank}/step-00000005"), whole_snapshot())
+            else:
+                assert not (tmp_path / f"{number}/{rank}").exists()
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_on_one_of_two_machines(tmp_path, full):
+    """The first one's costs the checkpoint, the second one's its copy alone; what is saved next is on both."""
+    answers = run_on_ranks(_on_two_disks, 2, str(tmp_path), {0: range(1), 1: range(1, 2)}, full)
+    for rank, got in enumerate(answers):
+        for number, (first, second) in enumerate(got):
+            assert isinstance(first, str) == (full == 1 and rank == 0)
+            assert isinstance(first, str) or first[0] == SaveError.__name__
+            assert_same(load(Path(second)), whole_snapshot())
+            assert [entry.name for entry in (tmp_path / f"{number}/{rank}").iterdir()] == ["step-00000005"]
 
 
 def _open(world, path):

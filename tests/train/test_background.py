@@ -79,10 +79,13 @@ def test_what_training_changes_afterwards_is_not_in_the_copy():
     assert str(capture(ParallelNetwork(network, network), optimizer, Progress(step=1), told)) != texts
 
 
-def test_of_what_was_copied_from_a_card_the_count_that_lies_beside_it_is_copied_too():
-    """As FSDP gives it: weights that are copies already, and the very count that Adam keeps on the CPU."""
+def test_who_keeps_a_copy_has_each_tensor_and_who_does_not_has_none():
+    """As FSDP gives it: weights, and beside them the very count that Adam keeps on the CPU."""
     count, weights = torch.tensor(3.0), torch.ones(2)
-    found = copied(({"weight": weights}, {"state": {"weight": {"step": count}}}), largest=1)
-    count += 1
+    given = ({"weight": weights}, {"state": {"weight": {"step": count}}})
+    found = copied(given)
+    for live in (count, weights):
+        live += 1
     assert found[1]["state"]["weight"]["step"] == 3
-    assert found[0]["weight"] is weights
+    assert found[0]["weight"].tolist() == [1, 1]
+    assert copied(given, keep=False) == ({"weight": None}, {"state": {"weight": {"step": None}}})

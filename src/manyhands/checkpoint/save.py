@@ -18,7 +18,7 @@ from torch import Tensor
 from manyhands.checkpoint import commit, layout
 from manyhands.checkpoint.held import as_plain, held_contents
 from manyhands.checkpoint.kept import remember, verifies
-from manyhands.checkpoint.pieces import ALONE, NetworkLayout, Region, first_held, size_of
+from manyhands.checkpoint.pieces import ALONE, NetworkLayout, Region, size_of
 from manyhands.checkpoint.refuse import refuse_non_finite, refuse_too_little_space, save_error
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import slices
@@ -52,7 +52,7 @@ def save_pieces(folder: Path, step: int, snapshot: Snapshot, network_layout: Net
     """
     contents = _agreed_contents(step, snapshot, network_layout, peers)
     target = folder / layout.step_name(step)
-    if _is_there(target, contents, peers):
+    if _where_it_is(target, contents, peers)[0]:
         return target
     with ExitStack() as stack:
         staged = _shared_folder(stack, target, step, peers)
@@ -70,23 +70,27 @@ def save_pieces(folder: Path, step: int, snapshot: Snapshot, network_layout: Net
 
 
 def save_whole(folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Path:
-    """Commits folder/step-NNNNNNNN whole, with a manifest; rank 0 writes, the others send their pieces; a collective.
+    """Commits folder/step-NNNNNNNN whole, with a manifest; writers write, the others send their pieces; a collective.
 
-    Only rank 0 needs to see the folder. Tensors are sent and written one by one, so no process holds more than its own
-    share and one tensor. For the snapshot and what is returned see `save_pieces`.
+    Only writers need to see the folder, which may be another disk's for each. Tensors are sent and written one by one,
+    so no process holds more than its own share and one tensor. For the snapshot and what is returned see `save_pieces`.
 
     Raises:
         RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
-        SaveError: no room, or the disk fails; nothing is left behind, training may go on.
+        SaveError: no room, or the disk fails, rank 0's or this process's own; nothing is left behind there, training
+            may go on.
         TypeError: the state or the optimizer's state is not plain data.
     """
     contents = _agreed_contents(step, snapshot, network_layout, peers)
     target = folder / layout.step_name(step)
-    if _is_there(target, contents, peers):
+    there = _where_it_is(target, contents, peers)
+    if all(there[writer] for writer in peers.writers):
         return target
     assembled = _assembled(contents, peers)
+    failed: list[OSError] = []
 
     def write() -> None:
+        _make_room(target, contents)
         gathering = Contents(step, network_layout.mesh, contents.tensors, contents.texts, lambda *_: next(assembled))
         with commit.staging(folder, step) as staged:
             write_whole(staged, gathering)
@@ -95,14 +99,20 @@ def save_whole(folder: Path, step: int, snapshot: Snapshot, network_layout: Netw
 
     def take_part() -> None:
         try:
-            if peers.rank == 0:
+            if peers.rank in peers.writers and not there[peers.rank]:
                 write()
+        except OSError as error:
+            if peers.rank == 0:
+                raise
+            failed.append(error)  # a copy that can't be made costs that copy alone
         finally:
-            # The others send all the same, also where rank 0's disk is full.
+            # The others send all the same, also where a writer's disk is full.
             for _ in assembled:
                 pass
 
     together(peers, _saving(folder, take_part))
+    if failed:
+        raise save_error(folder, failed[0]) from failed[0]
     return target
 
 
@@ -125,20 +135,24 @@ def _agreed_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayou
     return made[0]
 
 
-def _is_there(target: Path, contents: Contents, peers: SavingGroup) -> bool:
-    """True where the checkpoint is there already; else its folder is made and has room."""
+def _where_it_is(target: Path, contents: Contents, peers: SavingGroup) -> list[bool]:
+    """By rank whether that one, a writer, has the checkpoint already; where rank 0 hasn't, there is room for it."""
 
     def look() -> bool:
-        if peers.rank != 0:
-            return False
-        if verifies(target):
+        if peers.rank in peers.writers and verifies(target):
             return True
-        commit.make_folder(target.parent)
-        sizes = [described.size_bytes for named in contents.tensors.values() for described in named.values()]
-        refuse_too_little_space(target.parent, sum(sizes))
+        if peers.rank == 0:
+            _make_room(target, contents)
         return False
 
-    return together(peers, _saving(target.parent, look))[0]
+    return together(peers, _saving(target.parent, look))
+
+
+def _make_room(target: Path, contents: Contents) -> None:
+    """Makes a checkpoint's folder's own folder; an OSError where it has no room."""
+    commit.make_folder(target.parent)
+    sizes = [described.size_bytes for named in contents.tensors.values() for described in named.values()]
+    refuse_too_little_space(target.parent, sum(sizes))
 
 
 def _shared_folder(stack: ExitStack, target: Path, step: int, peers: SavingGroup) -> Path:
@@ -179,31 +193,32 @@ def _saving(folder: Path, work: Callable[[], T]) -> Callable[[], T]:
 
 
 def _assembled(contents: Contents, peers: SavingGroup) -> Iterator[Tensor]:
-    """On rank 0 each whole tensor in its view, in the order in which files are written; on others nothing, but sends.
+    """On a writer each whole tensor in its view, in the order in which files are written; on others nothing, but sends.
 
-    No reference to a tensor is kept while the next one is put together.
+    One writer after the other is sent what nobody on its machine holds, or a neighbour has. No reference to a tensor is
+    kept while the next one is put together.
     """
     for kind, tensors in contents.tensors.items():
-        held = {rank: first_held(tensors, contents.mesh, rank) for rank in range(peers.size)}
         for spec in in_file_order(whole_specs(tensors)):
-            regions = {rank: held[rank][spec.name] for rank in held if spec.name in held[rank]}
-            if peers.rank == 0:
-                yield _received(contents, kind, spec.name, regions, peers)
-            elif peers.rank in regions:
-                region = regions[peers.rank]
-                piece = contents.fetch(kind, spec.name, region)
-                for block in _blocks(region, spec.dtype.itemsize):
-                    send(piece[slices(block, region)], 0, peers)
+            for writer, near in peers.writers.items():
+                regions = tensors[spec.name].layout.nearest(contents.mesh, near)
+                if peers.rank == writer:
+                    yield _received(contents, kind, spec.name, regions, peers)
+                elif peers.rank in regions:
+                    region = regions[peers.rank]
+                    piece = contents.fetch(kind, spec.name, region)
+                    for block in _blocks(region, spec.dtype.itemsize):
+                        send(piece[slices(block, region)], writer, peers)
 
 
 def _received(contents: Contents, kind: str, name: str, regions: dict[int, Region], peers: SavingGroup) -> Tensor:
     described = contents.tensors[kind][name]
-    if not described.layout.cuts and 0 in regions:
-        return contents.fetch(kind, name, regions[0])
+    if not described.layout.cuts and peers.rank in regions:
+        return contents.fetch(kind, name, regions[peers.rank])
     dtype = torch_type(described.dtype)
     assembled = torch.empty(described.layout.view, dtype=dtype)
     for rank, region in regions.items():
-        if rank == 0:
+        if rank == peers.rank:
             assembled[slices(region)] = contents.fetch(kind, name, region)
             continue
         for block in _blocks(region, dtype.itemsize):

@@ -1,8 +1,8 @@
 """Several processes that do one thing: a failure on one is learnt by all, so that none waits for it."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,8 @@ class SavingGroup:
     # gives every process's JSON data by rank, on every process; a collective
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     device: str = "cpu"  # torch's name of the device that tensors are sent from and to
+    # who writes what is saved whole, rank 0 first; each with the ranks of its machine, of which it is the first
+    writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
 
 
 def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:

@@ -81,6 +81,12 @@ class TensorLayout:
         cut = self.cut_axes
         return mesh.rank(place if axis in cut else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 
+    def nearest(self, mesh: Mesh, near: range) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Regions that together are the whole, once, each by a rank that holds it: one of `near`, where one does."""
+        free = set(range(len(mesh.axes))) - self.cut_axes
+        found = [(mesh.peers(free, first), region) for first, region in self.pieces(mesh)]
+        return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}
+
     def pieces(self, mesh: Mesh) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
         """(rank, region) of each different piece, by its first holder; together they are the whole, once."""
         cut = self.cut_axes

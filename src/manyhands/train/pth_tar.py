@@ -32,7 +32,9 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
     trainer.synchronizer.average_buffers(trainer.progress.step)
     if trainer.network.sharded or trainer.world.is_main:
         with trainer.synchronizer.averaged():
-            snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+            snapshot = capture(
+                trainer.network, trainer.update.optimizer, trainer.progress, {}, keep=trainer.world.is_main
+            )
         if trainer.world.is_main:
             _write(
                 trainer,

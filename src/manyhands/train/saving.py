@@ -27,7 +27,7 @@ from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.own_schedule import OwnScheduler
 from manyhands.train.rank_state import prune_rank_states, save_rank_state
-from manyhands.train.sharded_state import save_sharded
+from manyhands.train.sharded_state import peers_of, save_sharded
 from manyhands.train.state import capture
 from manyhands.train.stopping import StopSignal
 from manyhands.train.trainer import Trainer
@@ -116,7 +116,7 @@ def save(trainer: Trainer) -> None:
     write, beside = None, not network.layouts
     if writes or not network.runs_alone:
         with trainer.synchronizer.averaged():
-            snapshot = capture(network, trainer.update.optimizer, progress, extra)
+            snapshot = capture(network, trainer.update.optimizer, progress, extra, keep=writes)
         # What is saved says of itself that it is.
         snapshot.state["saved_step"] = progress.step
         beside = beside and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
@@ -241,10 +241,11 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
     """Writes the checkpoint, and deletes what it makes superfluous; reads nothing that training changes meanwhile."""
     folder, network, started = trainer.folder.checkpoints, trainer.network, time.perf_counter()
     if network.layouts:
-        path = save_sharded(folder, step, snapshot, network, trainer.world, pieces=trainer.job.checkpoint.pieces)
+        peers = peers_of(trainer.world, trainer.writers)
+        path = save_sharded(folder, step, snapshot, network, peers, pieces=trainer.job.checkpoint.pieces)
     else:
         path = commit(folder, step, snapshot)
-    if trainer.world.rank not in trainer.writers:  # gave its pieces; the checkpoint may lie on another machine
+    if trainer.world.rank not in trainer.writers:  # gave its pieces; the checkpoint lies on other machines
         return SaveOutcome(SAVED, path.name)
     best = folder / f"step-{best_step:08d}"
     prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)

@@ -1,6 +1,7 @@
 """Saving and restoring a network that is cut over processes, tensor by tensor."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from manyhands.train.optimize import start_state
 from manyhands.train.own_optimizer import is_own, restore_own
 
 
-def peers_of(world: World) -> SavingGroup:
-    """The processes of a run, as saving and loading together want them."""
-    return SavingGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device)
+def peers_of(world: World, writers: Mapping[int, range]) -> SavingGroup:
+    """The processes of a run, as saving together wants them."""
+    return SavingGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device, writers)
 
 
 def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
@@ -32,7 +33,7 @@ def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
 
 
 def save_sharded(
-    folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, world: World, *, pieces: bool
+    folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, peers: SavingGroup, *, pieces: bool
 ) -> Path:
     """Commits a checkpoint of what all processes hold; a collective.
 
@@ -41,14 +42,14 @@ def save_sharded(
         step: updates made so far.
         snapshot: this process's pieces.
         network: that is cut.
-        world: who takes part.
-        pieces: each process writes its own; else rank 0 writes all.
+        peers: who takes part.
+        pieces: each process writes its own; else each writer all.
 
     Raises:
         RunError: it could not be saved (`SaveError` if the disk is at fault); on all processes alike.
     """
     save = save_pieces if pieces else save_whole
-    return save(folder, step, snapshot, network_layout_of(network), peers_of(world))
+    return save(folder, step, snapshot, network_layout_of(network), peers)
 
 
 def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:

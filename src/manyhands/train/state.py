@@ -17,6 +17,7 @@ from manyhands.checkpoint.tensors import flatten
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.spread import whole
 from manyhands.train.sharded_state import restore_optimizer, restore_pieces
 
 
@@ -65,11 +66,19 @@ class Progress:
 
 
 def capture(
-    network: ParallelNetwork, optimizer: torch.optim.Optimizer, progress: Progress, extra: dict[str, Any]
+    network: ParallelNetwork,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    extra: dict[str, Any],
+    *,
+    keep: bool = True,
 ) -> Snapshot:
-    """The whole state on the CPU, or of a cut network this process's pieces; with a sharded one all must call it."""
+    """The whole state on the CPU, or of a cut network this process's pieces.
+
+    With a sharded one all must call it; who doesn't `keep` it gets no tensors then.
+    """
     if network.sharded:
-        model, optimizer_state = _gathered(network.inner, optimizer)
+        model, optimizer_state = _gathered(network.inner, optimizer, keep=keep)
     else:
         model = copied(dict(network.inner.state_dict()))
         optimizer_state = named_optimizer(network.inner, optimizer)
@@ -77,25 +86,29 @@ def capture(
     return Snapshot(model, optimizer_state, copied({**asdict(progress), "best": best, **extra}), network.endless)
 
 
-def copied(value: Any, largest: float = math.inf) -> Any:
-    """The same on the CPU, which nothing that goes on changes; larger tensors than of `largest` values are that."""
+def copied(value: Any, *, keep: bool = True) -> Any:
+    """The same on the CPU, which nothing that goes on changes; what torch has spread is whole then: a collective.
+
+    Who doesn't `keep` it takes part, and has no tensor.
+    """
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True) if value.numel() <= largest else value
+        tensor = whole(value.detach())
+        return tensor.to("cpu", copy=True) if keep else None
     if isinstance(value, dict):
-        return {key: copied(one, largest) for key, one in cast(dict[Any, Any], value).items()}
+        return {key: copied(one, keep=keep) for key, one in cast(dict[Any, Any], value).items()}
     if type(value) in {list, tuple}:
-        return type(value)(copied(one, largest) for one in value)
+        return type(value)(copied(one, keep=keep) for one in value)
     return copy.deepcopy(value)
 
 
-def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What FSDP has spread, whole on the CPU; a collective."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+def _gathered(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What FSDP has spread, whole on the CPU, one tensor after another; a collective. Empty for who doesn't keep it."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    found = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    # What lies on the CPU already wasn't copied: everything, or beside a card the count of updates that Adam has there.
-    found = copied(found, math.inf if next(model.parameters()).device.type == "cpu" else 1)
-    return cast(tuple[dict[str, Tensor], dict[str, Any]], found)
+    found = copied(get_state_dict(model, optimizer), keep=keep)
+    return cast(tuple[dict[str, Tensor], dict[str, Any]], found) if keep else ({}, {})
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class Trainer:
         stopped: somebody asked for a stop, and all is saved.
         saves: checkpoints tried in this run.
         saver: writes them.
-        writers: ranks that write one: 0, and one of another machine's where disks aren't shared.
+        writers: who writes one, with the ranks of its machine: rank 0, and another's where disks aren't shared.
         divergence: watches the loss.
         test: the same of what was held out; None where nothing was.
         on_first_update: called once, when this session has trained its first update.
@@ -101,7 +101,7 @@ class Trainer:
     stopped: bool = False
     saves: int = field(default=0)
     saver: Saver = field(default_factory=Saver)
-    writers: tuple[int, ...] = (0,)
+    writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
     divergence: Divergence = field(init=False)
     epoch_mean: EpochMean = field(default_factory=EpochMean)
     test: Callable[..., Evaluation] | None = None

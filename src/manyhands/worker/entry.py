@@ -161,7 +161,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
     trainer = build(job, folder, world, mode, objects, followed, splits)
-    trainer.writers = writers_of(folder, world, trainer.network)
+    trainer.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
     for note in (*about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         trainer.journal.event("note", note)
     ranks = gather_plain(own_environment(world), world)
