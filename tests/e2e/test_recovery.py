@@ -11,6 +11,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from manyhands.train.interval import best_interval
 from tests.e2e.command import (
     NETS,
     QUICK,
@@ -44,6 +45,12 @@ def test_a_killed_process_is_replaced_and_costs_no_update(processes, here):
     assert ended.code == 0, ended.err
     assert not events("whole", "restarted")
     assert_equal_weights(final_weights("run"), final_weights("whole"))
+    # How often to save is weighed anew after the kill.
+    weighed, quiet = (events(name, "interval")[-1]["data"] for name in ("run", "whole"))
+    assert (weighed["failures"], quiet["failures"]) == (1, 0)
+    assert weighed["between_failures_s"] < quiet["between_failures_s"] / 10
+    best = best_interval(weighed["save_s"], weighed["between_failures_s"])
+    assert weighed["seconds"] == pytest.approx(best, rel=0.01)
 
 
 # The head itself, which hears a stop just when a fault has ended its processes and it is about to start others.

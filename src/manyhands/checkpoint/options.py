@@ -9,9 +9,10 @@ class CheckpointOptions(Options):
     """When to save and what to keep."""
 
     every: str = Field(
-        default="60s",
-        pattern=r"^(\d+(\.\d+)?(s|min|h)|\d+(steps?|epochs?)|never)$",
-        description='a time ("60s", "10min"), "100steps", "1epoch" or "never"; the end and the best are always saved',
+        default="auto",
+        pattern=r"^(\d+(\.\d+)?(s|min|h)|\d+(steps?|epochs?)|never|auto)$",
+        description="auto: as often as what a save holds up and how often the run fails make best, 10 s to 30 min; a "
+        'time ("60s", "10min"), "100steps", "1epoch" or "never"; the end and the best are always saved',
     )
     pieces: bool = Field(
         default=False,

@@ -163,7 +163,7 @@ def _between_updates(run: RunData, mean: Seconds) -> Iterator[Improvement]:
         rarer = f"--set train.evaluate_every={2 * every:g}"
         yield Improvement(f"evaluating takes {share:.0%} of the time: {rarer} evaluates half as often", share / 2)
     share, every = mean["saving"], _option(run, "checkpoint", "every", "")
-    what = f"saving takes {share:.0%} of the time: a longer checkpoint.every than {every} saves less often"
+    what = f"saving takes {share:.0%} of the time: a longer checkpoint.every (now {every}) saves less often"
     yield Improvement(what, share / 2)
     share = mean["update"] + mean["records"] + mean["other"]
     what = (

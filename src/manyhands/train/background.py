@@ -1,6 +1,7 @@
 """Writes a checkpoint beside training: from a copy in memory, by a thread, never two at once."""
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,23 +31,26 @@ class Saver:
     Attributes:
         step: of the save that goes on, None where none does; equal on all processes.
         waited_s: how long training waited for the copy that is written.
+        held_up_s: how long it stood still for this save so far.
+        wrote_s: how long this process wrote beside training.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.waited_s = 0.0
+        self.waited_s = self.held_up_s = self.wrote_s = 0.0
         self._thread: threading.Thread | None = None
         self._outcome: SaveOutcome | None = None
         self._error: Exception | None = None
 
     def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, beside: bool = True) -> None:
         """Has a checkpoint written, beside training or before this returns; `write` is None on who writes none."""
-        self.step, self._outcome, self._error = step, None, None
+        self.step, self._outcome, self._error, self.wrote_s = step, None, None, 0.0
         if write is not None and beside:
             self._thread = threading.Thread(target=self._run, args=(write,), name="saving", daemon=True)
             self._thread.start()
         elif write is not None:
             self._run(write)
+            self.wrote_s = 0.0
 
     @property
     def done(self) -> bool:
@@ -67,6 +71,7 @@ class Saver:
         return self._outcome
 
     def _run(self, write: Callable[[], SaveOutcome]) -> None:
+        began_s = time.perf_counter()
         try:
             self._outcome = write()
         except SaveError as error:
@@ -75,3 +80,4 @@ class Saver:
             self._outcome = SaveOutcome(NOT_FINITE)
         except Exception as error:  # noqa: BLE001 - raised by whoever asks how it ended
             self._error = error
+        self.wrote_s = time.perf_counter() - began_s

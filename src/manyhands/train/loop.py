@@ -124,7 +124,7 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     _record(trainer, status, order.steps_per_epoch)
     trainer.note_stall(trainer.heart.too_long(status.waited_s), status.waited_s)
-    trainer.heed(status.extra, status.waited_s)
+    trainer.heed(status)
     settle(trainer, written=status.written)
     if status.stop:
         trainer.journal.event("stopping", "saving", progress.step)

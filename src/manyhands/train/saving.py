@@ -125,7 +125,8 @@ def save(trainer: Trainer) -> None:
     trainer.saver.waited_s = time.perf_counter() - started
     trainer.saver.begin(progress.step, write, beside=beside)
     trainer.status_round.saved()
-    trainer.status_round.leave_out(time.perf_counter() - started)
+    trainer.saver.held_up_s = time.perf_counter() - started
+    trainer.status_round.leave_out(trainer.saver.held_up_s)
     if network.layouts:
         settle(trainer)
     trainer.phase = "train"
@@ -161,7 +162,9 @@ def settle(trainer: Trainer, *, written: int | None = None) -> None:
             which = f"second copy of the checkpoint on rank {rank}'s machine" if rank else "checkpoint"
             trainer.journal.event("warning", f"no {which} at step {step}: {outcome.what}", step)
     _compare(trainer, step, outcomes)
-    trainer.status_round.leave_out(time.perf_counter() - started)
+    took_s = time.perf_counter() - started
+    trainer.status_round.leave_out(took_s)
+    trainer.weigh_save(saver.held_up_s + took_s)
 
 
 def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> None:

@@ -100,7 +100,7 @@ class StatusRound:
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
-        self._world, self._every_s, self._save_every_s = world, every_s, save_every_s
+        self._world, self._every_s, self.save_every_s = world, every_s, save_every_s
         self.multiple = multiple
         self._last = self._saved = self._told = self._began = time.perf_counter()
         self._next_step, self._last_step = 0, 0
@@ -145,7 +145,7 @@ class StatusRound:
         own_loss, own_correct, own_samples = measured.take()
         CLOCK.to(RECORDS)
         main = self._world.rank == 0
-        save = main and now - self._saved > self._save_every_s
+        save = main and now - self._saved > self.save_every_s
         tell = main and now - self._told > max(TELL_S, TELL * (now - self._began))
         flags = [float(flag) for flag in (stop, save, written, tell)]
         mine = [own_loss, own_correct, own_samples, *flags, now - self._last, float(replaced), *more]

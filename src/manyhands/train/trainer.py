@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder
+from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.records import EvaluationMetrics
 from manyhands.core.trained import TrainedNetwork
@@ -22,10 +22,11 @@ from manyhands.train.epoch_end import AtEpochEnd
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
 from manyhands.train.heart import Heart
+from manyhands.train.interval import FIRST_S, SaveInterval
 from manyhands.train.pacing import Watcher
 from manyhands.train.standing import Standing
 from manyhands.train.state import Progress
-from manyhands.train.status import EpochMean, StatusRound
+from manyhands.train.status import EpochMean, Status, StatusRound
 from manyhands.train.step import Updater
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -65,6 +66,7 @@ class Trainer:
         saver: writes them.
         writers: who writes one, with the ranks of its machine: rank 0, and another's where disks aren't shared.
         divergence: watches the loss.
+        interval: weighs what saves hold up against failures, on rank 0; None: the user has said how often to save.
         test: the same of what was held out; None where nothing was.
         on_first_update: called once, when this session has trained its first update.
         at_epoch_end: the user's own function, for rank 0.
@@ -103,6 +105,7 @@ class Trainer:
     saver: Saver = field(default_factory=Saver)
     writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
     divergence: Divergence = field(init=False)
+    interval: SaveInterval | None = field(init=False)
     epoch_mean: EpochMean = field(default_factory=EpochMean)
     test: Callable[..., Evaluation] | None = None
     on_first_update: Callable[[], None] | None = None
@@ -116,6 +119,8 @@ class Trainer:
     def __post_init__(self) -> None:
         """Begins to watch the loss, and lets those who watch processes know them."""
         self.divergence = Divergence(len(self.classes))
+        weighs = self.job.checkpoint.every == "auto" and self.world.is_main and self.folder is not NOWHERE
+        self.interval = SaveInterval(self.folder, self.world) if weighs else None
         if self.standing:
             self.standing.waited_for_data_s = lambda: self.status_round.waiting_s
             self.standing.run = str(self.folder.path)
@@ -156,15 +161,24 @@ class Trainer:
         every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
         return (by_time and self.saver.step is None) or (bool(every) and self.progress.step % every == 0)
 
+    def weigh_save(self, held_up_s: float) -> None:
+        """Has the time to the next save follow from what the last one held up, where nobody has named it."""
+        if self.interval:
+            self.status_round.save_every_s = self.interval.saved(held_up_s, self.saver.wrote_s)
+            self.interval.tell(self.status_round.save_every_s, self.journal, self.progress.step)
+
     def line_due(self) -> bool:
         """True at the updates that run.log_steps wants a line of: an epoch's first, and each so many after it."""
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
 
-    def heed(self, told: list[float], waited_s: float) -> None:
+    def heed(self, status: Status) -> None:
         """Says who is slow, when training stood still, what agreeing takes; keeps local steps in time with the link."""
+        told = status.extra
+        if self.interval:
+            self.interval.trained(status.seconds, status.samples, saving=self.saver.step is not None)
         if self.watcher:
-            self.watcher.name_a_stall(waited_s, self.progress.step, self.journal)
+            self.watcher.name_a_stall(status.waited_s, self.progress.step, self.journal)
             self.sync = self.watcher.heed(told, self.progress.step, self.journal)
             self.status_round.multiple = self.sync.every
         elif self.standing:
@@ -189,7 +203,9 @@ class Trainer:
 
 
 def seconds_between_saves(text: str) -> float:
-    """Seconds that "60s", "10min" or "2h" name; infinite for anything else."""
+    """Seconds that "60s", "10min" or "2h" name, and what "auto" begins with; infinite for anything else."""
+    if text == "auto":
+        return FIRST_S
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     return float(match[1]) * SECONDS[match[2]] if match else float("inf")
 

@@ -1,0 +1,119 @@
+"""Saves come as often as what they hold up and how often a run fails make best."""
+
+import json
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.folder import RunFolder
+from manyhands.core.journal import Journal
+from manyhands.core.records import read_lines
+from manyhands.core.world import World
+from manyhands.train.interval import (
+    EXPECTED_S,
+    LONGEST_S,
+    SHORTEST_S,
+    SaveInterval,
+    best_interval,
+    between_failures,
+    seen_failures,
+)
+
+SAVE_S = st.floats(0, 1e5)
+FAILS_S = st.floats(0.1, 1e8)
+
+
+@given(SAVE_S, FAILS_S)
+def test_within_its_bounds_no_other_interval_costs_less(save_s, fails_s):
+    def cost(seconds):  # a second's share of saves, and of what half an interval loses at each failure
+        return save_s / seconds + seconds / 2 / fails_s
+
+    best = best_interval(save_s, fails_s)
+    assert SHORTEST_S <= best <= LONGEST_S
+    for other in (SHORTEST_S, best / 1.1, best * 1.1, LONGEST_S):
+        if SHORTEST_S <= other <= LONGEST_S:
+            assert cost(best) <= cost(other) * (1 + 1e-9)
+
+
+@given(SAVE_S, SAVE_S, FAILS_S, FAILS_S)
+def test_cheaper_saves_and_more_failures_never_make_it_longer(save_s, more_s, fails_s, later_s):
+    assert best_interval(save_s, fails_s) <= best_interval(save_s + more_s, fails_s + later_s)
+
+
+@given(st.integers(0, 1000), st.floats(0, 1e8), st.integers(1, 1000))
+def test_what_was_seen_counts_and_no_quiet_time_makes_a_run_careless(failures, trained_s, machines):
+    found = between_failures(failures, trained_s, machines)
+    assert 0 < found <= EXPECTED_S / machines
+    assert between_failures(0, trained_s, machines) == pytest.approx(EXPECTED_S / machines)
+    assert between_failures(failures + 1, trained_s, machines) <= found
+    many = between_failures(10**6, 1e9, 1)
+    assert many == pytest.approx(1e9 / 10**6, rel=1e-4)
+
+
+def _diary(tmp_path, *kinds):
+    """One event each 10 seconds."""
+    folder = RunFolder(tmp_path)
+    lines = [json.dumps({"kind": kind, "time": 1000.0 + 10 * number}) for number, kind in enumerate(kinds)]
+    folder.events.write_text("\n".join(lines) + "\n" if lines else "")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kinds", "failures", "trained_s"),
+    [
+        ((), 0, 0),
+        (("started", "first-step", "saved", "stopped"), 0, 20),
+        (("started", "failed"), 0, 0),
+        (("started", "first-step", "saved", "restarted", "started", "resumed", "saved", "restarted"), 2, 40),
+        (("started", "first-step", "saved", "restarted", "failed"), 1, 20),
+        (("started", "first-step", "saved", "regrouped", "started", "resumed", "finished"), 0, 30),
+        # Nobody left a word: what follows the last one isn't known.
+        (("started", "first-step", "saved"), 1, 10),
+        (("started", "first-step", "saved", "started", "resumed", "stopped"), 1, 30),
+    ],
+)
+def test_failures_are_read_from_the_runs_diary(tmp_path, kinds, failures, trained_s):
+    assert seen_failures(_diary(tmp_path, *kinds)) == (failures, trained_s)
+
+
+def test_a_save_costs_what_training_waits_for_and_what_it_is_slower_beside_it(tmp_path):
+    interval = SaveInterval(_diary(tmp_path), World())
+    expected = between_failures(0, 0, 1)
+    for _ in range(5):
+        interval.trained(1.0, 100, saving=False)
+    assert interval.saved(0.5, 0.2) == pytest.approx(math.sqrt(2 * 0.5 * expected))
+    for _ in range(9):
+        interval.trained(1.25, 100, saving=True)
+        interval.trained(1.0, 100, saving=True)
+        found = interval.saved(0.5, 4.0)
+    assert found == pytest.approx(math.sqrt(2 * 0.75 * expected))
+    interval = SaveInterval(_diary(tmp_path), World())
+    for saving in (False,) * 5 + (True,) * 2:
+        interval.trained(1.0 + saving, 100, saving=saving)
+    # A thread that writes for 0.1 s holds nobody up for longer: the rest was somebody else.
+    assert interval.saved(0.5, 0.1) == pytest.approx(math.sqrt(2 * 0.6 * expected))
+
+
+def test_each_machine_may_fail_and_a_failure_makes_it_shorter(tmp_path):
+    one = SaveInterval(_diary(tmp_path), World(size=4, local_size=4)).saved(1.0, 0)
+    assert SaveInterval(_diary(tmp_path), World(size=4, local_size=1)).saved(1.0, 0) == pytest.approx(one / 2)
+    failed = _diary(tmp_path, "started", "first-step", "restarted")
+    assert SaveInterval(failed, World(size=4, local_size=4)).saved(1.0, 0) < one / 2
+
+
+def test_it_is_recorded_at_once_and_said_once_it_has_an_effect(tmp_path, monkeypatch):
+    folder = _diary(tmp_path)
+    interval, journal, began_s = SaveInterval(folder, World()), Journal(folder, 0), time.perf_counter()
+    seconds = interval.saved(0.1, 0)
+    interval.tell(seconds, journal, 5)
+    interval.tell(seconds * 1.1, journal, 6)
+    assert [line["kind"] for line in read_lines(folder.events)] == ["interval"]
+    monkeypatch.setattr(time, "perf_counter", lambda: began_s + 2 * seconds)
+    interval.tell(seconds, journal, 7)
+    interval.tell(seconds / 3, journal, 8)
+    lines = list(read_lines(folder.events))
+    assert [line["kind"] for line in lines] == ["interval", "note", "interval"]
+    assert f"a checkpoint every {seconds:.0f} s" in lines[1]["message"]
