@@ -74,6 +74,21 @@ def test_a_slow_link_shows_what_agreeing_costs(plan, here):
     assert [row["method"] for row in methods if row["chosen"]] == ["allreduce"]
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "12 samples in a pass, 12 on 3"),
+        (("-n", 4, "--link", "1gbit"), "32 samples in a pass, 8 on 4, since BatchNorm takes 32 together"),
+        (("-n", 4, "--link", "1gbit", "--elastic", "off"), ""),
+    ],
+)
+def test_it_says_what_the_smallest_number_of_processes_takes(plan, here, words, told):
+    ended = plan(*JOB[:-2], *words, "--no-measure")
+    assert ended.code == 0, ended.err
+    assert told in " ".join(ended.err.split())
+    assert ("(--elastic)" in ended.err) == bool(told)
+
+
 def test_with_a_link_the_share_of_a_step_is_timed_here(plan, here):
     ended = plan(*JOB, "--link", "10mbit", "--set", "train.max_steps=7")
     assert ended.code == 0, ended.err

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Model, Settings, Sync, settings
+from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Elastic, Model, Settings, Sync, settings
 from manyhands.core.catalogue import translated
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.shown import plain, say, show, show_json
@@ -63,6 +63,7 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     measure: Annotated[bool, Parameter(negative="", help="time a plan.json against data parallel, in turns")] = False,
     batch: Batch = None,
     sync: Sync = None,
+    elastic: Elastic = None,
     data_dir: DataDir = None,
     device: Device = None,
     device_model: Annotated[
@@ -79,6 +80,7 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     """
     flags: dict[str, Any] = {
         "train.batch": batch, "sync.method": sync, "data.dir": data_dir, "cluster.device": device,
+        "cluster.elastic": elastic,
         **settings(set_ or []),
     }  # fmt: skip
     if target and target.endswith(".json"):

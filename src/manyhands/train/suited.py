@@ -4,9 +4,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 
@@ -22,6 +20,7 @@ from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.train.feed import LoadedMicroBatch
+from manyhands.train.fewest import held_bytes
 from manyhands.train.rehearse import first_samples, left_as_it_was, now
 from manyhands.train.sharing import MACHINES
 from manyhands.train.trainer import Trainer
@@ -182,12 +181,11 @@ def _most(trainer: Trainer) -> int:
 
 
 def _of_card(world: World) -> tuple[int, int]:
-    used = torch.cuda.max_memory_allocated(world.device)
+    used = held_bytes(world.device)
     free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device) - used
     return max(1, used), max(0, free)
 
 
 def _of_machine(world: World) -> tuple[int, int]:
     """Bytes that this process has had at most, and its part of what its machine, or its container, has left."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return used, memory()[1] // world.local_size
+    return held_bytes(world.device), memory()[1] // world.local_size
