@@ -205,7 +205,10 @@ class Normalise:
         out = self._spare.take(images.shape, self._dtype, self._layout)
         step = max(1, _PART // images[0].numel())
         for part, own in zip(images.split(step), out.split(step), strict=True):
-            own.copy_(self._scaled(part))
+            if self._dtype == self._work and self._layout == torch.contiguous_format:
+                own.copy_(part).mul_(self._scale).add_(self._offset)
+            else:
+                own.copy_(self._scaled(part))
         return out
 
     def _scaled(self, images: Tensor) -> Tensor:
