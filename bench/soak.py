@@ -215,8 +215,10 @@ def launches(lab, folder, *, count, words, seed, within_s=12.0, training=0.0):
         began = time.monotonic()
         gone(lab)
         slowest_s = max(slowest_s, time.monotonic() - began)
-    ports = [line for host in lab.hosts for line in listening(lab, host)]
-    files = new_files(lab, before)
+    # ssh closes what it forwards a moment after the last of our processes.
+    ports = staying(lambda: [line for host in lab.hosts for line in listening(lab, host)])
+    new = staying(lambda: leftovers(lab) - before)
+    files = {str(path): sorted(str(inner.relative_to(path)) for inner in path.rglob("*")) for path in new}
     return {
         "launches": count,
         "trained": sum(begun(folder / str(number))() for number in range(count)),
@@ -227,12 +229,12 @@ def launches(lab, folder, *, count, words, seed, within_s=12.0, training=0.0):
     }
 
 
-def new_files(lab, before, patience_s=120):
-    """Temporary files that weren't there before, and stay: each with what lies in it."""
+def staying(found, patience_s=60):
+    """What is found, and found again until nobody would wait for it any longer."""
     until = time.monotonic() + patience_s
-    while (new := leftovers(lab) - before) and time.monotonic() < until:
+    while (left := found()) and time.monotonic() < until:
         time.sleep(0.2)
-    return {str(path): sorted(str(inner.relative_to(path)) for inner in path.rglob("*")) for path in new}
+    return left
 
 
 @contextmanager
