@@ -97,16 +97,45 @@ def test_a_process_that_stands_still_writes_nothing_later(place, options, here, 
     assert_alike(final_weights("run"), whole(*options))
 
 
-def fault_in(here, place, options, rank, *, how="SIGKILL", **more):
+@pytest.mark.slow
+def test_processes_that_stand_still_elsewhere_write_nothing_later_either(here, whole):
+    """Runs beside each other: nearly all of their time is a wait for a sign of life."""
+    places = {
+        "all-reduce": (GLOO, 1),
+        "norm in backward": (GLOO, 1),
+        "stepped": ([], 1),
+        "evaluation": (EVALUATES, 0),
+        "thread": ([*OFTEN, *POWERSGD], 1),
+    }
+    started = {
+        place: begin_fault(here / place, place, options, rank, how="SIGSTOP")
+        for place, (options, rank) in places.items()
+    }
+    ended = {place: finish(process) for place, process in started.items()}
+    for place, (options, _) in places.items():
+        again, resumed, made = found_after(here / place, ended[place])
+        assert "and was ended" in again["message"], place
+        assert resumed["step"] >= made - 1, place
+        assert_alike(final_weights(here / place / "run"), whole(*options))
+
+
+def fault_in(here, place, options, rank, **more):
     """A run that something befalls once; the events that tell of it, and the updates that were made by then."""
-    marker = here / "marker"
+    return found_after(here, finish(begin_fault(here, place, options, rank, **more)))
+
+
+def begin_fault(here, place, options, rank, *, how="SIGKILL", **more):
     fault = {"FAULT_AT": place, "FAULT_RANK": str(rank), "FAULT_STEP": "7", "FAULT_HOW": how}
-    job = ["train", *JOB, *options, "-n", "2", "--out", "run"]
-    ended = finish(forked(*job, FAULT_MARKER=str(marker), **fault, **more))
+    job = ["train", *JOB, *options, "-n", "2", "--out", here / "run"]
+    here.mkdir(exist_ok=True)
+    return forked(*job, FAULT_MARKER=str(here / "marker"), **fault, **more)
+
+
+def found_after(here, ended):
     assert ended.code == 0, ended.err
     assert not marked(str(here))
-    (again,), (resumed,) = events("run", "restarted"), events("run", "resumed")
-    return again, resumed, int(marker.read_text().split()[1])
+    (again,), (resumed,) = events(here / "run", "restarted"), events(here / "run", "resumed")
+    return again, resumed, int((here / "marker").read_text().split()[1])
 
 
 def assert_alike(one, other):

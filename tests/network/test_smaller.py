@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import NETS, QUICK, events, final_weights, run, running, wait_until
+from tests.e2e.command import NETS, QUICK, events, final_weights, finish, run, running, wait_until
 from tests.e2e.test_hard_places import assert_alike
 from tests.network.test_launch import EXACT, GONE_S, begun, gone, hosts, is_agent
+from tests.network.test_rejoin import LONG, trained_on
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 JOB = ["digits", "mlp", "--batch", "60", *QUICK, *EXACT, "--set", "checkpoint.every=20steps"]
@@ -52,12 +53,21 @@ def test_a_new_plan_goes_on_from_the_last_checkpoint(mode, lab, here):
 
 
 @pytest.mark.parametrize("method", [["powersgd", "--set", "sync.rank=2"], ["local", "--set", "sync.every=8"]])
-def test_what_a_lost_host_held_back_is_said_and_nobody_else_takes_it(method, lab, here):
-    said = lose_one(lab, here, "--sync", *method)
-    assert "WARNING" in said
-    again = run("resume", "run", "--epochs", "42")
-    assert again.code == 0, again.err
-    assert "3 processes on" in again.err
+def test_what_a_lost_host_held_back_is_said_and_the_run_goes_on_with_it_again(method, lab, here):
+    """Three hosts, two, and three in one run."""
+    job = [*LONG, "--set", "checkpoint.every=100steps", "--sync", *method]
+    with running("launch", *job, *hosts(lab), "--out", "run") as process:
+        wait_until(begun(kind="saved"), process)
+        end_agent(lab, 2)
+        wait_until(lambda: events("run", "regrouped"), process)
+        trained_on(3, process)
+        process.send_signal(signal.SIGINT)
+        ended = finish(process)
+        assert ended.code == 75, ended.err
+        gone(lab)
+    assert [event["data"]["processes"] for event in events("run", "started")] == [3, 2, 3]
+    said = [event["message"] for event in events("run", "warning")]
+    assert len([words for words in said if words.startswith("goes on from the agreed network; rank ")]) == 2, said
 
 
 CGROUP = Path("/sys/fs/cgroup/memory")

@@ -167,7 +167,7 @@ class DrilledRun:
     def lost(self, whole: "DrilledRun") -> int | None:
         """Updates made twice: all before the stop or the faulty pass, but those that the run went on from."""
         resumed, stopped = self.events("resumed"), self.events("stopped")
-        if resumed and stopped:
+        if resumed and stopped and not self.events("regrouped"):
             return stopped[0]["step"] - resumed[-1]["step"]
         if not self.plant or not whole.plant or not resumed or self.plant.always:
             return None
