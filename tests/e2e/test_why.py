@@ -151,7 +151,7 @@ def test_a_second_ctrl_c_is_told_as_such(here):
 def test_a_start_that_fails_before_any_process_is_told(here):
     """What was said on the screen then is told later, too: here of what the agent imports before it forks."""
     (here / "broken").mkdir()
-    Path("broken/torchvision.py").write_text("raise ImportError('spoilt since')\n")
+    Path("broken/safetensors.py").write_text("raise ImportError('spoilt since')\n")
     assert run("train", "digits", f"{NETS}:Net", "-n", "2", *LONG, PYTHONPATH="broken").code == 1
     told = named("run failed after", "why: the agent .*spoilt since", "do: ")
     assert max(map(len, told.splitlines())) < 500

@@ -12,6 +12,7 @@ from typing import Any, cast
 import cyclopts
 
 from manyhands.core.catalogue import translated
+from manyhands.core.early_agent import end_early
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 from manyhands.core.shown import UnwritableError, plain_lines, show_json
 from manyhands.core.system import require_language, require_system
@@ -110,6 +111,7 @@ def _leave(code: int, *, whole_process: bool) -> None:
     """
     if not whole_process:
         sys.exit(code)
+    end_early()
     if threading.active_count() == 1:
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - what Python calls as it ends
     for stream in (sys.stdout, sys.stderr):

@@ -19,6 +19,7 @@ from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate
 from manyhands.config.job import Job
 from manyhands.core.claim import claim, new_holder, run_id, set_run_id
+from manyhands.core.early_agent import end_early
 from manyhands.core.errors import (
     EXIT_DOCTOR,
     EXIT_FAILED,
@@ -97,6 +98,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     """
     participation = Participation(None, meeting=meeting) if meeting else place_of(job)
     if participation.membership:
+        end_early()
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
     meeting = participation.meeting or Meeting((participation.processes,))
     several = len(meeting.sizes) > 1

@@ -2,7 +2,7 @@
 
 Started as `python -m manyhands.cluster.agents.agent`, here or over ssh. Standard input brings messages and standard
 output takes them; the end of standard input means that the head is gone. It imports torch only when the workers are to
-be started.
+be started, or where it was started before the job was known.
 """
 
 import atexit
@@ -29,6 +29,7 @@ from filelock import Timeout
 
 from manyhands.cluster.agents.code_there import checked_files, write_code
 from manyhands.cluster.agents.connection import SILENT_S
+from manyhands.cluster.agents.early import import_early
 from manyhands.cluster.agents.head_watch import ended_with_head
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.own_tunnels import Tunnels
@@ -61,6 +62,7 @@ from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Lines, Message, Misunderstood, RequestFailed, encode
 from manyhands.core.claim import agent_has_left, claim, run_id, set_run_id
 from manyhands.core.cores import cores
+from manyhands.core.early_agent import EARLY
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.private import private_files
@@ -390,4 +392,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    if EARLY in sys.argv:
+        with importing():
+            import_early()
     serve()

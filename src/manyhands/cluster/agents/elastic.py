@@ -331,7 +331,6 @@ def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
     threads = orders.threads or max(1, int(cores() / sizes[meeting.machine]))
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
     # What a cluster's shells name is for what is between machines; scripts of the user's own ask the backends too.
     alone = dict.fromkeys(IFNAMES, loopback_interface()) if len(sizes) == 1 else {}
     os.environ.update({**orders.environment, **alone})

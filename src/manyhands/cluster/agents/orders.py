@@ -14,6 +14,8 @@ WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
 PRELOAD = "manyhands.worker.preload"
 # Opens their data meanwhile.
 AHEAD = "manyhands.worker.ahead"
+# What starts and watches them: the only file of the agent's that imports torch.
+ELASTIC = "manyhands.cluster.agents.elastic"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,15 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
         signal.signal(number, signal.SIG_DFL)
     # A scheduler's word to all processes of a job; the agent passes it on as it does the others.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _set_threads()
     return orders.argument
+
+
+def _set_threads() -> None:
+    """The number that torch read when the agent imported it is another; set here, as its threads must not be forked."""
+    torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if torch and threads.isdecimal() and torch.get_num_threads() != int(threads) > 0:
+        torch.set_num_threads(int(threads))
 
 
 def begin(scratch: str, logs: str, agent: int) -> int:

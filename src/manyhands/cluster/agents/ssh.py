@@ -8,11 +8,9 @@ from pathlib import Path
 from manyhands.cluster.descriptions.inventory import Machine, in_brackets
 from manyhands.cluster.doctor.findings import Contact
 from manyhands.config.job import ClusterOptions
+from manyhands.core.early_agent import AGENT, SAFE
 from manyhands.core.errors import UserError
 
-# -P: the folder that an agent works in is no place to import from; somebody else may write there.
-SAFE = "-P"
-AGENT = (SAFE, "-m", "manyhands.cluster.agents.agent")
 # A machine that doesn't answer costs this long; a dead connection is noticed after three times the interval.
 CONNECT_S = 10
 ALIVE_S = 5

@@ -1,5 +1,6 @@
 """Opens the conversation with an agent: on this machine over a pipe, on another over ssh."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,16 +9,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manyhands.cluster.agents.connection import AgentConnection
-from manyhands.cluster.agents.ssh import AGENT, agent_command
+from manyhands.cluster.agents.ssh import agent_command
 from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.config.job import ClusterOptions
+from manyhands.core.early_agent import AGENT, take_early
 from manyhands.core.errors import UserError
 from manyhands.core.private import usual_umask
 
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     """Starts an agent on this machine."""
-    return _open([sys.executable, *AGENT], machine or Machine("localhost"), log, here=True)
+    machine = machine or Machine("localhost")
+    early = take_early()
+    if early is None or early.stdin is None:
+        return _open([sys.executable, *AGENT], machine, log, here=True)
+    log_start = log.stat().st_size if log.exists() else 0
+    with suppress(BrokenPipeError):  # that it has ended shows when it is first asked
+        early.stdin.write(os.fsencode(log.absolute()) + b"\n")
+        early.stdin.flush()
+    return AgentConnection(machine, early, log, here=True, log_start=log_start)
 
 
 def open_there(machine: Machine, options: ClusterOptions, log: Path) -> AgentConnection:
