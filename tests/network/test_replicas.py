@@ -65,8 +65,8 @@ def fetch(lab, host):
     return Path(f"of-n{host}")
 
 
-def as_undisturbed(folder):
-    whole = run("train", *JOB, "--out", "whole")
+def as_undisturbed(folder, *job):
+    whole = run("train", *(job or JOB), "--out", "whole")
     assert whole.code == 0, whole.err
     for name, tensor in final_weights(folder).items():
         torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)

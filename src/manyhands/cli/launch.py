@@ -53,6 +53,9 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     relay: Annotated[
         bool | None, Parameter(negative="", help="join machines that can't log in to each other by way of this one")
     ] = None,
+    detach: Annotated[
+        bool | None, Parameter(negative="", help="go on without this terminal, and without this machine")
+    ] = None,
     sync_code: Annotated[
         bool | None, Parameter(negative="", help="copy this folder's code to the other machines first")
     ] = None,
@@ -93,6 +96,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "cluster.on": on,
         "cluster.interface": interface,
         "cluster.relay": relay,
+        "cluster.detach": detach,
         "cluster.sync_code": sync_code,
         "run.out": out,
         "checkpoint.resume": resume,

@@ -19,19 +19,24 @@ def stop(
     from manyhands.core.folder import RunFolder
     from manyhands.core.going_on import going_on
     from manyhands.core.stops import saved_step
-    from manyhands.run.watch import find_running, stop_run
+    from manyhands.run.watch import find_running, stop_detached, stop_run
 
-    record = find_running(run)
     try:
-        end = stop_run(record, say, now=now)
+        detached = stop_detached(run, say)
+        record = None if detached else find_running(run)
+        end = stop_run(record, say, now=now) if record else None
     except KeyboardInterrupt:
         say("the run was asked to stop and will; this command only waited for it")
         raise
-    saved = saved_step(RunFolder(Path(record.run)))
+    path = detached or Path(record.run if record else run)
+    saved = saved_step(RunFolder(path))
+    if detached and saved is None:
+        show(f"the processes of {path} have saved and left; what they saved is on other machines of the run")
+        return EXIT_OK
     kept = "nothing was saved" if saved is None else f"what was saved last, at step {saved}, is whole"
-    show(f"{record.run} {end.message or end.kind}" if end else f"{record.run} has ended; {kept}")
+    show(f"{path} {end.message or end.kind}" if end else f"{path} has ended; {kept}")
     if saved is None:
         show("nothing is there to resume; the command that started it begins anew")
     elif end is None or end.kind != "finished":
-        show(f"go on  {going_on(Path(record.run))}")
+        show(f"go on  {going_on(path)}")
     return EXIT_FAILED if end and end.kind == "failed" else EXIT_OK

@@ -59,9 +59,13 @@ def run(
             show(lines)
         return 0
     if machines := _machines_to_reach(job):
+        from manyhands.run.background import Background
         from manyhands.run.launch import launch
 
-        outcome = launch(job, machines, quiet=quiet)
+        background = Background() if job.cluster.detach else None
+        if background and background.elsewhere:
+            return background.wait(as_json=as_json)
+        outcome = launch(job, machines, quiet=quiet, begun=background.leave if background else lambda _run: None)
     else:
         outcome = train(job, quiet=quiet, meeting=meeting)
     if outcome.is_main:

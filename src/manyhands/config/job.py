@@ -207,6 +207,10 @@ class ClusterOptions(Options):
         default=False,
         description="machines that can't log in to each other are joined by way of the one that launches them",
     )
+    detach: bool = Field(
+        default=False,
+        description="launch goes on without its terminal, and the machines without the one that launched them",
+    )
     ssh: str = Field(default="ssh", description="the ssh command, with any options of your own")
     python: str = Field(default="", description="Python on the other machines; empty: found by trying")
     workdir: str = Field(default="", description="folder to work in on the other machines; empty: the same as here")

@@ -26,13 +26,14 @@ def new_holder() -> str:
     return secrets.token_hex(16)
 
 
-def claim(folder: RunFolder, holder: str, patience_s: float = 0.0) -> FileLock | None:
+def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
     """Takes the lock of a run folder for as long as this process lives.
 
     Args:
         folder: its ranks/ is there.
         holder: names the start of a run; processes that name the same share the folder.
-        patience_s: so long for one of them to write that it has the lock.
+        patience_s: so long for one of them to write that it has the lock, or for who is leaving.
+        leaving_s: so long for each agent of an earlier start to leave.
 
     Returns:
         The lock; None where another machine of the same start has it.
@@ -53,7 +54,7 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0) -> FileLock |
             time.sleep(POLL_S)
         else:
             try:
-                _wait_for_agents(folder)
+                _wait_for_agents(folder, leaving_s)
             except Timeout:
                 lock.release()
                 raise
@@ -97,14 +98,19 @@ def set_aside(ranks: Path, generation: int) -> bool:
     return False
 
 
-def _wait_for_agents(folder: RunFolder) -> None:
+def agents_work(ranks: Path) -> bool:
+    """True while an agent has processes of the run at work on this disk."""
+    return set_aside(ranks, -1)
+
+
+def _wait_for_agents(folder: RunFolder, patience_s: float) -> None:
     """Until the processes of an earlier start have left.
 
     Raises:
         Timeout: they are at work still.
     """
     for path in folder.ranks.glob("agent-*.lock"):
-        with FileLock(path, timeout=LEAVING_S):
+        with FileLock(path, timeout=patience_s):
             pass
 
 

@@ -130,6 +130,11 @@ def running() -> list[Running]:
     return sorted(found, key=lambda record: record.time)
 
 
+def headed_here(run: Path) -> bool:
+    """True where a process of this machine is the head of the run in a folder."""
+    return any(record.here and record.run == str(run.resolve()) for record in running())
+
+
 def goes_on(record: Running) -> bool:
     """True while the record is there and its head lives; a head on another machine is taken at its word."""
     if not _path(record).is_file():

@@ -59,11 +59,20 @@ class Screen:
     """Shows a run folder while a run fills it. What was there before the screen isn't told again."""
 
     def __init__(
-        self, folder: Path, *, stream: TextIO | None = None, quiet: bool = False, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        *,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        lines: bool = False,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begins to follow `folder`, which needn't be there yet. `quiet`: warnings and failures alone."""
+        """Begins to follow `folder`, which needn't be there yet. `quiet`: warnings and failures alone.
+
+        `lines`: plain ones on a terminal too.
+        """
         output = sys.stderr if stream is None else stream
-        terminal = output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
+        terminal = not lines and output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
         self.live = terminal and not quiet
         self._quiet = quiet
         self._clock = clock

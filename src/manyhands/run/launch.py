@@ -1,6 +1,6 @@
 """One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -39,8 +39,16 @@ NOT_BEGUN = "stopping: nothing trains yet"
 CODE_S = 120.0
 
 
-def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Outcome:
+def launch(
+    job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
+) -> Outcome:
     """Trains on several machines, the first of which has rank 0.
+
+    Args:
+        job: what to do.
+        machines: where.
+        quiet: no progress on standard error.
+        begun: called often with the run folder, once the run trains.
 
     Raises:
         ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
@@ -49,9 +57,12 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
     if len(machines) not in job.cluster.machines_wanted:
         what = f"{len(machines)} machines are named, and {job.cluster.elastic} are wanted"
         raise UserError(what, "--elastic", ("name as many, or other numbers: --elastic LEAST:MOST",))
+    if job.cluster.detach and job.cluster.relay:
+        what = "a relayed run ends with the machine that relays, so it can't be detached"
+        raise UserError(what, "--detach", ("leave one of --detach and --relay out",))
     with run_folder(job) as folder:
         receiver = Receiver(folder.path)
-        with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
+        with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet, lines=job.cluster.detach)) as screen:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"reaching {names}, and starting there; this takes some seconds")
             if len(machines) > 1 and not job.cluster.through_ssh:
@@ -63,8 +74,15 @@ def launch(job: Job, machines: Sequence[Machine], *, quiet: bool = False) -> Out
                 newcomers = stack.enter_context(closing(Newcomers(job, folder, partial(judge, job, crew), screen.say)))
                 squad = _ready(job, crew, folder, receiver, screen, newcomers, absent)
                 stack.callback(squad.head_tunnels.close)
+                show_news = shown(job, folder, screen, quiet=quiet)
+
+                def on_tick() -> None:
+                    show_news()
+                    if squad.steps or job.run.script:
+                        begun(folder.path)
+
                 watch = replace(
-                    watch_on(job, screen, shown(job, folder, screen, quiet=quiet)),
+                    watch_on(job, screen, on_tick),
                     on_file=_Keeper(receiver, screen, crew.links[0].machine.name),
                     clock_offsets_s=crew.clock_offsets_s,
                     cut=squad.head_tunnels.ended,

@@ -99,6 +99,8 @@ class Newcomers:
 
     Attributes:
         code: files that each is to have.
+        term: of this head; 0 where the run isn't detached.
+        replaced_on: a machine on which another head is obeyed.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Newcomers:
         self._job, self._folder, self._judge, self._say = job, folder, judge, say
         self._all: list[Newcomer] = []
         self.code: Mapping[str, str] = {}
+        self.term, self.replaced_on = 0, ""
 
     def add(self, newcomer: Newcomer) -> None:
         """Tries from now on to have this machine take part."""
@@ -196,10 +199,14 @@ class Newcomers:
         self._judge(one.machine, greeting.facts)
         one.facts = greeting.facts
         part = one.part
-        seen: RunSeen = yield LookAtRun(part.folder, part.machine, part.generation)
+        run = run_id(self._folder)
+        seen: RunSeen = yield LookAtRun(part.folder, part.machine, part.generation, run, self.term)
+        if self.term and seen.run == run and seen.term > self.term:
+            self.replaced_on = one.name
+            raise TimeoutError(f"{one.name} obeys another head")
         if seen.busy:
             raise TimeoutError(f"{one.name} {BUSY}")
-        if seen.checkpoints and seen.run != run_id(self._folder):
+        if seen.checkpoints and seen.run != run:
             what = f"it holds another run in {part.folder}"
             raise RefusedError(what, mend=("move that away there",))
         if self.code and not link.here:

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import Crew
@@ -23,6 +24,7 @@ from manyhands.core.claim import new_holder, run_id
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.stops import saved_step
+from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.tunnel_ends import VARIABLE
 from manyhands.parallel.ports import loopback_interface
 from manyhands.run.copies import RecordsCopy, copy_of_records
@@ -43,6 +45,9 @@ from manyhands.run.who_where import describe, write_places
 # Records that wait for a slow line.
 RECORDS_S = 120.0
 OPEN_S = 30.0
+# Processes of a detached run make way for a new head.
+TAKE_OVER_S = 200.0
+REPLACED = "another head has taken the run over"
 
 
 class OnMachines(Company):
@@ -88,6 +93,7 @@ class OnMachines(Company):
         self._through_ssh: Way | None = None
         self.head_tunnels = Tunnels()
         self._holder = new_holder()
+        self._term = newcomers.term = term_in(folder.ranks).head if job.cluster.detach else 0
         self.hear: Callable[[], object] = lambda: None
         self.opened: list[RunOpened] = []
         self._parts: dict[str, PartTaken] = {}
@@ -124,7 +130,13 @@ class OnMachines(Company):
                 self._open_request(link, token, records=records and number == 0, output=output, anew=anew)
                 for number, link in enumerate(self.crew.links)
             ]
-            self.opened = self.crew.ask(requests)
+            self.opened = self.crew.ask(requests, TAKE_OVER_S if self._term else OPEN_S)
+        highest = max(answer.term for answer in self.opened)
+        if highest > self._term > 0 and self._before is None:
+            self._term = self.newcomers.term = highest + 1
+            return self.open_folders(output=output, records=records, anew=anew)
+        if highest > self._term > 0:
+            raise RunError(REPLACED)
         self._before = self._saved if self._before is None else self._before
         return self.opened
 
@@ -144,7 +156,7 @@ class OnMachines(Company):
     ) -> OpenRun:
         place = str(self._folder.path.absolute()) if link.here else self._place(link.machine.name)
         run, held = run_id(self._folder), {} if anew else self._receiver.held()
-        return OpenRun(place, token, self._holder, run, records=records, held=held, output=output)
+        return OpenRun(place, token, self._holder, run, records=records, held=held, output=output, term=self._term)
 
     def _place(self, name: str) -> str:
         """The run folder on a machine: as it was opened there, or as seen from the work folder."""
@@ -161,6 +173,8 @@ class OnMachines(Company):
     def too_few(self) -> str:
         """Why the run can't go on with the machines that are left; nothing where it can."""
         left, least = self._left, self._cluster.machines_wanted.start
+        if self.newcomers.replaced_on:
+            return f"{REPLACED} on {self.newcomers.replaced_on}"
         if left + len(self.newcomers.can_come) >= least:
             return ""
         return f"{left} of its machines are left, and --elastic {self._cluster.elastic} wants {least}"
@@ -176,7 +190,7 @@ class OnMachines(Company):
 
     def on_trial(self) -> list[str]:
         """The machines that have just come, with which nothing was trained yet."""
-        return [] if self._steps else [one.name for one in self._trial]
+        return [] if self.steps else [one.name for one in self._trial]
 
     def coming(self) -> list[str]:
         """The machines that can be taken up now."""
@@ -188,10 +202,11 @@ class OnMachines(Company):
         self.newcomers.tick()
         if self.copy:
             self.copy.carry()
-        return not self._script and bool(self.coming()) and self._steps and worth_a_start(self._folder)
+        more = not self._script and bool(self.coming()) and self.steps and worth_a_start(self._folder)
+        return more or bool(self.newcomers.replaced_on)
 
     @property
-    def _steps(self) -> bool:
+    def steps(self) -> bool:
         """Whether this start has made an update that was told."""
         return _size(self._folder.metrics) > self._measured
 
@@ -274,19 +289,24 @@ class OnMachines(Company):
         if self._saved != self._before:  # what the head has not heard of, too
             job = gone_on_with(job)
         self._note_start(number)
+        if self._term:
+            raise_term(self._folder.ranks, Term(self._term, number))
         for line in describe(self.crew, self.sizes, self.addresses, places, self._through_ssh):
             self._say(line)
         if job.cluster.sync_code:
             job = with_absolute_paths(job)
         return [
-            orders_for(
-                job,
-                "train",
-                answer.folder,
-                Meeting(tuple(self.sizes), machine, *end, link.machine.devices),
-                device=self._devices[link.machine.name],
-                environment={**address.environment(), **self._tunnels_of(link)},
-                generation=number,
+            replace(
+                orders_for(
+                    job,
+                    "train",
+                    answer.folder,
+                    Meeting(tuple(self.sizes), machine, *end, link.machine.devices),
+                    device=self._devices[link.machine.name],
+                    environment={**address.environment(), **self._tunnels_of(link)},
+                    generation=number,
+                ),
+                term=self._term,
             )
             for machine, (link, answer, address, end) in enumerate(
                 zip(self.crew.links, self.opened, self.addresses, places.ends, strict=True)

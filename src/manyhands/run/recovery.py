@@ -99,6 +99,9 @@ class Recovery:
         """The processes were asked to leave because somebody has come; they may have been at their end just then."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return False
+        if why := self._company.too_few():
+            self._say(why, "WARNING")
+            return False
         self._budget.begin()
         return self._go_on("regrouped", None, f"{' and '.join(self._company.coming())} can take part")
 

@@ -44,10 +44,11 @@ from manyhands.core.folder import (
 )
 from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.private import private_files
-from manyhands.core.registry import registered
+from manyhands.core.registry import headed_here, registered
 from manyhands.core.scratch import scratch
 from manyhands.core.shown import say
 from manyhands.core.stops import ended_like_ctrl_c, saved_step
+from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
@@ -61,6 +62,8 @@ from manyhands.run.script import note_end, shown, stopping
 STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
 LOOPBACK = "127.0.0.1"
+# Processes of a detached run, which save and leave for a new head.
+TAKE_OVER_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         ManyhandsError: the run failed; the first cause is in it.
     """
     participation = Participation(None, meeting=meeting) if meeting else place_of(job)
+    if job.cluster.detach:
+        mend = ("manyhands launch --detach --hosts localhost …", "or leave it out")
+        raise UserError("only a run that is launched on machines can be detached", "cluster.detach", mend)
     if participation.membership:
         end_early()
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
@@ -271,19 +277,22 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
         if folder.exists() and job.checkpoint.resume == "never":
             raise UserError(f"{folder.path} holds a run already", "--out", ("--resume auto", "or another --out"))
     with writing_into(folder.path):
-        lock = _claim(folder)
+        lock = _claim(folder, takes_over=job.cluster.detach)
     if not folder.exists() or job.run.script:
         # An earlier run's job file is replaced only once everything is known to fit (see worker/account.py).
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
     return folder, lock
 
 
-def _claim(folder: RunFolder) -> FileLock | None:
+def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     folder.ranks.mkdir(exist_ok=True)
+    takes_over = takes_over and not headed_here(folder.path)
     try:
-        lock = claim(folder, new_holder())
+        if takes_over:
+            raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
+        lock = claim(folder, new_holder(), *((TAKE_OVER_S, TAKE_OVER_S) if takes_over else ()))
     except Timeout:
-        mend = ("wait for its end, or stop it with Ctrl-C there", "or another --out")
+        mend = ("wait for its end, or stop it: manyhands stop RUN", "or another --out")
         raise UserError(f"a run is going on in {folder.path}", "--out", mend) from None
     if not run_id(folder):
         set_run_id(folder)

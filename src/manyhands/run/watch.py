@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from manyhands.core.claim import agents_work
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import Event
-from manyhands.core.registry import Running, goes_on, running, signal_head
+from manyhands.core.registry import Running, goes_on, headed_here, running, signal_head
+from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.report.now import look
 from manyhands.report.read import no_run
 
@@ -81,6 +83,24 @@ def _unknown_run(word: str, names: Iterable[str]) -> UserError:
     known = list(dict.fromkeys(names))
     shown = f"runs: {', '.join(known[:8])}" if known else "manyhands ps lists the runs that go on: none now"
     return UserError(f'no run is called "{word}"', "RUN", tuple(filter(None, (did_you_mean(word, known), shown))))
+
+
+def stop_detached(word: str, say: Callable[[str], None]) -> Path | None:
+    """Has a run stop whose processes work here, and whose head doesn't: they save and leave, and all others with them.
+
+    Returns:
+        Its folder, once they have left; None where there is no such run.
+    """
+    for run in (Path(word).expanduser(), RUNS / word):
+        term = term_in(run / "ranks")
+        if term == Term() or headed_here(run) or not agents_work(run / "ranks"):
+            continue
+        say(f"asked the processes of {run} to save and stop; their head isn't here")
+        raise_term(run / "ranks", Term(term.head + 1))
+        while agents_work(run / "ranks"):
+            time.sleep(POLL_S)
+        return run
+    return None
 
 
 def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event | None:

@@ -63,12 +63,13 @@ from manyhands.cluster.messages import Lines, Message, Misunderstood, RequestFai
 from manyhands.core.claim import agent_has_left, claim, run_id, set_run_id
 from manyhands.core.cores import cores
 from manyhands.core.early_agent import EARLY
-from manyhands.core.errors import ManyhandsError
+from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.private import private_files
 from manyhands.core.scratch import scratch
 from manyhands.core.shown import say
 from manyhands.core.stops import saved_step
+from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.tunnel_ends import reach
 from manyhands.parallel.ports import listen
 
@@ -78,6 +79,8 @@ MIRROR_S = 0.4
 LOG_BYTES = 1 << 20
 # A machine of the same run that shares this one's disk has said by then that the folder is the run's.
 CLAIM_S = 2.0
+# Processes of a detached run save and leave for a later head.
+MAKE_WAY_S = 90.0
 
 
 class Wire:
@@ -87,12 +90,18 @@ class Wire:
         open: False once the head has closed its end, or has been silent for too long.
         heard: when the head was last heard of, by the monotonic clock.
         remote: True where the head is on another machine, so that its silence means something.
+        patient: a head that is silent may come back; nothing waits for it meanwhile.
     """
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
         self._come: deque[tuple[int, Message]] = deque()
-        self.open, self.heard, self.remote = True, time.monotonic(), False
+        self.open, self.heard, self.remote, self.patient = True, time.monotonic(), False, False
+
+    @property
+    def silent(self) -> bool:
+        """True where the head hasn't been heard of for too long; sshd may not notice for hours that it has gone."""
+        return self.remote and time.monotonic() - self.heard > SILENT_S
 
     def tell(self, message: Message, number: int = 0) -> None:
         """Sends a message, an answer with its request's number; a head that is gone hears nothing."""
@@ -142,8 +151,7 @@ class Wire:
             self._come += self._lines.take(received)
             self.heard = time.monotonic()
             patience_s = 0
-        # sshd may not notice for hours that the other side has gone.
-        if self.remote and time.monotonic() - self.heard > SILENT_S:
+        if self.silent and not self.patient:
             self.open = False
 
 
@@ -162,7 +170,7 @@ class Agent:
         self._claimed: set[Path] = set()
         self._keepers: dict[str, Receiver] = {}
         self._probes = Probe()
-        self._mirror_at, self._started = 0.0, False
+        self._mirror_at, self._started, self._alone = 0.0, False, False
         self._tunnels, self._tunnel_told = Tunnels(), False
         until_gone.callback(self._tunnels.close)
         self.answers: dict[type[Message], Callable[[Any], Message]] = {
@@ -189,10 +197,13 @@ class Agent:
                 self._keep_copy(message)
             else:
                 commands.append(message)
-        if self._sender and time.monotonic() > self._mirror_at:
+        if self._sender and time.monotonic() > self._mirror_at and not self.wire.silent:
             self._mirror_at = time.monotonic() + MIRROR_S
             self.send_records()
         self._tell_of_tunnels()
+        if self.wire.remote and not (self.wire.open or self._alone):
+            self._alone = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of ssh's end nobody reads any more
         return commands
 
     def _tell_of_tunnels(self) -> None:
@@ -234,32 +245,41 @@ class Agent:
     def _open_run(self, path: Path, request: OpenRun) -> RunOpened:
         shared = (path / "ranks" / request.token).is_file()
         folder = RunFolder(path)
+        term = self._term(folder, request.run, Term(request.term))
         # What a machine saved that had not rank 0 lies there without the run's job.
         if run_id(folder) != request.run:
             use_run_folder(path)
-        saved, held = saved_step(folder), Receiver(path).held()
-        answer = RunOpened(str(path), shared, folder.has_checkpoints(), saved=-1 if saved is None else saved, held=held)
         self._sender = None
-        if shared:
-            return answer
-        with writing_into(path):
-            found = self._claim(folder, request)
-        if found is None:
-            return replace(answer, taken=True)
-        if request.records:
-            self._sender = Sender(path, request.held, output=request.output)
-        return replace(answer, run=found, own=path in self._claimed)
+        found: str | None = ""
+        if not shared and not term > request.term > 0:
+            with writing_into(path):
+                found = self._claim(folder, request)
+            if found is not None and request.records:
+                self._sender = Sender(path, request.held, output=request.output)
+        # Whoever made way has saved by now.
+        saved = saved_step(folder)
+        return RunOpened(
+            str(path), shared, folder.has_checkpoints(), found is None, found or "",
+            -1 if saved is None else saved, Receiver(path).held(), path in self._claimed, term,
+        )  # fmt: skip
 
     def _look(self, request: LookAtRun) -> RunSeen:
         folder = RunFolder(Path(request.folder).expanduser().absolute())
+        term = self._term(folder, request.run, Term(request.term, request.generation + 1))
         busy = not agent_has_left(folder.ranks, request.machine, request.generation)
-        return RunSeen(run_id(folder), folder.has_checkpoints(), busy)
+        return RunSeen(run_id(folder), folder.has_checkpoints(), busy, term)
+
+    def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
+        """Of a detached run the highest head that is known here, this one among them."""
+        ours = wanted.head and run_id(folder) in ("", run)
+        return (raise_term(folder.ranks, wanted) if ours else term_in(folder.ranks)).head
 
     def _claim(self, folder: RunFolder, request: OpenRun) -> str | None:
         """Locks the run folder until this agent ends; the id of the run that it holds, None where another has it."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            lock = claim(folder, request.holder, CLAIM_S)
+            waits = (MAKE_WAY_S, MAKE_WAY_S) if request.term else (CLAIM_S,)
+            lock = claim(folder, request.holder, *waits)
         except Timeout:
             return None
         if lock:
@@ -334,7 +354,12 @@ class Agent:
             reach(self._tunnels.ends, orders.meeting.address, orders.meeting.port)
         listener, self._listener = self._listener, None
         self._started = True
+        mine = Term(orders.term, orders.generation)
+        if orders.term and raise_term(Path(orders.logs), mine) > mine:
+            raise UserError("another head has taken the run over")
+        self.wire.patient = orders.term > 0
         ended = run(orders, self, listener)
+        self.wire.patient = False
         self._tell_of_tunnels()
         while self.send_records():
             pass

@@ -39,6 +39,7 @@ from manyhands.cluster.agents.memory_kills import MemoryKills
 from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     FreeWorkers,
+    HeadReplaced,
     KillWorker,
     KillWorkers,
     OthersFailed,
@@ -60,6 +61,7 @@ from manyhands.core.pulse import leave_path
 from manyhands.core.records import PROCESS_ENDED, Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
+from manyhands.core.terms import Term, term_in
 from manyhands.parallel.group import IFNAMES
 from manyhands.parallel.ports import loopback_interface
 
@@ -68,6 +70,8 @@ POLL_S = 0.05
 ASKED = {*STOPS} - {signal.SIGINT}
 # Told so often that processes are leaving yet.
 TELL_S = 1.0
+# Looks so often for the word of a later head.
+TERM_S = 0.5
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
 STOP_S = 600.0
 # So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
@@ -134,6 +138,7 @@ class ElasticAgent(_Base):
         self._orders, self._listener, self._head = orders, listener, head
         self._served: TCPStore | None = None
         self._stopping_since, self._told_at = 0.0, 0.0
+        self._replaced_at, self._look_at = 0.0, 0.0
         self._scratch, self._pulses = Path(scratch), Pulses(Path(scratch), {})
         self._leaving = Leaving(self._scratch)
         self._memory = MemoryKills()
@@ -264,20 +269,30 @@ class ElasticAgent(_Base):
                 self.ask_to_stop()
         if seen := self._pulses.news(all_of_them=bool(self._stopping_since)):
             self._head.wire.tell(WorkersSeen(platform.node(), seen))
-        if not self._head.wire.open:
+        if left_at := self._left_at():
             self.ask_to_stop()
         late = self._stopping_since and time.monotonic() - self._stopping_since > STOP_S
-        if late or self._alone():
+        if late or (left_at and self._too_long(left_at)):
             # One that waits for who is cut off hears nothing gentler.
             self._signal(signal.SIGKILL)
             raise RendezvousGracefulExitError("the workers did not stop in time")
 
-    def _alone(self) -> bool:
+    def _left_at(self) -> float:
+        """When the head was last heard of that has gone, or, of a detached run, was replaced; 0 while neither."""
+        if not self._orders.term:
+            return 0.0 if self._head.wire.open else self._head.wire.heard
+        now = time.monotonic()
+        if not self._replaced_at and now > self._look_at:
+            self._look_at = now + TERM_S
+            if term_in(Path(self._orders.logs)) > Term(self._orders.term, self._orders.generation):
+                self._replaced_at = now
+                self._head.wire.tell(HeadReplaced())
+        return self._replaced_at
+
+    def _too_long(self, left_at: float) -> bool:
         """Whether the head has gone for longer than a save is given."""
-        if self._head.wire.open:
-            return False
         saves = any(seen and seen.phase == "save" for seen in map(self._pulses.last, self._ranks()))
-        return time.monotonic() - self._head.wire.heard > (ALONE_SAVING_S if saves else ALONE_S)
+        return time.monotonic() - left_at > (ALONE_SAVING_S if saves else ALONE_S)
 
     def ask_to_stop(self, *_signal: Any) -> None:
         """Has the workers save and leave; the second time changes nothing."""

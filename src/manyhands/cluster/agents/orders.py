@@ -30,6 +30,7 @@ class Orders:
     environment: dict[str, str] = field(default_factory=dict[str, str])  # variables for the workers
     script: tuple[str, ...] = ()  # the user's own training script and its words; empty for a task of ours
     generation: int = 0  # counts the starts of a run's processes
+    term: int = 0  # of the head, without which the processes go on; 0 where they don't
 
 
 def orders_for(

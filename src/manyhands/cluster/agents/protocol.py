@@ -92,6 +92,7 @@ class RunOpened(Message):
         saved: the newest step that is saved there; -1 for none.
         held: bytes of each growing file that are there.
         own: this machine holds it, and no other.
+        term: the highest that is known there.
     """
 
     folder: str
@@ -102,6 +103,7 @@ class RunOpened(Message):
     saved: int = -1
     held: dict[str, int] = field(default_factory=dict[str, int])
     own: bool = False
+    term: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class OpenRun(Request[RunOpened]):
         records: send what is written there.
         held: bytes of each growing file that the head has already.
         output: send what rank 0 prints, too.
+        term: of the head of a detached run; who works for less makes way.
     """
 
     folder: str
@@ -125,6 +128,7 @@ class OpenRun(Request[RunOpened]):
     records: bool = False
     held: dict[str, int] = field(default_factory=dict[str, int])
     output: bool = False
+    term: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,20 +139,27 @@ class RunSeen(Message):
         run: id of the run; empty for none.
         checkpoints: it has some.
         busy: processes that an earlier agent of this machine has started are there still.
+        term: the highest that is known there.
     """
 
     run: str
     checkpoints: bool
     busy: bool
+    term: int = 0
 
 
 @dataclass(frozen=True)
 class LookAtRun(Request[RunSeen]):
-    """What is in this run folder, and have the processes left that were this machine's, by its place and start?"""
+    """What is in this run folder, and have the processes left that were this machine's, by its place and start?
+
+    They are to, where the run is detached.
+    """
 
     folder: str
     machine: int
     generation: int
+    run: str = ""
+    term: int = 0
 
 
 @dataclass(frozen=True)
@@ -300,6 +311,11 @@ class WorkerExited(Message):
     code: int
     host: str
     record: Failure | None = None
+
+
+@dataclass(frozen=True)
+class HeadReplaced(Message):
+    """Another head is obeyed now, or the run was stopped on this machine: its processes save and leave."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     FilePiece,
     FreeWorkers,
+    HeadReplaced,
     KillWorker,
     KillWorkers,
     OthersFailed,
@@ -184,6 +185,9 @@ class _Head:
                 self._tell_of(message)
             case StillLeaving():
                 self._wait_for_leavers()
+            case HeadReplaced() if not self.ending.interrupted:
+                self.ending.interrupted = True
+                self._watch.on_warning(f"stopped from {link.machine.name}, or taken over by another head")
             case FilePiece():
                 self._watch.on_file(message)
             case WorkersEnded():

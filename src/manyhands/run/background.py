@@ -1,0 +1,61 @@
+"""The head of a detached run: a process of its own, which the command waits for until the run trains."""
+
+import os
+import sys
+from pathlib import Path
+
+from manyhands.core.going_on import going_on
+from manyhands.core.private import private_files
+from manyhands.core.shown import show, show_json
+from manyhands.core.stops import handled
+
+LOG = "head.log"
+
+
+class Background:
+    """Splits this process in two. In the one of which `elsewhere` is False all goes on; the other only waits.
+
+    Attributes:
+        elsewhere: the process id of the one that goes on, in the one that doesn't.
+    """
+
+    def __init__(self) -> None:
+        self._heard, self._tells = os.pipe()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.elsewhere = os.fork()
+        if not self.elsewhere:
+            os.setsid()  # neither Ctrl-C nor the terminal's end comes here
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.close(self._heard)
+            self._left = False
+
+    def leave(self, run: Path) -> None:
+        """Lets go of the terminal; what is said from now on is in the run folder. The second time changes nothing."""
+        if self._left:
+            return
+        self._left = True
+        with private_files(), (run / LOG).open("ab") as log:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+        os.write(self._tells, os.fsencode(run))
+        os.close(self._tells)
+
+    def wait(self, *, as_json: bool) -> int:
+        """Until the run trains, or has ended before that; what asks this command to stop is passed on."""
+        os.close(self._tells)
+        with handled(lambda number, _frame: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
+            run = Path(os.fsdecode(heard.read()))
+            if not run.name:
+                return os.waitstatus_to_exitcode(os.waitpid(self.elsewhere, 0)[1]) & 0xFF
+        if as_json:
+            show_json({"run": str(run), "status": "running", "pid": self.elsewhere, "log": str(run / LOG)})
+            return 0
+        show(
+            [
+                f"{run} goes on without this terminal; what the head says is in {run / LOG}",
+                f"stop  manyhands stop {run}",
+                f"go on  {going_on(run)}, typed on a machine of the run, should this one be lost",
+            ]
+        )
+        return 0

@@ -1,0 +1,75 @@
+"""A run whose head goes on without its terminal, and whose processes go on without their head."""
+
+import contextlib
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.e2e.command import QUICK, assert_one_screen, end, events, finish, forked, marked, run, start, wait_until
+
+ENDLESS = ("digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK)
+WHERE = ("--hosts", "127.0.0.1:2", "--out", "run", "--detach")
+
+
+def measured(folder):
+    path = folder / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+@pytest.fixture
+def left(here):
+    """What a test leaves is ended with it."""
+    yield
+    for process in marked(str(here)):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("left")
+def test_it_trains_on_without_its_head_and_obeys_a_stop(here):
+    begun = run("launch", *ENDLESS, *WHERE, "--json", HERE=str(here))
+    assert begun.code == 0, begun.err
+    told = json.loads(begun.out)
+    assert os.getsid(told["pid"]) == told["pid"]  # so that no terminal's end comes to it
+    assert measured(here)
+    agents = psutil.Process(told["pid"]).children()
+    again = run("resume", "run")
+    assert again.code == 2
+    assert_one_screen(again.err)
+    assert "a run is going on" in again.err
+    os.kill(told["pid"], signal.SIGKILL)
+    before = measured(here)
+    wait_until(lambda: measured(here) > before + 20)
+    stopped = run("stop", "run")
+    assert stopped.code == 0, stopped.err
+    assert "manyhands resume run" in stopped.out
+    assert events(here / "run", "stopped")
+    psutil.wait_procs(agents, timeout=60)
+    assert not marked(str(here))
+
+
+@pytest.mark.usefixtures("left")
+def test_what_fails_before_it_trains_is_said_on_the_terminal(here):
+    ended = run("launch", str(here / "nothing"), "mlp", *QUICK, *WHERE, HERE=str(here))
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    process = start("launch", *ENDLESS, *WHERE, HERE=str(here))
+    try:
+        wait_until(lambda: (here / "run" / "job.toml").is_file(), process)
+        process.send_signal(signal.SIGINT)
+        assert finish(process).code in {75, 130}
+    finally:
+        end(process)
+    wait_until(lambda: not marked(str(here)))
+
+
+def test_what_can_not_be_detached_is_refused(here):
+    relayed = finish(forked("launch", *ENDLESS, *WHERE, "--relay"))
+    alone = finish(forked("train", *ENDLESS, "--cluster.detach=true"))
+    for ended in (relayed, alone):
+        assert ended.code == 2
+        assert_one_screen(ended.err)
