@@ -31,9 +31,10 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.write import finish_pieces, write_pieces
 from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Hello
-from manyhands.cluster.agents.supervise import Watch, first_cause, supervise
+from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.descriptions.recognise import read_cluster

@@ -11,9 +11,10 @@ import pytest
 
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection
 from manyhands.cluster.agents.elastic import _last_words
+from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import WorkerExited
-from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Ending, Watch, _Head, first_cause, supervise_once
+from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Watch, _Head, supervise_once
 from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError

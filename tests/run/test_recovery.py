@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.cluster.agents.supervise import Ending
+from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError

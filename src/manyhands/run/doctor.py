@@ -8,11 +8,12 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.agents.assemble import Crew, assembled, prepare
+from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import MakeScratch
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.store_way import StoreWay, store_way
-from manyhands.cluster.agents.supervise import Watch, first_cause, supervise
+from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.doctor.addresses import own_candidates

@@ -11,12 +11,12 @@ from manyhands.cluster.agents.assemble import Crew
 from manyhands.cluster.agents.code import with_absolute_paths
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.dig import NoWayError, Way, join_through_ssh
+from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.mirror import Receiver, pieces_of
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import Bind, KeepRecords, OpenRun, RunOpened
 from manyhands.cluster.agents.store_way import ASK_S, StorePlaces, StoreWay
-from manyhands.cluster.agents.supervise import Ending, first_cause
 from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
 from manyhands.cluster.descriptions.machines import with_machines
 from manyhands.config.job import Job

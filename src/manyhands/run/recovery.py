@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from manyhands.cluster.agents.supervise import Ending, first_cause
+from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.folder import RunFolder

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.cluster.agents.supervise import Ending
+from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import Job

@@ -13,7 +13,8 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.cluster.agents.supervise import Ending, Watch, first_cause, supervise_once
+from manyhands.cluster.agents.ending import Ending, first_cause
+from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate

@@ -19,9 +19,10 @@ from manyhands.cluster.messages import A, Lines, Message, Misunderstood, Request
 from manyhands.core.errors import RunError
 
 # The other end is told so often that its head is there.
-PULSE_S = 2.0
-# Who is silent for so long is given up. After a break of 8 s TCP sends anew after 12.6 s, so this must be longer.
-SILENT_S = 15.0
+PULSE_S = 1.0
+# Who is silent for so long is given up. After a break of 8 s TCP sends anew after 12.6 s; the last word was up to a
+# pulse before the break, and busy machines take their time.
+SILENT_S = 16.0
 
 
 class LinkClosed(RunError):  # noqa: N818 - a state that callers ask for, as often as an error

@@ -1,14 +1,14 @@
-"""Watches the agents of all machines from their head: passes on Ctrl-C, waits for the end, finds the first cause."""
+"""Watches the agents of all machines from their head: passes on Ctrl-C, and waits for the end."""
 
 import contextlib
 import selectors
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
+from manyhands.cluster.agents.ending import Ending, how_it_ended
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     FilePiece,
@@ -28,8 +28,7 @@ from manyhands.cluster.agents.protocol import (
 )
 from manyhands.cluster.agents.stall import Stalls
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed
-from manyhands.core.errors import EXIT_USAGE, ManyhandsError, UserError
-from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
+from manyhands.core.errors import EXIT_USAGE, UserError
 from manyhands.core.stops import handled
 
 POLL_S = 0.1
@@ -46,46 +45,6 @@ AWAITED_S = 4.0
 LEAVE_OTHERS_S = 6.0
 # The peers of a machine that is lost may wait for it in silence.
 LEAVE_LOST_S = 2.0
-
-
-@dataclass
-class Ending:
-    """How the processes ended.
-
-    Attributes:
-        returned: rank to what its entry returned.
-        failed: rank to exit code (negative: the signal that killed it), as its agent saw it.
-        records: what failed processes wrote of themselves, by rank.
-        words: the end of the logs of failed processes that wrote none.
-        hosts: rank to the name of its machine, of failed processes.
-        lost: machine's name to what is known of its end, where the machine or its agent has gone.
-        cut: what is told of a tunnel between machines that has ended.
-        evicted: rank to why it was ended by its head, since it hung.
-        hung: why the processes could not do what was asked for, and were killed.
-        interrupted: how often the user (or the system) asked for a stop.
-        regrouped: True when the head had the processes save and leave, to start them on other machines.
-        broken: an agent's own traceback, if one failed itself.
-        refused: what an agent could not do as it was ordered, in words for the user.
-    """
-
-    returned: dict[int, Any] = field(default_factory=dict[int, Any])
-    failed: dict[int, int] = field(default_factory=dict[int, int])
-    records: dict[int, Failure] = field(default_factory=dict[int, Failure])
-    words: dict[int, str] = field(default_factory=dict[int, str])
-    hosts: dict[int, str] = field(default_factory=dict[int, str])
-    lost: dict[str, str] = field(default_factory=dict[str, str])
-    cut: str = ""
-    evicted: dict[int, str] = field(default_factory=dict[int, str])
-    hung: str = ""
-    interrupted: int = 0
-    regrouped: bool = False
-    broken: str = ""
-    refused: ManyhandsError | None = None
-
-    @property
-    def ok(self) -> bool:
-        """True when every process came to its end by itself."""
-        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.cut or self.refused)
 
 
 @dataclass
@@ -161,7 +120,7 @@ class _Head:
         self._started: set[AgentConnection] = set()
         self._watch = watch
         self._kill_at = self._end_at = float("inf")
-        self._told_failure = False
+        self._told_failure = self._replaced = False
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
 
     def over(self, link: Any) -> bool:
@@ -185,8 +144,8 @@ class _Head:
                 self._tell_of(message)
             case StillLeaving():
                 self._wait_for_leavers()
-            case HeadReplaced() if not self.ending.interrupted:
-                self.ending.interrupted = True
+            case HeadReplaced() if not self._replaced:
+                self._replaced = True
                 self._watch.on_warning(f"stopped from {link.machine.name}, or taken over by another head")
             case FilePiece():
                 self._watch.on_file(message)
@@ -200,7 +159,8 @@ class _Head:
                 pass
 
     def obey(self, wishes: int) -> None:
-        """Passes on the user's wish to stop."""
+        """Passes on the user's wish to stop, or a later head's."""
+        wishes = max(wishes, int(self._replaced))
         if wishes == self.ending.interrupted:
             return
         before, self.ending.interrupted = self.ending.interrupted, wishes
@@ -282,7 +242,7 @@ class _Head:
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._told_failure or later or self.ending.interrupted):
             self._told_failure = True
-            how = f": {record.what}" if record else f" {_how(exited.code)}"
+            how = f": {record.what}" if record else f" {how_it_ended(exited.code)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
     def _refuse(self, link: AgentConnection, failed: RequestFailed) -> None:
@@ -317,9 +277,9 @@ class _Head:
             link.process.kill()
         code = link.close()
         if link.here:
-            self.ending.broken = f"it {_how(code)}"
+            self.ending.broken = f"it {how_it_ended(code)}"
         else:
-            said = link.said(1).strip() or f"ssh {_how(code)}"
+            said = link.said(1).strip() or f"ssh {how_it_ended(code)}"
             self.ending.lost[link.machine.name] = how or f"the connection ended ({said})"
         self._gone(link)
 
@@ -345,60 +305,3 @@ def _signals_counted() -> Iterator[list[int]]:
     seen: list[int] = []
     with handled(lambda number, _frame: seen.append(number)):
         yield seen
-
-
-def first_cause(ending: Ending) -> Failure | None:
-    """The failure that caused the others.
-
-    The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
-    """
-    records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
-    if ending.evicted:
-        rank, why = next(iter(ending.evicted.items()))
-        return _killed(rank, 0, ending.hosts.get(rank, ""), ending.words.get(rank, ""), why)
-    if records and not records[0].consequence:
-        return records[0]
-    if ending.lost:
-        return _lost(*next(iter(ending.lost.items())))
-    if ending.cut:
-        return _lost("", ending.cut, "are both machines, and the line between them, up?")
-    silent = [rank for rank in ending.failed if rank not in ending.records]
-    if silent:
-        rank = silent[0]
-        return _killed(rank, ending.failed[rank], ending.hosts.get(rank, ""), ending.words.get(rank, ""))
-    return records[0] if records else None
-
-
-def _lost(host: str, how: str, mend: str = "") -> Failure:
-    mend = mend or f"is {host} switched on and on the network? was its agent killed, for memory perhaps?"
-    what = f"{host} is lost: {how}" if host else how
-    return Failure(
-        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, mend=[mend]
-    )  # fmt: skip
-
-
-def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> Failure:
-    """The record of a process that could not write its own."""
-    mend: list[str] = []
-    if exit_code == -signal.SIGKILL:
-        mend = [
-            "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
-        ]
-    return Failure(
-        time=time.time(),
-        rank=rank,
-        host=host,
-        pid=0,
-        error=PROCESS_ENDED if exit_code <= 0 else SystemExit.__name__,
-        what=why or f"rank {rank} {_how(exit_code)}",
-        mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
-        excerpt=said and f"rank {rank} wrote last:\n{said}",
-    )
-
-
-def _how(exit_code: int) -> str:
-    """How a process ended, from its exit code; a negative one is the signal that killed it."""
-    with contextlib.suppress(ValueError):
-        if exit_code < 0:
-            return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"

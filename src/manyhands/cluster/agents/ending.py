@@ -1,0 +1,107 @@
+"""How the processes of all machines ended, and which of their failures caused the others."""
+
+import contextlib
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.core.errors import ManyhandsError
+from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
+
+
+@dataclass
+class Ending:
+    """How the processes ended.
+
+    Attributes:
+        returned: rank to what its entry returned.
+        failed: rank to exit code (negative: the signal that killed it), as its agent saw it.
+        records: what failed processes wrote of themselves, by rank.
+        words: the end of the logs of failed processes that wrote none.
+        hosts: rank to the name of its machine, of failed processes.
+        lost: machine's name to what is known of its end, where the machine or its agent has gone.
+        cut: what is told of a tunnel between machines that has ended.
+        evicted: rank to why it was ended by its head, since it hung.
+        hung: why the processes could not do what was asked for, and were killed.
+        interrupted: how often the user (or the system) asked for a stop.
+        regrouped: True when the head had the processes save and leave, to start them on other machines.
+        broken: an agent's own traceback, if one failed itself.
+        refused: what an agent could not do as it was ordered, in words for the user.
+    """
+
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])
+    failed: dict[int, int] = field(default_factory=dict[int, int])
+    records: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    words: dict[int, str] = field(default_factory=dict[int, str])
+    hosts: dict[int, str] = field(default_factory=dict[int, str])
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    cut: str = ""
+    evicted: dict[int, str] = field(default_factory=dict[int, str])
+    hung: str = ""
+    interrupted: int = 0
+    regrouped: bool = False
+    broken: str = ""
+    refused: ManyhandsError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True when every process came to its end by itself."""
+        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.cut or self.refused)
+
+
+def first_cause(ending: Ending) -> Failure | None:
+    """The failure that caused the others.
+
+    The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
+    """
+    records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
+    if ending.evicted:
+        rank, why = next(iter(ending.evicted.items()))
+        return _killed(rank, 0, ending.hosts.get(rank, ""), ending.words.get(rank, ""), why)
+    if records and not records[0].consequence:
+        return records[0]
+    if ending.lost:
+        return _lost(*next(iter(ending.lost.items())))
+    if ending.cut:
+        return _lost("", ending.cut, "are both machines, and the line between them, up?")
+    silent = [rank for rank in ending.failed if rank not in ending.records]
+    if silent:
+        rank = silent[0]
+        return _killed(rank, ending.failed[rank], ending.hosts.get(rank, ""), ending.words.get(rank, ""))
+    return records[0] if records else None
+
+
+def _lost(host: str, how: str, mend: str = "") -> Failure:
+    mend = mend or f"is {host} switched on and on the network? was its agent killed, for memory perhaps?"
+    what = f"{host} is lost: {how}" if host else how
+    return Failure(
+        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, mend=[mend]
+    )  # fmt: skip
+
+
+def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> Failure:
+    """The record of a process that could not write its own."""
+    mend: list[str] = []
+    if exit_code == -signal.SIGKILL:
+        mend = [
+            "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
+        ]
+    return Failure(
+        time=time.time(),
+        rank=rank,
+        host=host,
+        pid=0,
+        error=PROCESS_ENDED if exit_code <= 0 else SystemExit.__name__,
+        what=why or f"rank {rank} {how_it_ended(exit_code)}",
+        mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
+        excerpt=said and f"rank {rank} wrote last:\n{said}",
+    )
+
+
+def how_it_ended(exit_code: int) -> str:
+    """How a process ended, from its exit code; a negative one is the signal that killed it."""
+    with contextlib.suppress(ValueError):
+        if exit_code < 0:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
