@@ -95,6 +95,11 @@ class TrainOptions(Options):
     deterministic: bool = Field(default=False, description="only torch's deterministic algorithms")
     evaluate_every: float = Field(default=1.0, ge=0.0, description="epochs between evaluations; 0: only at the end")
     evaluate_batch: int = Field(default=256, ge=1, description="samples in one pass of an evaluation")
+    evaluate_views: Literal[1, 2, 6] = Field(
+        default=1,
+        description="views of each picture over which an evaluation averages the network's outputs; 2: the picture and "
+        "its mirror image; 6: both, also shifted by a pixel to either corner",
+    )
     audit_every: int = Field(default=500, ge=0, description="steps between proofs that replicas are equal; 0: never")
     max_steps: int = Field(default=0, ge=0, description="stop after so many updates; 0: no limit")
     start_epoch: int = Field(default=0, ge=0, description="a fresh start counts its epochs from here")

@@ -21,9 +21,9 @@ from manyhands.core.layouts import bounds
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.order import evaluation_blocks
-from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.own_metrics import FigureSums, OwnMetric
+from manyhands.train.views import averaged
 
 # Processes ask each other about so often whether to stop.
 ASK_S, MOST_BLOCKS = 1.0, 1000
@@ -128,6 +128,7 @@ class Evaluator:
         log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
         network: that is evaluated, under its mode; None where each process has all of it.
         metrics: of the user's own.
+        views: of each picture, whose outputs are averaged.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first five are named
@@ -141,7 +142,9 @@ class Evaluator:
         log_probabilities: bool = False,
         network: ParallelNetwork | None = None,
         metrics: Sequence[OwnMetric] = (),
+        views: int = 1,
     ) -> None:
+        self._views = views
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
         self.blocks = evaluation_blocks(length, block)
         self._log_probabilities, self._network = log_probabilities, network
@@ -193,8 +196,10 @@ class Evaluator:
             filled = max(length, self._together.most_parts) if self._together else length
             if self._together:
                 labels = self._together.gather_rows(labels, filled)[:length]
-            logits = main_and_auxiliary(model(batch.images))[0]
+            logits = averaged(model, batch.images, self._views)
             logits = logits if logits.dtype == torch.float64 else logits.float()
+            if self._views > 1 and self._log_probabilities:
+                logits = logits.log_softmax(1)
             if self._together:
                 logits = self._together.gather_outputs(logits, filled)
             logits = logits[:length]

@@ -118,6 +118,7 @@ def evaluate_checkpoint(
         log_probabilities=job.train.loss == "nll",
         network=network,
         metrics=make_metrics(job.train.metrics, objects.metrics, live_only=True),
+        views=job.train.evaluate_views,
     )
     try:
         return as_plain(evaluator(model, autocast(job.train.precision, world.device)), classes)

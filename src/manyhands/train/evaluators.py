@@ -31,6 +31,7 @@ def make_evaluator(
         log_probabilities=job.train.loss == "nll",
         network=network,
         metrics=metrics,
+        views=job.train.evaluate_views,
     )
 
 
