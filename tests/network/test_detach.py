@@ -38,6 +38,7 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):  # noqa
             process.send_signal(signal.SIGSTOP)
         trains_on(apart)
         wait_until(lambda: shell(apart, 2, f"ls {PLACE}/run/job.toml"))
+        assert "goes on" in on(apart, 2, "why", "run").stdout
         taken = on(apart, 2, "resume", "run", "--json")
         assert taken.returncode == 0, taken.stderr
         assert json.loads(taken.stdout)["status"] == "running"
@@ -49,6 +50,10 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):  # noqa
         for process in theirs:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+    trains_on(apart)
+    # One that is well makes way too, saved.
+    again = on(apart, 1, "resume", "run", "--json")
+    assert again.returncode == 0, again.stderr
     trains_on(apart)
     stopped = on(apart, 3, "stop", "run")
     assert stopped.returncode == 0, stopped.stderr

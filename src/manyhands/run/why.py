@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.core.claim import agents_work
 from manyhands.core.errors import shortened
 from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.records import MACHINE_LOST, Event, Failure
@@ -87,6 +88,10 @@ def explained(run: RunData, head: Running | None = None) -> Why:
         told = f"{folder} goes on{ours}, {_place(run)}{_heard(run)}"
         do = [f"manyhands logs {folder} --follow shows what processes write"]
         return Why(folder, state, told, machines=_machines(run), done=done, do=do)
+    if state == "going on":
+        told = f"{folder} goes on, {_place(run)}{_heard(run)}; what launched it isn't on this machine, or is lost"
+        do = [f"{going_on(run.folder.path)} takes its place, if that is lost", f"manyhands stop {folder} has all save"]
+        return Why(folder, state, told, done=done, do=do)
     took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
     if state == "finished":
         return Why(folder, state, f"{folder} finished {took}", done=done)
@@ -145,7 +150,7 @@ def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
 def _state(run: RunData, head: Running | None) -> str:
     word = summary.status(run)
     last = next((e.kind for e in reversed(run.events) if e.kind in {"interrupted", *summary.ENDS, *summary.STARTS}), "")
-    if head and word != "finished":
+    if (head or agents_work(run.folder.ranks)) and word != "finished":
         return "going on"
     if last == "interrupted":
         return last

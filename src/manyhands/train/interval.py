@@ -12,7 +12,9 @@ from manyhands.core.records import read_lines
 from manyhands.core.world import World
 
 # Until a save was measured, and never more often or seldom.
-FIRST_S, SHORTEST_S, LONGEST_S = 60.0, 10.0, 1800.0
+FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0
+# Saves may take this part of the time, or come once in so many seconds, however seldom failures are expected.
+SHARE, USUAL_S = 0.01, 60.0
 # Before a run has seen failures one a day is expected of each machine: rented and private ones are ended, put to sleep
 # or run full. It is a guess, on the side that saves too often: Llama 3's machines of 8 cards lasted 264 days each
 # (419 failures in 54 days of 16,384 cards; arXiv:2407.21783, section 3.3.4). It weighs as much as an hour of training.
@@ -27,11 +29,13 @@ _ENDS = {*_FAILS, "regrouped", "stopped", "interrupted", "finished"}
 def best_interval(save_s: float, between_failures_s: float) -> float:
     """Seconds between saves under which saving and making again what a failure took cost the least, within bounds.
 
+    It is no longer than what keeps saves to a hundredth of the time, or a minute where they take less. Else it is
     sqrt(2 * cost of a save * time between failures): J. W. Young, A first order approximation to the optimum checkpoint
     interval, CACM 17(9), 1974; J. T. Daly's estimate of higher order (FGCS 22, 2006) differs where a save takes as long
     as the time between failures.
     """
-    return min(LONGEST_S, max(SHORTEST_S, math.sqrt(2 * save_s * between_failures_s)))
+    longest_s = min(LONGEST_S, max(USUAL_S, save_s / SHARE))
+    return min(longest_s, max(SHORTEST_S, math.sqrt(2 * save_s * between_failures_s)))
 
 
 def between_failures(failures: int, trained_s: float, machines: int) -> float:
