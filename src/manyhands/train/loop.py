@@ -86,7 +86,10 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
         CLOCK.to(COMPUTE)
         if update is None:
             CLOCK.to(OTHER)
+            started = time.perf_counter()
             tell_of_time(trainer)
+            waited_s = time.perf_counter() - started  # for a process that stands still just now
+            trainer.note_stall(trainer.heart.too_long(waited_s), waited_s)
             return
         trainer.heart.beat()
         started = time.perf_counter()
