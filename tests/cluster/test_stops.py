@@ -3,19 +3,21 @@
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import time
 
 import pytest
 
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection
+from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import WorkerExited
+from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
 from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Watch, _Head, supervise_once
 from manyhands.cluster.descriptions.inventory import Machine, Meeting
+from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.folder import RunFolder
@@ -244,3 +246,43 @@ def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_e
     assert said == "waiting for n2, which says nothing; Ctrl-C again ends at once"
     assert AWAITED_S < after_s < SILENT_S
     assert time.monotonic() - began < after_s + KILL_S
+
+
+def spoken_by(tmp_path, name, script):
+    """A machine that says what a shell has it say."""
+    process = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return AgentConnection(Machine(name), process, tmp_path / name, here=False)
+
+
+def said(tmp_path, *messages):
+    """A shell's command for it."""
+    path = tmp_path / "said"
+    path.write_bytes(b"".join(encode(message, 1) for message in messages))
+    return f"cat {path}"
+
+
+def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_others_are_waited_for(tmp_path):
+    """It is needed for the next start, and would take its head's silence for its end."""
+    heard = tmp_path / "heard"
+    ended = said(tmp_path, WorkersStarted(0, [1]), WorkersEnded(failed={0: -9}, host="n2"))
+    links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
+    ending = supervise_once(links, [Orders({}, str(tmp_path), Meeting((1, 1)))] * 2, Watch(evicts=True))
+    assert ending.failed == {0: -9}
+    assert list(ending.lost) == ["n1"]
+    assert not links[0].closed
+    close_all(links)
+    assert heard.read_bytes().count(encode(Alive())) > 1
+
+
+def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_up(tmp_path):
+    link = spoken_by(tmp_path, "n2", f"{said(tmp_path, WorkersStarted(0, [1]))}; exec cat")
+    head = _Head([link], Watch())
+    while not head._started:
+        head.hear(link)
+    link.heard -= SILENT_S + 60  # and the pulse, which comes back, is read by nobody
+    link.send(Alive())
+    assert select.select([link], [], [], 60)[0]
+    head.look()
+    assert not head.ending.lost
+    head.running.clear()
+    close_all([link])

@@ -326,11 +326,12 @@ class OnMachines(Company):
                 raise
             # One that can't be reached any more is as good as lost.
             lost = error.alone if isinstance(error, NoWayError) else error.where
-            self._say(f"{error.what}: the run goes on without {lost}")
             link = next(link for link in self.crew.links if link.machine.name == lost)
             link.close(0.0)
-            if self.too_few():
+            if too_few := self.too_few():
+                self._say(f"{error.what}: {too_few}")
                 raise
+            self._say(f"{error.what}: the run goes on without {lost}")
             new = next((one for one in self._trial if one.link is link), None)
             if new and isinstance(error, NoWayError):
                 self._refuse(new, error)
@@ -346,7 +347,7 @@ class OnMachines(Company):
         if not self._through_ssh:
             return way.open(self.crew, self.addresses)
         address = self.addresses[0].address
-        port = self.crew.links[0].ask(Bind(address), ASK_S).port
+        port = self.crew.links[0].ask(Bind(address), ASK_S, self.crew.links).port
         return StorePlaces(((address, port),) * len(self.crew.links))
 
     def _tunnels_of(self, link: AgentConnection) -> dict[str, str]:
@@ -373,7 +374,8 @@ class OnMachines(Company):
         assert one.link
         try:
             with self._recognised() as token:
-                answer = one.link.ask(self._open_request(one.link, token, records=False, output=False), OPEN_S)
+                request = self._open_request(one.link, token, records=False, output=False)
+                answer = one.link.ask(request, OPEN_S, self.crew.links)
             if answer.taken:
                 raise RefusedError(f"a run is going on in its {answer.folder}")
         except LinkClosed:
@@ -447,7 +449,7 @@ class OnMachines(Company):
         # What a machine wrote last before it was lost needn't have come here, so that its own may be others.
         held = {} if link.machine.name in self._estranged else there.held
         for pieces in pieces_of(self._folder.path, held):
-            link.ask(KeepRecords(there.folder, pieces), RECORDS_S)
+            link.ask(KeepRecords(there.folder, pieces), RECORDS_S, self.crew.links)
         self._estranged.discard(link.machine.name)
 
     def _note_start(self, number: int) -> None:

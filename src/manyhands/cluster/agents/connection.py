@@ -71,7 +71,7 @@ class AgentConnection:
 
     def pulse(self) -> None:
         """Lets the machine know that its head is there, where it is time to."""
-        if time.monotonic() > self._pulse_at:
+        if not self.closed and time.monotonic() > self._pulse_at:
             self._pulse_at = time.monotonic() + PULSE_S
             self.send(Alive())
 
@@ -98,14 +98,14 @@ class AgentConnection:
                 messages += self._lines.take(received)
         return messages
 
-    def ask(self, request: Request[A], timeout_s: float) -> A:
-        """Sends a request and waits for its answer.
+    def ask(self, request: Request[A], timeout_s: float, others: Collection["AgentConnection"] = ()) -> A:
+        """Sends a request and waits for its answer; other machines are told meanwhile that their head is there.
 
         Raises:
             LinkClosed: the machine is gone or silent.
             RunError: the request failed there.
         """
-        (answer,) = ask_all([self], [request], timeout_s)
+        (answer,) = ask_all([self], [request], timeout_s, others)
         if isinstance(answer, RunError):
             raise answer
         return answer

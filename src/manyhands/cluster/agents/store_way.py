@@ -60,7 +60,7 @@ class StoreWay:
         except TunnelError as error:
             self.close()
             address = addresses[0].address
-            port = first.ask(Bind(address), ASK_S).port
+            port = first.ask(Bind(address), ASK_S, crew.links).port
             return StorePlaces(((address, port),) * len(crew.links), str(error))
 
     def _through_ssh(self, crew: Crew, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
@@ -73,7 +73,7 @@ class StoreWay:
         far = [link.machine for link in crew.links if not link.here]
         tunnels = self._of_this_start.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, pulse)))
         # The very way is tried, with somebody at its end who knows a word, before the store takes that port.
-        (ear,) = first.ask(Listen((LOOPBACK,), seconds=ASK_S), ASK_S).listeners
+        (ear,) = first.ask(Listen((LOOPBACK,), seconds=ASK_S), ASK_S, crew.links).listeners
         store = via = f"{LOOPBACK}:{ear.port}"
         if not first.here:
             via = str(folder / "store")
@@ -90,8 +90,8 @@ class StoreWay:
             if isinstance(answer, RunError):
                 raise answer
             _refuse_open(name, *(attempt.result for attempt in answer.attempts))
-        first.ask(Unlisten(), ASK_S)
-        first.ask(Bind(LOOPBACK, ear.port), ASK_S)
+        first.ask(Unlisten(), ASK_S, crew.links)
+        first.ask(Bind(LOOPBACK, ear.port), ASK_S, crew.links)
         return tuple((LOOPBACK, ends[link]) for link in crew.links)
 
     def close(self) -> None:

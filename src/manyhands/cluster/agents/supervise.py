@@ -93,12 +93,12 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
             for link, order in zip(links, orders, strict=True):
                 link.heard = time.monotonic()
                 link.post(StartWorkers(order))
-                selector.register(link, selectors.EVENT_READ)
+                selector.register(link, selectors.EVENT_READ, link)
             while head.running:
                 for key, _ in selector.select(POLL_S):
-                    head.hear(key.fileobj)
-                    if head.over(key.fileobj):
-                        selector.unregister(key.fileobj)
+                    head.hear(key.data)
+                    if key.data.closed:
+                        selector.unregister(key.data)
                 head.obey(len(signals))
                 head.look()
                 watch.on_tick()
@@ -116,18 +116,14 @@ class _Head:
 
     def __init__(self, links: Sequence[AgentConnection], watch: Watch) -> None:
         self.ending = Ending()
-        self.running = set(links)
+        self._links, self.running = links, set(links)
         self._started: set[AgentConnection] = set()
         self._watch = watch
         self._kill_at = self._end_at = float("inf")
         self._told_failure = self._replaced = False
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
 
-    def over(self, link: Any) -> bool:
-        """True once nothing more is to come from a machine."""
-        return link not in self.running
-
-    def hear(self, link: Any) -> None:
+    def hear(self, link: AgentConnection) -> None:
         """Takes in what a machine says."""
         for _, message in link.read():
             self._take(link, message)
@@ -181,13 +177,11 @@ class _Head:
 
     def look(self) -> None:
         """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
-        now = time.monotonic()
-        for link in list(self.running):
+        for link in self._links:  # also those whose processes have ended, which the next start needs
             link.pulse()
             link.flush()
-            patience_s = SILENT_S if link in self._started else START_S
-            if not link.here and now - link.heard > patience_s:
-                self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
+        now = time.monotonic()
+        self._give_up_silent(now)
         self._say_who_is_awaited(now)
         if stands := self._stalls.to_say():
             self._watch.on_warning(stands)
@@ -204,6 +198,16 @@ class _Head:
         if now > self._end_at:
             for link in self.running:
                 link.process.kill()
+
+    def _give_up_silent(self, now: float) -> None:
+        for link in self._long_silent(now):
+            self.hear(link)  # what has come while this process stood still
+        for link in self._long_silent(now):
+            self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
+
+    def _long_silent(self, now: float) -> list[AgentConnection]:
+        patience_s = {link: SILENT_S if link in self._started else START_S for link in self.running if not link.here}
+        return [link for link, longest_s in patience_s.items() if now - link.heard > longest_s]
 
     def _silent(self, now: float) -> list[AgentConnection]:
         return [link for link in self.running if not link.here and now - link.heard > AWAITED_S]
