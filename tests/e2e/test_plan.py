@@ -1,6 +1,7 @@
 """manyhands plan: searched, written, shown, proven and timed; nothing of the user's is overwritten."""
 
 import json
+import re
 
 import pytest
 
@@ -74,6 +75,24 @@ def test_a_slow_link_shows_what_agreeing_costs(plan, here):
     assert [row["method"] for row in methods if row["chosen"]] == ["allreduce"]
 
 
+def test_what_machines_pay_that_only_ssh_reaches_stands_beside_the_direct_way(plan, here):
+    job = ("synthetic:6400x3x16x16x10", "cnn", "--batch", "32", "-n", "3", "--link", "1gbit", "--no-measure", "--json")
+    direct = plan(*job)
+    assert direct.code == 0, direct.err
+    rows = {row["name"]: row for row in json.loads(direct.out)["candidates"]}
+    assert rows["data parallel through ssh"]["step_ms"] > rows["data parallel"]["step_ms"]
+    said = " ".join(direct.err.split())
+    assert re.search(
+        r"through ssh an all-reduce takes [\d.]+ ms for 4 KiB and \d+ ms for 64 MiB, directly [\d.]+ and", said
+    )
+    assert re.search(r"there --sync auto would take \w+", said)
+    tunnel = plan(*job, "--set", "cluster.interface=ssh", "--out", "tunnel.json")
+    assert tunnel.code == 0, tunnel.err
+    other = {row["name"]: row for row in json.loads(tunnel.out)["candidates"]}
+    assert other["data parallel"] == {**rows["data parallel through ssh"], "name": "data parallel"}
+    assert other["data parallel directly"] == {**rows["data parallel"], "name": "data parallel directly"}
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -104,7 +123,8 @@ def test_one_table_prices_an_update_once_and_recommends_one_row(plan, here):
     (arrow,) = (line for line in ended.err.splitlines() if "→" in line)
     content = json.loads(ended.out)
     (exact,) = (row for row in content["sync"]["methods"] if row["method"] == "allreduce")
-    (row,) = (line for line in ended.err.splitlines() if "data parallel" in line and "dp=2" in line and "," not in line)
+    own = [line for line in ended.err.splitlines() if "dp=2" in line and "ssh" not in line]
+    (row,) = (line for line in own if "data parallel" in line and "," not in line)
     assert float(row.replace("→", " ").split()[3]) == pytest.approx(exact["step_s"] * 1e3, rel=0.01)
     assert content["recommended"]["plan"] in arrow
 

@@ -46,6 +46,10 @@ WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)
 BETWEEN_MACHINES = LinkSpeed(125e6, 100e-6)
 # What Ethernet's, IP's and TCP's headers leave of a line: 1448 of 1514 bytes.
 _PAYLOAD = 0.956
+# What ssh passes on at most, and adds to each message, measured between two machines that share two cores; a network in
+# memory was _SSH_SLOWS times as fast (docs/experiments/through-ssh.md).
+_SSH = LinkSpeed(2.2e8, 300e-6)
+_SSH_SLOWS = 4.0
 
 
 def named_link(text: str, where: str = "--link") -> LinkSpeed:
@@ -55,6 +59,23 @@ def named_link(text: str, where: str = "--link") -> LinkSpeed:
         UserError: it is no speed.
     """
     return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
+
+
+def through_ssh(link: LinkSpeed) -> LinkSpeed:
+    """The link where all that is sent on it goes through ssh."""
+    return replace(link, bytes_per_s=min(link.bytes_per_s, _SSH.bytes_per_s), latency_s=link.latency_s + _SSH.latency_s)
+
+
+def without_ssh(link: LinkSpeed) -> LinkSpeed:
+    """At best, the line below a link that was measured through ssh: where ssh is what slows it."""
+    faster = _SSH_SLOWS if link.bytes_per_s > _SSH.bytes_per_s / _SSH_SLOWS else 1.0
+    return LinkSpeed(link.bytes_per_s * faster, max(link.latency_s - _SSH.latency_s, link.latency_s / _SSH_SLOWS))
+
+
+def agreement_ms(processes: int, link: LinkSpeed) -> tuple[str, str]:
+    """Milliseconds of an all-reduce of 4 KiB and of 64 MiB, in figures."""
+    small, large = (f"{1e3 * link_seconds('all_reduce', processes, size, link):.2g}" for size in (1 << 12, 1 << 26))
+    return small, f"{float(large):.0f}"
 
 
 def rounds(kind: str, processes: int) -> tuple[int, float]:

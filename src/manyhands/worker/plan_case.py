@@ -8,7 +8,7 @@ from torch import nn
 from manyhands.config.job import Job
 from manyhands.core.devices import device_kind
 from manyhands.core.folder import NOWHERE
-from manyhands.core.link_speeds import LinkSpeed
+from manyhands.core.link_speeds import LinkSpeed, through_ssh
 from manyhands.core.world import World
 from manyhands.data.order import told_of_batch
 from manyhands.parallel.graph import Graph
@@ -29,7 +29,7 @@ class JobCase:
         job: as the user wrote it; with a precision and a layout once it is `settled`.
         network: channels, size, classes, batch and samples, as plain data.
         device: that computes; a model's name where it isn't here.
-        between: the link between machines of one process each; None where all is on one machine.
+        direct: the link between machines of one process each; None where all is on one machine.
         modelled: the device that isn't here.
         rates: operations and bytes a second of a device that isn't here; None of one that is.
         said: sentences on what was settled.
@@ -38,10 +38,15 @@ class JobCase:
     job: Job
     network: dict[str, Any]
     device: str
-    between: LinkSpeed | None
+    direct: LinkSpeed | None
     modelled: DeviceModel | None
     rates: tuple[float, float] | None = None
     said: tuple[str, ...] = ()
+
+    @property
+    def between(self) -> LinkSpeed | None:
+        """The link that tensors take: through ssh where the job says so."""
+        return through_ssh(self.direct) if self.direct and self.job.cluster.through_ssh else self.direct
 
     @property
     def here(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link
+from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link, through_ssh
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
@@ -19,11 +19,11 @@ from manyhands.parallel.plan import Plan, parse_pins, read_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.explain import Layer, PlanCandidate, draw_plan
-from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find
+from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find, price
 from manyhands.planner.op_times import OpTimes
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.train.optimize import slots_of
-from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
+from manyhands.worker.plan_advice import Advice, advised, other_way, sync_row, sync_seconds
 from manyhands.worker.plan_case import case_to_plan
 from manyhands.worker.plan_costs import Costs
 from manyhands.worker.plan_memory import memory_of_fewest
@@ -172,6 +172,7 @@ class Planned:
         sync: what ways of agreeing cost in the mode data, as JSON data; see `plan_sync`.
         fewer: data parallel on fewer processes.
         advice: what is recommended, and why.
+        other_way: data parallel where machines are joined the other way, directly or through ssh.
     """
 
     found: SearchResult
@@ -182,6 +183,7 @@ class Planned:
     sync: dict[str, Any] = field(default_factory=dict[str, Any])
     fewer: tuple[Option, ...] = ()
     advice: Advice = field(default_factory=Advice)
+    other_way: tuple[PlanCandidate, ...] = ()
 
     @property
     def candidates(self) -> list[PlanCandidate]:
@@ -201,7 +203,7 @@ class Planned:
             for row in rows
         ]
         alone = [option.candidate() for option in self.fewer]
-        return [*self.found.candidates, *methods, *alone]
+        return [*self.found.candidates, *methods, *self.other_way, *alone]
 
     def plan_of(self, option: Option) -> Plan:
         """A plan, as its file says it, with what is needed to make the network again."""
@@ -258,7 +260,8 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     within = costs.worked(_measured_link(on_all, run_task) if together else beside)
     links = request.links(within, costs.worked(between) if between else None)
     times = OpTimes(case.here, TIMES_BUDGET_S if request.measure else 0.0, rates=case.rates)
-    found = find(graph, wish, times, links, costs.share(request.world_size))
+    share = costs.share(request.world_size)
+    found = find(graph, wish, times, links, share)
     times.save()
     fewest = memory_of_fewest(job, found, network, model, apart=between is not None)
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes, *filter(None, (fewest,)))
@@ -271,7 +274,16 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     planned = replace(planned, sync=sync)
     if not planned.found.pick.measured_seconds and (seconds := sync_seconds(planned.sync)):
         planned = replace(planned, found=planned.found.repicked(seconds))
-    return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
+    planned = replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
+    if case.direct is None:
+        return planned
+    link = costs.worked(case.direct if case.job.cluster.through_ssh else through_ssh(case.direct))
+    other = request.links(between=link)
+    option = price(graph, wish, times, other, share)
+    sync = plan_sync(on_all, network, option, other, model=model, link=link, pass_s=pass_s)
+    row, told = other_way(on_all, option, sync, case.between or link, link)
+    advice = replace(planned.advice, reason=f"{planned.advice.reason}\n{told}")
+    return replace(planned, advice=advice, other_way=(row,))
 
 
 def _wish(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:

@@ -49,6 +49,7 @@ from manyhands.cluster.agents.protocol import (
     OpenTunnelEnds,
     Prepare,
     Prepared,
+    ReachThere,
     ReadLog,
     RunOpened,
     RunSeen,
@@ -59,7 +60,7 @@ from manyhands.cluster.agents.protocol import (
     WorkersEnded,
 )
 from manyhands.cluster.doctor.probe import Probe
-from manyhands.cluster.messages import Lines, Message, Misunderstood, RequestFailed, encode
+from manyhands.cluster.messages import Done, Lines, Message, Misunderstood, RequestFailed, encode
 from manyhands.core.claim import agent_has_left, claim, run_id, set_run_id
 from manyhands.core.cores import cores
 from manyhands.core.early_agent import EARLY
@@ -183,6 +184,7 @@ class Agent:
             Bind: self._bind,
             OpenTunnelEnds: self._open_tunnel_ends,
             DigTunnels: lambda request: TunnelsDug(self._tunnels.dig(request.commands, request.seconds)),
+            ReachThere: self._reach_there,
             ReadLog: self._log,
             Prepare: self._prepare,
             StartWorkers: self._start,
@@ -331,6 +333,10 @@ class Agent:
     def _open_tunnel_ends(self, request: OpenTunnelEnds) -> FolderThere:
         self._tunnel_told = False
         return FolderThere(self._tunnels.open(request.address))
+
+    def _reach_there(self, request: ReachThere) -> Done:
+        reach(self._tunnels.ends, request.address, request.port)
+        return Done()
 
     def _prepare(self, request: Prepare) -> Prepared:
         set_threads(request.threads, request.size)

@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.doctor.questions import FactsWanted
-from manyhands.cluster.messages import Message, Request
+from manyhands.cluster.messages import Done, Message, Request
 from manyhands.core.pulse import Seen
 from manyhands.core.records import Failure
 
@@ -231,6 +231,14 @@ class DigTunnels(Request[TunnelsDug]):
 
     commands: dict[str, list[str]]
     seconds: float
+
+
+@dataclass(frozen=True)
+class ReachThere(Request[Done]):
+    """Have another machine's port be reached on its address of loopback here."""
+
+    address: str
+    port: int
 
 
 @dataclass(frozen=True)
