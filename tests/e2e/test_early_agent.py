@@ -1,19 +1,44 @@
 """This machine's agent is started before the job is known, and is gone where the job wants none."""
 
+import contextlib
+import errno
 import json
 import signal
 
 import psutil
 
-from manyhands.core.early_agent import EARLY, start_early
-from tests.e2e.command import QUICK, finish, running, start, wait_until
+from manyhands.core.early_agent import EARLY, start_early, take_early
+from tests.e2e.command import QUICK, end, finish, running, start, wait_until
 
 JOB = ("digits", "mlp", *QUICK, "--epochs", "1", "--set", "train.max_steps=3", "--device", "cpu")
 
 
+# A command that goes on once a file is there, after it has started its agent.
+WAITS = """
+import os, runpy, sys, time
+class Waits:
+    def find_spec(self, name, *_):
+        while name == "cyclopts" and not os.path.exists("go"):
+            time.sleep(0.05)
+sys.meta_path.insert(0, Waits())
+runpy.run_module("manyhands", run_name="__main__")
+"""
+
+
 def early(process):
     """The agents that a command has started before it knew its job."""
-    return [one for one in psutil.Process(process.pid).children() if one.cmdline()[-1:] == [EARLY]]
+    found = []
+    for one in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [one] if one.cmdline()[-1:] == [EARLY] else []
+    return found
+
+
+def begun(*words):
+    """A command that waits, and its agent."""
+    process = start("train", *JOB, *words, program=("-c", WAITS))
+    (agent,) = wait_until(lambda: early(process), process)
+    return process, agent
 
 
 def test_its_workers_have_the_threads_that_the_job_asks_for(here):
@@ -25,17 +50,31 @@ def test_its_workers_have_the_threads_that_the_job_asks_for(here):
 
 
 def test_it_ends_where_a_job_is_wrong_or_its_head_is_killed(here):
-    wrong = start("train", *JOB, "--set", "train.lr=-1")
-    wait_until(lambda: early(wrong), wrong)
-    (agent,) = early(wrong)
-    assert finish(wrong).code == 2
-    wait_until(lambda: not agent.is_running())
-    killed = start("train", *JOB, "--out", "killed")
-    wait_until(lambda: early(killed), killed)
-    (agent,) = early(killed)
+    wrong, agent = begun("--set", "train.lr=-1")
+    killed, other = begun("--out", "killed")
     killed.send_signal(signal.SIGKILL)
+    (here / "go").touch()
+    assert finish(wrong).code == 2
     assert finish(killed).code == -signal.SIGKILL
-    wait_until(lambda: not agent.is_running())
+    wait_until(lambda: not (agent.is_running() or other.is_running()))
+
+
+def test_it_is_not_kept_where_only_other_machines_take_part(here):
+    """It would hold what it has imported for as long as they train."""
+    away, agent = begun("--cluster.hosts", '["elsewhere"]', "--cluster.ssh", "sh -c 'sleep 300'", "--out", "run")
+    (here / "go").touch()
+    wait_until(lambda: not agent.is_running(), away)
+    assert away.poll() is None
+    end(away)
+
+
+def test_where_it_cannot_be_started_the_job_is_read_all_the_same(monkeypatch):
+    def no_memory(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("subprocess.Popen", no_memory)
+    start_early(["train", "digits"])
+    assert take_early() is None
 
 
 def test_where_nothing_of_ours_trains_here_there_is_none(monkeypatch):

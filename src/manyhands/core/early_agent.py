@@ -3,13 +3,14 @@
 Nothing here imports anything of manyhands: it is the first thing that a command does.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
-# An agent that is told this word imports first, and then reads the path of its log from a line of its input.
+# An agent that is told this word imports first, and then reads the path of its log, up to a NUL, from its input.
 EARLY = "early"
 # The folder that an agent works in is no place to import from; somebody else may write there.
 SAFE = "-P"
@@ -27,6 +28,11 @@ def start_early(words: Sequence[str]) -> None:
     trains = words[:1] == ["train"] and not any(name in os.environ for name in _STARTED)
     if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT for word in words):
         return
+    with contextlib.suppress(OSError):  # then it is started once the job is known, where the error is told
+        _untaken.append(_start())
+
+
+def _start() -> "subprocess.Popen[bytes]":
     pipe = subprocess.PIPE
     # Its words until it has a log, which it moves there; nothing of them is left where it is ended.
     words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
@@ -34,7 +40,7 @@ def start_early(words: Sequence[str]) -> None:
     previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         command = [sys.executable, *AGENT, EARLY]
-        _untaken.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True))
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True)
     finally:
         signal.signal(signal.SIGUSR1, previous)
         os.close(words_fd)
@@ -49,4 +55,5 @@ def take_early() -> "subprocess.Popen[bytes] | None":
 def end_early() -> None:
     """Ends the one that nobody has taken: it has only imported."""
     while _untaken:
-        _untaken.pop().kill()
+        with _untaken.pop() as early:
+            early.kill()

@@ -16,12 +16,12 @@ def import_early() -> None:
     with contextlib.suppress(Exception):
         for name in (ELASTIC, PRELOAD, AHEAD):
             importlib.import_module(name)
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (read := os.read(0, 1)):  # no more than the line: what follows it are messages
+    path = b""
+    while not path.endswith(b"\0"):
+        if not (read := os.read(0, 1)):  # no more than the path: what follows it are messages
             os._exit(0)
-        line += read
-    log = os.open(os.fsdecode(line[:-1]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        path += read
+    log = os.open(os.fsdecode(path[:-1]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with open(2, "rb", closefd=False) as words:
         words.seek(0)
         said = words.read()

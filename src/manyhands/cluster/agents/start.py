@@ -23,9 +23,10 @@ def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     early = take_early()
     if early is None or early.stdin is None:
         return _open([sys.executable, *AGENT], machine, log, here=True)
-    log_start = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as output:
+        log_start = output.tell()
     with suppress(BrokenPipeError):  # that it has ended shows when it is first asked
-        early.stdin.write(os.fsencode(log.absolute()) + b"\n")
+        early.stdin.write(os.fsencode(log.absolute()) + b"\0")
         early.stdin.flush()
     return AgentConnection(machine, early, log, here=True, log_start=log_start)
 
