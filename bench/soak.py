@@ -1,6 +1,7 @@
 """Faults for a long time on three hosts of this machine (namespaces; needs root), and what is left of them.
 
     python -m bench.soak kills --count 50 --epochs 400    random kills in one run: its weights, and its useful share
+    python -m bench.soak kills --count 50 --epochs 16 --every 60 --rate 50mbit    the same at one a minute
     python -m bench.soak faults --minutes 30              a fault a minute: memory, descriptors, ports, files
     python -m bench.soak launches --count 100             launches that are ended at random moments: what is left
 
@@ -93,17 +94,27 @@ def disturb(lab, process, draw, kinds):
 def kills(lab, folder, *, count, words, seed, kinds=("kill",), share=False):
     """One run, disturbed so often, at random steps: at the end the weights of one that isn't, by the same updates.
 
-    With `share` the other run is of the three hosts too, which says what share of the seconds was of use.
+    With `share` the other run is of the three hosts too, which says what share of the seconds was of use. Where it is a
+    number there is a fault in each of so many seconds, and their use is told by the pace of a run of some minutes.
     """
+    every_s = 0 if share is True else share
     draw, done = random.Random(seed), []
     launched = ["launch", *words, *hosts(lab), "--out"]
-    with running(*(launched if share else ["train", *words, "--out"]), folder / "whole", by=quietly) as process:
+    on_hosts = share and not every_s
+    with running(*(launched if on_hosts else ["train", *words, "--out"]), folder / "whole", by=quietly) as process:
         assert process.wait() == 0
     steps = events(folder / "whole", "finished")[-1]["step"]
+    undisturbed = pace(launched, folder / "pace") if every_s else None
+    gone(lab)
     moments = sorted(draw.uniform(0.05, 0.85) * steps for _ in range(count))
+    if every_s:
+        moments = [every_s * (number + draw.random()) for number in range(count)]
     with running(*launched, folder / "run", by=quietly) as process:
+        wait_until(begun(folder / "run"), process, patience=120)
+        began = time.monotonic()
+        reached = (lambda: time.monotonic() - began) if every_s else (lambda: last_step(folder / "run"))
         for moment in moments:
-            while process.poll() is None and last_step(folder / "run") < moment:
+            while process.poll() is None and reached() < moment:
                 time.sleep(0.1)
             if process.poll() is None:
                 done.append(disturb(lab, process, draw, kinds))
@@ -118,9 +129,20 @@ def kills(lab, folder, *, count, words, seed, kinds=("kill",), share=False):
         "evaluated_twice": evaluated_twice(folder / "run"),
         "seconds": seconds[1],
         "faults_a_minute": 60 * len(done) / seconds[1],
-        **({"useful": seconds[0] / seconds[1]} if share else {}),
+        **({"useful": (steps / undisturbed if every_s else seconds[0]) / seconds[1]} if share else {}),
     }
     return {**found, "holds": found["difference"] <= ROUNDING and not found["evaluated_twice"] and len(done) == count}
+
+
+def pace(launched, folder, seconds=180):
+    """Updates a second of a run that nothing disturbs, which is ended then."""
+    with running(*launched, folder, by=quietly) as process:
+        wait_until(begun(folder), process, patience=120)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+    steps = [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
+    return (steps[-1]["step"] - steps[0]["step"]) / (steps[-1]["time"] - steps[0]["time"])
 
 
 def last_step(folder):
@@ -264,7 +286,8 @@ def main():
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--within", type=float, default=12.0, help="of launches: seconds until the latest end")
     parser.add_argument("--training", type=float, default=0.5, help="of launches: the share that is let train first")
-    parser.add_argument("--every", type=float, default=60.0, help="of faults: seconds between two")
+    parser.add_argument("--every", type=float, help="of faults (60) and kills (by steps): seconds between two")
+    parser.add_argument("--rate", help="of every host's link, in tc's words, so that a run takes its time: 50mbit")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--data", default="mnist")
     parser.add_argument("--epochs", type=int, default=100)
@@ -273,13 +296,17 @@ def main():
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with place() as (lab, folder):
+        for host in lab.hosts if given.rate else ():
+            lab.rate(host, given.rate)
         if given.what == "kills":
             kinds = ("kill", "stop", "cut") if given.mixed else ("kill",)
             words = job(given.data, given.epochs)
-            found = kills(lab, folder, count=given.count, words=words, seed=given.seed, kinds=kinds, share=True)
+            drawn = {"kinds": kinds, "share": given.every or True}
+            found = kills(lab, folder, count=given.count, words=words, seed=given.seed, **drawn)
         elif given.what == "faults":
             words = job(given.data, 100_000)
-            found = faults(lab, folder, minutes=given.minutes, every_s=given.every, words=words, seed=given.seed)
+            drawn = {"every_s": given.every or 60, "seed": given.seed}
+            found = faults(lab, folder, minutes=given.minutes, words=words, **drawn)
         else:
             words = job(given.data, 100_000)
             drawn = {"seed": given.seed, "within_s": given.within, "training": given.training}
