@@ -20,7 +20,6 @@ from PIL import Image
 
 from bench.fuzz_mutations import spoil_tree
 from manyhands.data import jpeg_box
-from manyhands.data.archive import unpack_once
 from manyhands.data.datasets import cifar
 from manyhands.data.decode import probe
 from manyhands.data.folder import divided, list_parts
@@ -31,6 +30,7 @@ from manyhands.data.pack_choice import folder_listings, of_pack, place_of_pack, 
 from manyhands.data.packed import HEAD, SAMPLES, STATE, columns_digest, digest_of, read_columns, write_columns
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.data.pictures import read_picture
+from manyhands.data.published import unpack_once
 from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import Pixels
 

@@ -22,11 +22,10 @@ from manyhands.checkpoint import commit, layout
 from manyhands.checkpoint.described import open_description
 from manyhands.checkpoint.find import newest, read_state, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
-from manyhands.checkpoint.held import held_contents
 from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import NetworkLayout
 from manyhands.checkpoint.reshard import read_cut
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.save import held_contents, save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.write import finish_pieces, write_pieces

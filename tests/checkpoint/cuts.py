@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from manyhands.checkpoint import commit, layout
-from manyhands.checkpoint.held import held_contents
 from manyhands.checkpoint.pieces import NetworkLayout
+from manyhands.checkpoint.save import held_contents
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import slices
 from manyhands.checkpoint.write import finish_pieces, write_pieces

@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.find import newest, read_state, resolve
-from manyhands.checkpoint.held import held_contents
 from manyhands.checkpoint.kept import prune
 from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import NetworkLayout, first_held, size_of
 from manyhands.checkpoint.reshard import merge, read_cut, reshard
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.save import held_contents, save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.stream import Spec, write_stream

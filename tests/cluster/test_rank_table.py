@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.descriptions.formats import rank_table
-from manyhands.cluster.descriptions.hccl_machine import find_server, read_hccn
+from manyhands.cluster.descriptions.formats.rank_table import find_server, read_hccn
 from manyhands.cluster.descriptions.hccl_table import written
 from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.cluster.descriptions.recognise import read_cluster

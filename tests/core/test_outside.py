@@ -319,7 +319,7 @@ def test_an_archive_that_asks_for_gigabytes_to_begin_with_is_refused(tmp_path):
     packed[1:5] = b"\xff\xff\xff\xff"
     (tmp_path / "x.tar.xz").write_bytes(packed)
     code = (
-        "import pathlib, resource, psutil, manyhands.data.archive as archive\n"
+        "import pathlib, resource, psutil, manyhands.data.published as archive\n"
         "resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**29,) * 2)\n"
         f"archive.unpack_once(pathlib.Path({str(tmp_path / 'x.tar.xz')!r}))"
     )

@@ -14,10 +14,10 @@ from manyhands.core.download import download
 from manyhands.core.errors import UserError
 from manyhands.core.once import one_at_a_time
 from manyhands.data.datasets import mnist
-from manyhands.data.download import fetch
 from manyhands.data.idx import write_idx
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
+from manyhands.data.published import fetch
 
 CONTENT = bytes(range(256)) * 5000
 MD5 = hashlib.md5(CONTENT).hexdigest()

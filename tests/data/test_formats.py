@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.cifar import Layout, read_class_names, read_files, read_split
+from manyhands.data.cifar import Layout, as_tensor, read_class_names, read_files, read_plain, read_split
 from manyhands.data.idx import read_idx, read_pair, write_idx
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.data.plain_pickle import as_tensor, read_plain
 
 BINARY = Layout("bin", "bin.tar.gz", ("a.bin", "b.bin"), "test.bin", "names.txt", label_bytes=1)
 FINE = Layout("bin", "bin.tar.gz", ("a.bin",), "test.bin", "names.txt", label_bytes=2)

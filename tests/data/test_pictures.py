@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from manyhands.data import pictures
-from manyhands.data.crop import crop_box
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.pictures import jpeg_decoder, read_picture
 from manyhands.data.random import SampleDraws
-from manyhands.data.transforms import DRAW_MIRROR, Pixels
+from manyhands.data.transforms import DRAW_MIRROR, Pixels, crop_box
 
 KINDS = ["RGB", "L", "CMYK", "progressive", "turned", "png"]
 

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.doctor.rounds import rounds
-from manyhands.cluster.doctor.survey import MOST_ROUNDS, MOST_TRIED, ways_tried
+from manyhands.cluster.doctor.survey import MOST_ROUNDS, MOST_TRIED, rounds, ways_tried
 
 hosts = st.integers(0, 20).map(lambda count: [f"n{number}" for number in range(count)])
 

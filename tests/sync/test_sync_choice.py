@@ -17,12 +17,12 @@ from manyhands.core.plugins import load_choice
 from manyhands.sync.choose import choose, days_of, words_of
 from manyhands.sync.codecs import Integers, codec_named, mean_bytes
 from manyhands.sync.costs import Cost, LinkCase
-from manyhands.sync.explain import as_plain
 from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, batches, rank_shapes
 from manyhands.train.choose_sync import kept_cost
 from manyhands.worker.plan_advice import with_sync
+from manyhands.worker.plan_sync import as_plain
 
 _MODEL = resnet18()
 RESNET18 = tuple(tuple(one.shape) for one in _MODEL.parameters())

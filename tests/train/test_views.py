@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.train.views import averaged
+from manyhands.train.evaluate import averaged
 
 CHECKED = st.sampled_from([2, 6])
 

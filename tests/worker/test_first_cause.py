@@ -17,8 +17,7 @@ from manyhands.parallel.said import Told
 from manyhands.train.failing import describe_failure, is_consequence
 from manyhands.worker import entry
 from manyhands.worker.entry import MET, Failed, train_here
-from manyhands.worker.member import GroupMember
-from manyhands.worker.peers import first_of_all
+from manyhands.worker.member import GroupMember, first_of_all
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
 DUPLICATE = (

@@ -6,7 +6,9 @@ Python batch: a pickle of {"data": uint8 [n, 3072], "labels" or "fine_labels": l
 Source: A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
 """
 
+import io
 import os
+import pickle
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
@@ -18,13 +20,15 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.outside import open_file
 from manyhands.data.known import Layout
-from manyhands.data.plain_pickle import as_tensor, read_plain
 from manyhands.data.splits import ImagesInMemory, check_labels
 
 _PIXELS = 3 * 32 * 32
 _MOST_BYTES = 1 << 29  # of one file; the largest published one has 150 MB
 _MOST_PACKED_BYTES = 1 << 31  # of all that an archive unpacks to
 _MEND = ("fetch it again, or copy it anew",)
+
+_ERRORS = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+_MORE_ERRORS = (UnicodeError, OverflowError, AssertionError)
 
 
 def read_files(place: Path, layout: Layout) -> dict[str, bytes]:
@@ -108,3 +112,65 @@ def _field(content: Any, key: str, place: str) -> Any:
             if word in content:
                 return content[word]
     raise UserError(f'{place} has no "{key}"', place, _MEND)
+
+
+class ByteArray:
+    """A numpy array as the pickle describes it."""
+
+    def __init__(self, *_: object) -> None:
+        self.values = torch.empty(0, dtype=torch.uint8)  # uint8, of the array's shape, once its state was read
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Takes numpy's own state: version, shape, type, column order, bytes."""
+        _, shape, kind, by_columns, content = state
+        if not isinstance(kind, _Kind) or kind.name != "u1" or by_columns or not isinstance(content, bytes):
+            raise pickle.UnpicklingError("only arrays of bytes, row by row, are allowed")
+        self.values = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(*shape)
+
+
+class _Kind:
+    """A numpy type: its name is all that counts."""
+
+    def __init__(self, name: object = "", *_: object) -> None:
+        self.name = name.decode("latin1") if isinstance(name, bytes) else name
+
+    def __setstate__(self, _: object) -> None:
+        """Byte order and flags; bytes have none."""
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """What newer writers of old pickles use for bytes."""
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+# A pickle names functions to call; none is looked up, and these few names stand for inert classes.
+_ALLOWED = {
+    ("numpy.core.multiarray", "_reconstruct"): ByteArray,
+    ("numpy._core.multiarray", "_reconstruct"): ByteArray,
+    ("numpy", "ndarray"): ByteArray,
+    ("numpy", "dtype"): _Kind,
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed") from None
+
+
+def read_plain(content: bytes, place: str) -> Any:
+    """Reads a pickle of plain data, byte arrays; text of Python 2 comes as bytes. Raises UserError: it holds more."""
+    try:
+        return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
+    except (*_ERRORS, *_MORE_ERRORS, MemoryError, RecursionError, ImportError, RuntimeError) as error:
+        mend = ("fetch the file again from its publisher",)
+        raise UserError(f"{place} is no pickle of plain data: {error}", place, mend) from error
+
+
+def as_tensor(value: Any) -> Tensor | None:
+    return value.values if isinstance(value, ByteArray) else None

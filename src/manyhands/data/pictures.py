@@ -19,11 +19,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from manyhands.data.crop import crop_box
 from manyhands.data.decode import MOST_PIXELS, PictureHeader, content_of, decode, probe
 from manyhands.data.jpeg_box import JpegHeader, box_decoder, resized
 from manyhands.data.random import SampleDraws
-from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, padded
+from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, crop_box, padded
 
 # What libjpeg makes smaller stays at least so many times as large as what is wanted, so that resizing decides how it
 # looks: Pillow's own measure for pictures that are as good as from the whole (`reducing_gap`).

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.report.curves import curves, learning_rate, throughput
+from manyhands.report.curves import curves, learning_rate, throughput, time_stack
 from manyhands.report.drawing import house_style, write_png
 from manyhands.report.fonts import fonts_for
 from manyhands.report.mistakes import confusion, per_class
 from manyhands.report.read import RunData
-from manyhands.report.time_stack import time_stack
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

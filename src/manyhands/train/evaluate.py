@@ -16,14 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from manyhands.core.errors import RunError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.layouts import bounds
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.order import evaluation_blocks
+from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.own_metrics import FigureSums, OwnMetric
-from manyhands.train.views import averaged
 
 # Processes ask each other about so often whether to stop.
 ASK_S, MOST_BLOCKS = 1.0, 1000
@@ -267,3 +267,33 @@ class Evaluator:
             seconds=time.perf_counter() - started,
             metrics=self._own.figures(sums[1:].cpu().sum(1), count) if self._own else {},
         )
+
+
+def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
+    """The mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
+
+    Itself, its mirror image, both shifted by a pixel, with half of the weight: what Jordan 2024 (arXiv:2404.00498)
+    evaluates with.
+
+    Raises:
+        UserError: of what is no picture there is one view alone.
+    """
+    if count == 1:
+        return main_and_auxiliary(model(pictures))[0]
+    if pictures.ndim != 4 or min(pictures.shape[2:]) < 2:
+        shape = "x".join(map(str, pictures.shape[1:]))
+        raise UserError(f"samples of the shape {shape} can't be mirrored", "train.evaluate_views", ("set it to 1",))
+    outputs = [(weight, main_and_auxiliary(model(view))[0]) for weight, view in _views(pictures, count)]
+    precise = torch.promote_types(outputs[0][1].dtype, torch.float32)
+    return torch.stack([weight * output.to(precise) for weight, output in outputs]).sum(0)
+
+
+def _views(pictures: Tensor, count: int) -> Iterator[tuple[float, Tensor]]:
+    """Weights, which add up to 1, and views."""
+    height, width = pictures.shape[2:]
+    wide = F.pad(pictures, (1, 1, 1, 1), "reflect")
+    shifted = [wide[:, :, by : by + height, by : by + width] for by in (0, 2)] if count == 6 else []
+    for number, view in enumerate([pictures, *shifted]):
+        weight = 0.125 if number else 0.25 if shifted else 0.5
+        yield weight, view
+        yield weight, view.flip(3)

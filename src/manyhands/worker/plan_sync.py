@@ -9,11 +9,13 @@ from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.planner.collectives import STATISTICS
 from manyhands.planner.find import LinksOf, Option
-from manyhands.sync.choose import choose
+from manyhands.sync.choose import SyncChoice, choose, days_of
 from manyhands.sync.costs import LinkCase
-from manyhands.sync.explain import as_plain
+from manyhands.sync.method import agrees_in_every_update
 from manyhands.train.choose_sync import ruled_out
 from manyhands.train.optimize import steps_to_make
+
+_MB, _MBIT = 1e6, 8e-6
 
 
 def plan_sync(
@@ -57,3 +59,32 @@ def link_between(job: Job, wanted: str) -> LinkSpeed | None:
     if wanted:
         return named_link(wanted)
     return named_link(job.sync.link, "sync.link") if job.sync.link else None
+
+
+def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
+    """A choice and all that it was made from, as JSON data; `asked` is the method that the job names."""
+    return {
+        "asked": asked,
+        "machines": case.machines,
+        "link_mbit_per_s": round(case.link.bytes_per_s * _MBIT, 3),
+        "latency_ms": round(case.link.latency_s * 1e3, 3),
+        "compute_s": case.step_s,
+        "steps": case.steps,
+        "reason": choice.reason,
+        "methods": [
+            {
+                "method": cost.method,
+                "codec": None if agrees_in_every_update(cost.method) else cost.codec,
+                "every": cost.every,
+                "delay": cost.delay,
+                "step_s": cost.step_s,
+                "sent_mb": cost.sent_bytes / _MB,
+                "exchange_s": cost.exchange_s,
+                "efficiency": case.step_s / cost.step_s,
+                "days": days_of(cost, case),
+                "chosen": cost == choice.chosen,
+                "refused": cost.refused,
+            }
+            for cost in choice.costs
+        ],
+    }

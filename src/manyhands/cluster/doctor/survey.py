@@ -8,7 +8,6 @@ from typing import Protocol
 from manyhands.cluster.doctor.addresses import choose_addresses, own_candidates
 from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Needs, Survey
 from manyhands.cluster.doctor.questions import AskClock, Connect, Listen, Listener, Measure, Unlisten
-from manyhands.cluster.doctor.rounds import rounds
 from manyhands.cluster.messages import A, Request
 from manyhands.core.errors import RunError
 
@@ -195,3 +194,20 @@ def matrix(survey: Survey, values: Mapping[tuple[str, str], float]) -> dict[str,
         for one in survey.hosts
         if any((one, two) in values for two in survey.hosts)
     }
+
+
+def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
+    """A tournament of each pair (sender, receiver), in `most` rounds (0: all) of disjoint pairs."""
+    seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    half, played = len(seats) // 2, []
+    for _ in range(len(seats) - 1):
+        if 0 < most <= len(played):
+            break
+        pairs = [
+            (one, two)
+            for one, two in zip(seats[:half], reversed(seats[half:]), strict=True)
+            if one is not None and two is not None
+        ]
+        played += [pairs, [(two, one) for one, two in pairs]] if pairs else []
+        seats = [seats[0], seats[-1], *seats[1:-1]]  # one stays, the others move on
+    return played[:most] if most else played

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.data.archive import unpack_once
 from manyhands.data.cifar import read_class_names, read_files, read_split
 from manyhands.data.gallery import open_folder
 from manyhands.data.known import CIFAR, Layout
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
-from manyhands.data.published import fetch_file
+from manyhands.data.published import fetch_file, unpack_once
 from manyhands.data.splits import Splits, describe
 from manyhands.data.transforms import Pixels
 
