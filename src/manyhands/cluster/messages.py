@@ -34,13 +34,9 @@ A = TypeVar("A", bound=Message, covariant=True)
 
 
 class Request(Message, Generic[A]):
-    """A message that is answered with one of type A, or with `RequestFailed`, under the same number.
+    """A message that is answered with one of type A, or with `RequestFailed`, under the same number."""
 
-    Attributes:
-        answer: that type.
-    """
-
-    answer: ClassVar[type[Message]]
+    answer: ClassVar[type[Message]]  # that type
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -56,19 +52,12 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class RequestFailed(Message):
-    """A request failed.
+    """A request failed."""
 
-    Attributes:
-        what: one sentence.
-        where: what it is about; empty for the machine itself.
-        mend: what to do about it.
-        traceback: where it is no mistake of the user's.
-    """
-
-    what: str
-    where: str = ""
-    mend: tuple[str, ...] = ()
-    traceback: str = ""
+    what: str  # one sentence
+    where: str = ""  # what it is about; empty for the machine itself
+    mend: tuple[str, ...] = ()  # what to do about it
+    traceback: str = ""  # where it is no mistake of the user's
 
 
 @dataclass(frozen=True)

@@ -24,29 +24,21 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankOutsideError(UserError):
-    """A rank beyond the number of processes: the others may already wait for one that never comes.
+    """A rank beyond the number of processes: the others may already wait for one that never comes."""
 
-    Attributes:
-        membership: the place that was asked for; where the others are to be found.
-    """
-
-    membership: Membership
+    membership: Membership  # the place that was asked for; where the others are to be found
 
 
 @dataclass(frozen=True)
 class Participation:
-    """How this process takes part.
+    """How this process takes part."""
 
-    Attributes:
-        membership: its place in a group somebody else formed; None when manyhands starts the processes itself.
-        processes: how many manyhands starts on this machine; 0 for one per accelerator.
-        meeting: other machines that start their own processes and meet this one's; None for this machine alone.
-        origins: what each of these came from, for `manyhands explain`; "overridden" names what was not followed.
-    """
-
+    # its place in a group somebody else formed; None when manyhands starts the processes itself
     membership: Membership | None
-    processes: int = 0
+    processes: int = 0  # how many manyhands starts on this machine; 0 for one per accelerator
+    # other machines that start their own processes and meet this one's; None for this machine alone
     meeting: Meeting | None = None
+    # what each of these came from, for `manyhands explain`; "overridden" names what was not followed
     origins: Mapping[str, str] = field(default_factory=dict)
 
 

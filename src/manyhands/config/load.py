@@ -53,15 +53,10 @@ _KEY_OR_VALUE = ('write values as key = "text" or key = 3',)
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job and where each value came from.
+    """A job and where each value came from."""
 
-    Attributes:
-        job: the checked values.
-        origins: dotted key to its source, for values that are not plain defaults.
-    """
-
-    job: Job
-    origins: dict[str, str]
+    job: Job  # the checked values
+    origins: dict[str, str]  # dotted key to its source, for values that are not plain defaults
 
 
 def load_job(

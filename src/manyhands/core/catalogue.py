@@ -23,17 +23,11 @@ _WORD = re.compile("[A-Za-z]{2}")
 
 
 class _Key(NamedTuple):
-    """A text of the catalogue that holds values.
+    """A text of the catalogue that holds values."""
 
-    Attributes:
-        fixed: its fixed words; one more than the values.
-        names: the values' names, in their order.
-        target: the text in the reader's language, with the same names.
-    """
-
-    fixed: tuple[str, ...]
-    names: tuple[str, ...]
-    target: str
+    fixed: tuple[str, ...]  # its fixed words; one more than the values
+    names: tuple[str, ...]  # the values' names, in their order
+    target: str  # the text in the reader's language, with the same names
 
 
 class Texts(NamedTuple):

@@ -19,13 +19,9 @@ _FULL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Names the files of a run; making one touches nothing.
+    """Names the files of a run; making one touches nothing."""
 
-    Attributes:
-        path: the folder.
-    """
-
-    path: Path
+    path: Path  # the folder
 
     @property
     def job(self) -> Path:

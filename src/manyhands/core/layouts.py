@@ -40,19 +40,14 @@ def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[rang
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one tensor of a network (or of its optimizer) is cut over a mesh.
+    """How one tensor of a network (or of its optimizer) is cut over a mesh."""
 
-    Attributes:
-        shape: of the whole tensor, as one process alone has it.
-        view: the shape that is cut: `shape`, or that with dimensions split up, where, say, heads lie within one.
-        cuts: for each dimension of the view that is cut: (dimension, numbers of the mesh's axes, ascending).
-        gradient_axes: numbers of the axes over which each process's gradient is a part of a sum.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor, as one process alone has it
+    # the shape that is cut: `shape`, or that with dimensions split up, where, say, heads lie within one
     view: tuple[int, ...]
+    # for each dimension of the view that is cut: (dimension, numbers of the mesh's axes, ascending)
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    gradient_axes: tuple[int, ...] = ()
+    gradient_axes: tuple[int, ...] = ()  # numbers of the axes over which each process's gradient is a part of a sum
 
     @property
     def cut_axes(self) -> set[int]:

@@ -22,19 +22,12 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """How fast two processes talk.
+    """How fast two processes talk."""
 
-    Attributes:
-        bytes_per_s: in one direction, with long messages.
-        latency_s: until the first byte of a message arrives.
-        work_s_per_byte: that a process's cores are at work for each byte that it sends, and so don't compute.
-        work_s_per_message: likewise, for each message.
-    """
-
-    bytes_per_s: float
-    latency_s: float
-    work_s_per_byte: float = 0.0
-    work_s_per_message: float = 0.0
+    bytes_per_s: float  # in one direction, with long messages
+    latency_s: float  # until the first byte of a message arrives
+    work_s_per_byte: float = 0.0  # that a process's cores are at work for each byte that it sends, and so don't compute
+    work_s_per_message: float = 0.0  # likewise, for each message
 
     def with_work_of(self, other: "LinkSpeed") -> "LinkSpeed":
         """This link, whose messages keep cores at work as long as the other's do."""
@@ -149,18 +142,12 @@ def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Costs of collectives along the axes of a mesh.
+    """Costs of collectives along the axes of a mesh."""
 
-    Attributes:
-        mesh: the processes.
-        axes: the link along each axis.
-        across: for each axis whether it leads from machine to machine.
-        measured: points by (kind, axes); they count more than the formula.
-    """
-
-    mesh: Mesh
-    axes: tuple[LinkSpeed, ...]
-    across: tuple[bool, ...]
+    mesh: Mesh  # the processes
+    axes: tuple[LinkSpeed, ...]  # the link along each axis
+    across: tuple[bool, ...]  # for each axis whether it leads from machine to machine
+    # points by (kind, axes); they count more than the formula
     measured: Mapping[tuple[str, tuple[int, ...]], Points] = field(
         default_factory=dict[tuple[str, tuple[int, ...]], Points]
     )

@@ -10,19 +10,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a method can't do without.
+    """Something that a method can't do without."""
 
-    Attributes:
-        reason: why a method can't be taken where this isn't offered; its name stands before.
-        option: the key of the option that decides whether it is offered.
-        mend: what to do, besides taking another method.
-        short: the reason where there is little room.
-    """
-
-    reason: str
-    option: str
-    mend: tuple[str, ...] = ()
-    short: str = ""
+    reason: str  # why a method can't be taken where this isn't offered; its name stands before
+    option: str  # the key of the option that decides whether it is offered
+    mend: tuple[str, ...] = ()  # what to do, besides taking another method
+    short: str = ""  # the reason where there is little room
 
 
 MODE = "parallel.mode"

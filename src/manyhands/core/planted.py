@@ -13,29 +13,17 @@ RAISED = "this error was planted by a drill"
 
 @dataclass(frozen=True)
 class PlantedFault:
-    """What goes wrong.
+    """What goes wrong."""
 
-    Attributes:
-        folder: where it is noted that it was done, and when the run trained again.
-        group: a folder of the system's (cgroup) in which memory is short.
-        model: the options of the network to train.
-        channels: of its pictures.
-        size: of its pictures.
-        what: a word of `worker/faulty_network.py`; empty: nothing.
-        rank: of the process.
-        call: the pass of training, counted from 1 in each process.
-        always: at each start, soon after it, not once.
-    """
-
-    folder: str
-    group: str
-    model: dict[str, Any]
-    channels: int
-    size: int
-    what: str = ""
-    rank: int = 0
-    call: int = 0
-    always: bool = False
+    folder: str  # where it is noted that it was done, and when the run trained again
+    group: str  # a folder of the system's (cgroup) in which memory is short
+    model: dict[str, Any]  # the options of the network to train
+    channels: int  # of its pictures
+    size: int  # of its pictures
+    what: str = ""  # a word of `worker/faulty_network.py`; empty: nothing
+    rank: int = 0  # of the process
+    call: int = 0  # the pass of training, counted from 1 in each process
+    always: bool = False  # at each start, soon after it, not once
 
     @property
     def done(self) -> Path:

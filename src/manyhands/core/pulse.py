@@ -19,28 +19,18 @@ _Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 
 
 class Pulse(BaseModel):
-    """Where a process is.
-
-    Attributes:
-        count: of its pulses; one that doesn't grow any more is a process that doesn't run.
-        step: updates made.
-        phase: what it is at: train, data, evaluate, save.
-        still_s: since it last got on.
-        usual_s: the median of its last updates; of the first, what the link is expected to need; 0 if unknown.
-        calls: collectives that it has come to, of those that all processes take part in; -1 where that isn't known.
-        moved_bytes: by all its connections, both ways; 0 where the system doesn't say.
-        cpu_s: processor time that it has used.
-    """
+    """Where a process is."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
-    count: int
-    step: int
-    phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]
-    still_s: _Seconds
-    usual_s: _Seconds
+    count: int  # of its pulses; one that doesn't grow any more is a process that doesn't run
+    step: int  # updates made
+    phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]  # what it is at: train, data, evaluate, save
+    still_s: _Seconds  # since it last got on
+    usual_s: _Seconds  # the median of its last updates; of the first, what the link is expected to need; 0 if unknown
+    # collectives that it has come to, of those that all processes take part in; -1 where that isn't known
     calls: int = -1
-    moved_bytes: int = 0
-    cpu_s: _Seconds = 0.0
+    moved_bytes: int = 0  # by all its connections, both ways; 0 where the system doesn't say
+    cpu_s: _Seconds = 0.0  # processor time that it has used
 
     @property
     def limit_s(self) -> float:
@@ -59,19 +49,12 @@ def leave_path(folder: Path) -> Path:
 
 
 class Seen(Pulse):
-    """A pulse, and what the agent of its machine sees from outside.
+    """A pulse, and what the agent of its machine sees from outside."""
 
-    Attributes:
-        rank: whose it is.
-        pid: of the process.
-        quiet_s: since its last pulse.
-        stopped: True where the system doesn't let it run: SIGSTOP, or a debugger.
-    """
-
-    rank: int
-    pid: int
-    quiet_s: float
-    stopped: bool
+    rank: int  # whose it is
+    pid: int  # of the process
+    quiet_s: float  # since its last pulse
+    stopped: bool  # True where the system doesn't let it run: SIGSTOP, or a debugger
 
     @property
     def stood_s(self) -> float:

@@ -21,15 +21,10 @@ LONGEST_PATH = 104
 
 @dataclass(frozen=True)
 class TunnelEnds:
-    """The sockets of one machine.
+    """The sockets of one machine."""
 
-    Attributes:
-        address: of loopback, that the machine's processes listen on.
-        folder: that only this user may enter.
-    """
-
-    address: str
-    folder: str
+    address: str  # of loopback, that the machine's processes listen on
+    folder: str  # that only this user may enter
 
     @property
     def entrance(self) -> str:

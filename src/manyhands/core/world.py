@@ -5,25 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all processes of a run.
+    """This process's place among all processes of a run."""
 
-    Attributes:
-        rank: 0 … size - 1; rank 0 is the main one.
-        size: number of processes over all machines.
-        local_rank: 0 … local_size - 1, on this machine.
-        local_size: processes on this machine.
-        device: torch's name of the device of this process, such as "cpu" or "cuda:1".
-        backend: torch.distributed's backend, or "" when the process is alone.
-        collective_timeout_s: seconds after which a silent peer is given up, also in groups of some processes; 0 for
-            torch's own.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    device: str = "cpu"
-    backend: str = ""
+    rank: int = 0  # 0 … size - 1; rank 0 is the main one
+    size: int = 1  # number of processes over all machines
+    local_rank: int = 0  # 0 … local_size - 1, on this machine
+    local_size: int = 1  # processes on this machine
+    device: str = "cpu"  # torch's name of the device of this process, such as "cpu" or "cuda:1"
+    backend: str = ""  # torch.distributed's backend, or "" when the process is alone
+    # seconds after which a silent peer is given up, also in groups of some processes; 0 for torch's own
     collective_timeout_s: float = 0.0
 
     @property
@@ -39,34 +29,18 @@ class World:
 
 @dataclass(frozen=True)
 class Membership:
-    """How a process is to join its group; decided before torch is imported.
+    """How a process is to join its group; decided before torch is imported."""
 
-    Attributes:
-        rank: this process's rank.
-        size: number of processes.
-        local_rank: rank on this machine.
-        local_size: processes on this machine.
-        init: "tcp://host:port", "file:///path", "env://", or "" for a process on its own.
-        backend: torch.distributed's backend, or "auto" for the device's own.
-        device: "auto" or torch's name of a device type.
-        agent_store: True when a launcher already serves the store (its workers are all clients).
-        started_by: words for the user: "manyhands", "torchrun", "--init", "environment", "Slurm" …
-        join_warn_s: seconds after which missing ranks are named.
-        join_timeout_s: seconds after which the process gives up.
-        attempt: how many times the launcher has restarted its workers.
-        device_index: number of this process's accelerator; None for the local rank's.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    init: str = ""
-    backend: str = "auto"
-    device: str = "auto"
-    agent_store: bool = False
-    started_by: str = "manyhands"
-    join_warn_s: float = 30.0
-    join_timeout_s: float = 600.0
-    attempt: int = 0
-    device_index: int | None = None
+    rank: int = 0  # this process's rank
+    size: int = 1  # number of processes
+    local_rank: int = 0  # rank on this machine
+    local_size: int = 1  # processes on this machine
+    init: str = ""  # "tcp://host:port", "file:///path", "env://", or "" for a process on its own
+    backend: str = "auto"  # torch.distributed's backend, or "auto" for the device's own
+    device: str = "auto"  # "auto" or torch's name of a device type
+    agent_store: bool = False  # True when a launcher already serves the store (its workers are all clients)
+    started_by: str = "manyhands"  # words for the user: "manyhands", "torchrun", "--init", "environment", "Slurm" …
+    join_warn_s: float = 30.0  # seconds after which missing ranks are named
+    join_timeout_s: float = 600.0  # seconds after which the process gives up
+    attempt: int = 0  # how many times the launcher has restarted its workers
+    device_index: int | None = None  # number of this process's accelerator; None for the local rank's

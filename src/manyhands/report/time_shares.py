@@ -24,15 +24,10 @@ Seconds = dict[str, float]  # by phase
 
 @dataclass(frozen=True)
 class Improvement:
-    """Something that a user may change.
+    """Something that a user may change."""
 
-    Attributes:
-        what: to do, and why, in a sentence.
-        gain: part of the time that it saves at most, 0 to 1; 0 where that can't be told.
-    """
-
-    what: str
-    gain: float = 0.0
+    what: str  # to do, and why, in a sentence
+    gain: float = 0.0  # part of the time that it saves at most, 0 to 1; 0 where that can't be told
 
 
 def seconds_by_rank(run: RunData) -> list[Seconds]:

@@ -30,19 +30,12 @@ _MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private
 
 @dataclass(frozen=True)
 class Leftover:
-    """Things of one kind.
+    """Things of one kind."""
 
-    Attributes:
-        kind: "code", "decoded", "unpacked", "parts", "temporary" or "run".
-        what: in words for the user.
-        paths: to be removed.
-        size_bytes: that they take.
-    """
-
-    kind: str
-    what: str
-    paths: tuple[Path, ...]
-    size_bytes: int
+    kind: str  # "code", "decoded", "unpacked", "parts", "temporary" or "run"
+    what: str  # in words for the user
+    paths: tuple[Path, ...]  # to be removed
+    size_bytes: int  # that they take
 
 
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:

@@ -36,15 +36,10 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an examination found.
+    """What an examination found."""
 
-    Attributes:
-        survey: everything that was asked and tried.
-        findings: one for each cause, the worst first.
-    """
-
-    survey: Survey
-    findings: list[DoctorFinding]
+    survey: Survey  # everything that was asked and tried
+    findings: list[DoctorFinding]  # one for each cause, the worst first
 
     @property
     def exit_code(self) -> int:

@@ -27,23 +27,14 @@ FAULTS = sorted((*PLANTED, *JOB_FAULTS, *MACHINE_FAULTS), key=lambda fault: faul
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one fault.
+    """Of one fault."""
 
-    Attributes:
-        fault: its row.
-        wrong: what doesn't hold; empty: all does.
-        said: what the run said last.
-        lacks: why it was not tried; empty: it was.
-        back_s: from the fault to the next update of a process started after it.
-        lost: updates that were made twice.
-    """
-
-    fault: Fault
-    wrong: str = ""
-    said: str = ""
-    lacks: str = ""
-    back_s: float | None = None
-    lost: int | None = None
+    fault: Fault  # its row
+    wrong: str = ""  # what doesn't hold; empty: all does
+    said: str = ""  # what the run said last
+    lacks: str = ""  # why it was not tried; empty: it was
+    back_s: float | None = None  # from the fault to the next update of a process started after it
+    lost: int | None = None  # updates that were made twice
 
     @property
     def word(self) -> str:

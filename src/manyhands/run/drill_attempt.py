@@ -37,25 +37,15 @@ SHORT = ("run.report=false", f"checkpoint.every={EVERY_UPDATES}steps")
 
 @dataclass
 class DrilledRun:
-    """A run, and what became of it.
+    """A run, and what became of it."""
 
-    Attributes:
-        words: the user's, of `manyhands train`.
-        folder: of this attempt: the run is in `run`.
-        plant: what is to go wrong in it.
-        hosts: that it may run on; None: it runs here.
-        machines: of the hosts, on which it begins.
-        code: of its end; None before it.
-        ended_s: from the fault to the run's end.
-    """
-
-    words: Sequence[str]
-    folder: Path
-    plant: PlantedFault | None = None
-    hosts: Hosts | None = None
-    machines: Sequence[str] = ()
-    code: int | None = None
-    ended_s: float = 0.0
+    words: Sequence[str]  # the user's, of `manyhands train`
+    folder: Path  # of this attempt: the run is in `run`
+    plant: PlantedFault | None = None  # what is to go wrong in it
+    hosts: Hosts | None = None  # that it may run on; None: it runs here
+    machines: Sequence[str] = ()  # of the hosts, on which it begins
+    code: int | None = None  # of its end; None before it
+    ended_s: float = 0.0  # from the fault to the run's end
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
 
     @property

@@ -23,37 +23,23 @@ LITTLE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Fault:
-    """One row.
+    """One row."""
 
-    Attributes:
-        row: its number in docs/experiments/faults.md.
-        name: as it is asked for.
-        does: what is done.
-        expected: what is to come of it.
-        judge: of an attempt that has ended and the undisturbed one, what doesn't hold; empty: all does.
-        plants: what goes wrong within the run; empty: nothing.
-        rank: on which; None: any.
-        always: at each start.
-        act: starts the attempt, does what there is to do from outside, and waits for the end.
-        lacks: why it can't be tried here; empty: it can.
-        equal: whether the final weights are to be those of the undisturbed run.
-        most_lost: updates that may be made twice.
-        machines: whether it is tried on three machines, which are namespaces of this one.
-    """
-
-    row: int
-    name: str
-    does: str
-    expected: str
+    row: int  # its number in docs/experiments/faults.md
+    name: str  # as it is asked for
+    does: str  # what is done
+    expected: str  # what is to come of it
+    # of an attempt that has ended and the undisturbed one, what doesn't hold; empty: all does
     judge: Callable[[DrilledRun], str]
-    plants: str = ""
-    rank: int | None = None
-    always: bool = False
+    plants: str = ""  # what goes wrong within the run; empty: nothing
+    rank: int | None = None  # on which; None: any
+    always: bool = False  # at each start
+    # starts the attempt, does what there is to do from outside, and waits for the end
     act: Callable[[DrilledRun], None] | None = None
-    lacks: Callable[[], str] = str
-    equal: bool = True
-    most_lost: int = 1
-    machines: bool = False
+    lacks: Callable[[], str] = str  # why it can't be tried here; empty: it can
+    equal: bool = True  # whether the final weights are to be those of the undisturbed run
+    most_lost: int = 1  # updates that may be made twice
+    machines: bool = False  # whether it is tried on three machines, which are namespaces of this one
 
 
 def to_its_end(attempt: DrilledRun) -> None:

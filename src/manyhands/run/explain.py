@@ -27,19 +27,12 @@ DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9
 
 @dataclass(frozen=True)
 class ExplainedValue:
-    """One value.
+    """One value."""
 
-    Attributes:
-        key: its name for scripts.
-        value: of it; None where it is only known later.
-        origin: where it is from.
-        said: in words, where the value alone doesn't say it.
-    """
-
-    key: str
-    value: Any
-    origin: str = ""
-    said: str = ""
+    key: str  # its name for scripts
+    value: Any  # of it; None where it is only known later
+    origin: str = ""  # where it is from
+    said: str = ""  # in words, where the value alone doesn't say it
 
     @property
     def name(self) -> str:

@@ -20,17 +20,11 @@ ALONE = "train, fit and session: ports of loopback alone, for users of this mach
 
 @dataclass(frozen=True)
 class Exposure:
-    """What is open to whom.
+    """What is open to whom."""
 
-    Attributes:
-        now: of each machine, what listens.
-        why_not: of a machine that couldn't be asked, why.
-        then: what a job would open, a line each.
-    """
-
-    now: dict[str, tuple[OpenPort, ...]]
-    why_not: dict[str, str]
-    then: tuple[str, ...]
+    now: dict[str, tuple[OpenPort, ...]]  # of each machine, what listens
+    why_not: dict[str, str]  # of a machine that couldn't be asked, why
+    then: tuple[str, ...]  # what a job would open, a line each
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""

@@ -31,22 +31,15 @@ MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096
 
 
 class LogPlace(BaseModel):
-    """Where the logs of one machine's processes are.
-
-    Attributes:
-        host: the machine.
-        port: of its ssh; 0 for what ssh itself takes.
-        ranks: its first rank and how many it has.
-        folder: the run folder on it.
-        local: True where that is this machine's disk.
-    """
+    """Where the logs of one machine's processes are."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
-    host: str
-    port: int = Field(default=0, ge=0, le=65535)
+    host: str  # the machine
+    port: int = Field(default=0, ge=0, le=65535)  # of its ssh; 0 for what ssh itself takes
+    # its first rank and how many it has
     ranks: tuple[Annotated[int, Field(ge=0, le=MOST_RANKS)], Annotated[int, Field(ge=0, le=MOST_PER_MACHINE)]]
-    folder: str
-    local: bool
+    folder: str  # the run folder on it
+    local: bool  # True where that is this machine's disk
 
     @property
     def machine(self) -> Machine:
@@ -60,17 +53,11 @@ class LogPlace(BaseModel):
 
 @dataclass
 class LogFile:
-    """One process's file, read from where the last look ended.
+    """One process's file, read from where the last look ended."""
 
-    Attributes:
-        rank: whose it is.
-        path: the file; it needn't be there yet.
-        offset: bytes read so far.
-    """
-
-    rank: int
-    path: Path
-    offset: int = 0
+    rank: int  # whose it is
+    path: Path  # the file; it needn't be there yet
+    offset: int = 0  # bytes read so far
 
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
         """Whole lines since the last look, read as they are taken; with `rest` a last one without its end too."""
@@ -89,19 +76,12 @@ class LogFile:
 
 @dataclass
 class FarFile:
-    """A file on another machine, read through its agent.
+    """A file on another machine, read through its agent."""
 
-    Attributes:
-        rank: whose it is.
-        path: the file there.
-        link: the conversation with the agent.
-        offset: bytes read so far.
-    """
-
-    rank: int
-    path: str
-    link: AgentConnection
-    offset: int = 0
+    rank: int  # whose it is
+    path: str  # the file there
+    link: AgentConnection  # the conversation with the agent
+    offset: int = 0  # bytes read so far
 
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
         """Whole lines since the last look; with `rest` a last one without its end too."""

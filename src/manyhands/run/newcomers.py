@@ -28,45 +28,28 @@ BUSY = "it ends its processes of before"
 
 @dataclass(frozen=True)
 class PartTaken:
-    """A machine's part in a run: for one that comes back, the part that it had.
+    """A machine's part in a run: for one that comes back, the part that it had."""
 
-    Attributes:
-        folder: the run folder there.
-        machine: its place among the machines of the last start that it took part in.
-        generation: that start; -1 for none.
-    """
-
-    folder: str
-    machine: int = 0
-    generation: int = -1
+    folder: str  # the run folder there
+    machine: int = 0  # its place among the machines of the last start that it took part in
+    generation: int = -1  # that start; -1 for none
 
 
 @dataclass(eq=False)
 class Newcomer:
-    """One machine that is to take part.
+    """One machine that is to take part."""
 
-    Attributes:
-        machine: which.
-        part: what is known of its part.
-        tell: is given what has become of it, and whether it takes part.
-        asked_for: by the user; else the machine was lost.
-        since: when it was lost or asked for, by the monotonic clock.
-        not_before: it is set aside until then.
-        link: the conversation with its agent, while there is one.
-        facts: what it said of itself.
-        ready: the device and the number of processes, once it can take part.
-    """
-
-    machine: Machine
-    part: PartTaken
+    machine: Machine  # which
+    part: PartTaken  # what is known of its part
+    # is given what has become of it, and whether it takes part
     tell: Callable[[str, bool], object] = lambda _text, _takes_part: None
-    asked_for: bool = False
-    since: float = field(default_factory=time.monotonic)
-    not_before: float = 0.0
-    link: AgentConnection | None = None
-    facts: Facts = field(default_factory=dict[str, Any])
+    asked_for: bool = False  # by the user; else the machine was lost
+    since: float = field(default_factory=time.monotonic)  # when it was lost or asked for, by the monotonic clock
+    not_before: float = 0.0  # it is set aside until then
+    link: AgentConnection | None = None  # the conversation with its agent, while there is one
+    facts: Facts = field(default_factory=dict[str, Any])  # what it said of itself
     clock_offset_s: float = 0.0
-    ready: tuple[str, int] | None = None
+    ready: tuple[str, int] | None = None  # the device and the number of processes, once it can take part
     try_at: float = 0.0
     until: float = 0.0
     steps: Generator[Request[Any], Any, tuple[str, int]] | None = None

@@ -69,19 +69,12 @@ TAKE_OVER_S = 90.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        folder: the run folder.
-        status: "finished" or "stopped".
-        exit_code: for the shell.
-        is_main: True on the process that should tell the user.
-    """
-
-    folder: RunFolder
-    status: str
-    exit_code: int
-    is_main: bool = True
+    folder: RunFolder  # the run folder
+    status: str  # "finished" or "stopped"
+    exit_code: int  # for the shell
+    is_main: bool = True  # True on the process that should tell the user
 
     def read(self) -> RunData:
         """What the run left."""

@@ -12,17 +12,11 @@ SAVED, NOT_SAVED, NOT_FINITE = "saved", "not saved", "not finite"
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended.
+    """How a save ended."""
 
-    Attributes:
-        word: SAVED, NOT_SAVED or NOT_FINITE.
-        what: the disk's words, where it wasn't saved; else the checkpoint's name.
-        digests: of the files that hold tensors, by name.
-    """
-
-    word: str = SAVED
-    what: str = ""
-    digests: dict[str, str] = field(default_factory=dict[str, str])
+    word: str = SAVED  # SAVED, NOT_SAVED or NOT_FINITE
+    what: str = ""  # the disk's words, where it wasn't saved; else the checkpoint's name
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # of the files that hold tensors, by name
 
 
 class Saver:

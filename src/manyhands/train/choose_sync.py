@@ -34,37 +34,24 @@ _OF_JOBS = (OWN_STATISTICS, FINITE_GRADIENTS)
 
 @dataclass(frozen=True)
 class ChosenSync:
-    """How processes agree.
+    """How processes agree."""
 
-    Attributes:
-        cost: the method, its pace, and what was predicted of it.
-        synchronizer: what carries it out.
-        how: what the parallel mode must know of it.
-        standing: says so where this takes long; None where machines don't wait for each other in every update.
-    """
-
-    cost: Cost
-    synchronizer: Synchronizer
-    how: ModeRequest
+    cost: Cost  # the method, its pace, and what was predicted of it
+    synchronizer: Synchronizer  # what carries it out
+    how: ModeRequest  # what the parallel mode must know of it
+    # says so where this takes long; None where machines don't wait for each other in every update
     standing: Standing | None = None
 
 
 @dataclass(frozen=True)
 class SyncRequest:
-    """What a decision is made from.
+    """What a decision is made from."""
 
-    Attributes:
-        job: says what the user wants.
-        mode: the parallel mode in force.
-        steps: updates of the whole run.
-        kept: what a checkpoint says was decided, or None.
-        time_step: seconds of an update without agreement, and of the part in which gradients come; a collective.
-    """
-
-    job: Job
-    mode: str
-    steps: int
-    kept: dict[str, Any] | None
+    job: Job  # says what the user wants
+    mode: str  # the parallel mode in force
+    steps: int  # updates of the whole run
+    kept: dict[str, Any] | None  # what a checkpoint says was decided, or None
+    # seconds of an update without agreement, and of the part in which gradients come; a collective
     time_step: Callable[[], tuple[float, float]]
 
 

@@ -31,23 +31,14 @@ _MOST_BAD, _MOST_BAD_SHARE = 10, 1 / 1000
 
 @dataclass(frozen=True)
 class DataSetup:
-    """A run's data, ready to be read.
+    """A run's data, ready to be read."""
 
-    Attributes:
-        splits: the sources.
-        pixels: what pictures become.
-        classes: their names.
-        train: serves the training split.
-        test: serves the split that is evaluated.
-        held_out: serves what is evaluated once at the end; None where there is nothing of that kind.
-    """
-
-    splits: Splits
-    pixels: Pixels
-    classes: tuple[str, ...]
-    train: Loader
-    test: Loader
-    held_out: Loader | None = None
+    splits: Splits  # the sources
+    pixels: Pixels  # what pictures become
+    classes: tuple[str, ...]  # their names
+    train: Loader  # serves the training split
+    test: Loader  # serves the split that is evaluated
+    held_out: Loader | None = None  # serves what is evaluated once at the end; None where there is nothing of that kind
 
     def close(self) -> None:
         """Ends the loaders' processes."""

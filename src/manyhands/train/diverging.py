@@ -10,13 +10,9 @@ ADVICE = "a smaller train.lr, some train.warmup_epochs, or train.clip = 1.0 ofte
 
 @dataclass
 class Divergence:
-    """Compares the loss of each record with what it began at, or with what guessing costs, if that is more.
+    """Compares the loss of each record with what it began at, or with what guessing costs, if that is more."""
 
-    Attributes:
-        classes: that are told apart.
-    """
-
-    classes: int
+    classes: int  # that are told apart
     _began: float = math.nan
     _high: int = 0
     _told: bool = False

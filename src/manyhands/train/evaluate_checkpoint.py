@@ -46,21 +46,13 @@ from manyhands.train.trained import job_of_record, need_network, pixels_of, sile
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, and on what.
+    """What is evaluated, and on what."""
 
-    Attributes:
-        job: with the network that was trained.
-        source: the samples, their labels those of `classes`.
-        pixels: what pictures become.
-        classes: a name for each output that is known.
-        num_classes: what the network's builder is given.
-    """
-
-    job: Job
-    source: Source
-    pixels: Pixels
-    classes: tuple[str, ...]
-    num_classes: int
+    job: Job  # with the network that was trained
+    source: Source  # the samples, their labels those of `classes`
+    pixels: Pixels  # what pictures become
+    classes: tuple[str, ...]  # a name for each output that is known
+    num_classes: int  # what the network's builder is given
 
 
 def evaluate_checkpoint(

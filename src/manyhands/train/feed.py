@@ -12,19 +12,13 @@ from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class LoadedMicroBatch:
-    """One forward and backward pass of this process, and what it is of.
+    """One forward and backward pass of this process, and what it is of."""
 
-    Attributes:
-        share: its part of the global batch; of no samples where there are fewer samples than processes.
-        batch: the samples of the share, or a single stand-in of weight zero for an empty share.
-        bounds: first sample of the whole micro-batch, over all processes, and the one after its last.
-        group: samples in one of BatchNorm's groups; 0 where there are none.
-    """
-
-    share: Share
-    batch: Batch
+    share: Share  # its part of the global batch; of no samples where there are fewer samples than processes
+    batch: Batch  # the samples of the share, or a single stand-in of weight zero for an empty share
+    # first sample of the whole micro-batch, over all processes, and the one after its last
     bounds: tuple[int, int] = (0, 0)
-    group: int = 0
+    group: int = 0  # samples in one of BatchNorm's groups; 0 where there are none
 
     def micro_batch(self, count: int, seed: int) -> MicroBatch:
         """The same for a network; `count` is the samples of the whole update."""
@@ -34,15 +28,10 @@ class LoadedMicroBatch:
 
 @dataclass(slots=True)
 class UpdateShare:
-    """All micro-batches of this process for one update.
+    """All micro-batches of this process for one update."""
 
-    Attributes:
-        micro_batches: at least one.
-        count: samples in the global batch.
-    """
-
-    micro_batches: list[LoadedMicroBatch]
-    count: int
+    micro_batches: list[LoadedMicroBatch]  # at least one
+    count: int  # samples in the global batch
 
 
 class Feed:

@@ -26,20 +26,14 @@ BUILT_IN = ("cross-entropy", "nll")
 
 @dataclass(frozen=True)
 class LossFn:
-    """Of a network's output and labels int64 [n]: the sum [] of losses and the logits [n, C].
+    """Of a network's output and labels int64 [n]: the sum [] of losses and the logits [n, C]."""
 
-    Attributes:
-        summed: the same of a tensor of outputs [n, C].
-        weigh: what labels int64 [n] count for, added up []; None where each sample counts for one.
-        is_sum: the loss of a batch is the sum itself, divided by nothing.
-        own: the user's function, where it isn't known how it adds up; `prove.py` tries it.
-        dependent: says why the loss depends on how a batch is shared; empty where it doesn't, or hasn't been tried.
-    """
-
-    summed: Function
+    summed: Function  # the same of a tensor of outputs [n, C]
+    # what labels int64 [n] count for, added up []; None where each sample counts for one
     weigh: Callable[[Tensor], Tensor] | None = None
-    is_sum: bool = False
-    own: Function | None = None
+    is_sum: bool = False  # the loss of a batch is the sum itself, divided by nothing
+    own: Function | None = None  # the user's function, where it isn't known how it adds up; `prove.py` tries it
+    # says why the loss depends on how a batch is shared; empty where it doesn't, or hasn't been tried
     dependent: str = ""
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,29 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Objects:
-    """Any may be left out.
+    """Any may be left out."""
 
-    Attributes:
-        model: an nn.Module.
-        train_set: a data set; so are test_set and held_out_set.
-        loss: function (output, labels) of the mean loss or one per sample.
-        at_epoch_end: called on rank 0 after each epoch.
-        optimizer: makes one of the list of parameters.
-        schedule: function of the step, or what makes a torch scheduler of the optimizer.
-        metrics: functions of outputs and labels, or objects that add up, by name.
-        targets: the y of train_set are no classes.
-    """
-
-    model: Any = None
-    train_set: Any = None
+    model: Any = None  # an nn.Module
+    train_set: Any = None  # a data set; so are test_set and held_out_set
     test_set: Any = None
     held_out_set: Any = None
-    loss: Callable[..., Any] | None = None
-    at_epoch_end: "AtEpochEnd | None" = None
-    optimizer: "MakeOptimizer | None" = None
-    schedule: Callable[..., Any] | None = None
-    metrics: Mapping[str, Any] | None = None
-    targets: bool = False
+    loss: Callable[..., Any] | None = None  # function (output, labels) of the mean loss or one per sample
+    at_epoch_end: "AtEpochEnd | None" = None  # called on rank 0 after each epoch
+    optimizer: "MakeOptimizer | None" = None  # makes one of the list of parameters
+    schedule: Callable[..., Any] | None = None  # function of the step, or what makes a torch scheduler of the optimizer
+    metrics: Mapping[str, Any] | None = None  # functions of outputs and labels, or objects that add up, by name
+    targets: bool = False  # the y of train_set are no classes
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:

@@ -18,19 +18,12 @@ _STALL_S, _STALL = 3.0, 3.0
 
 @dataclass
 class Watcher:
-    """What all processes tell each other of their speed, and what is said of it.
+    """What all processes tell each other of their speed, and what is said of it."""
 
-    Attributes:
-        synchronizer: what this process waits for.
-        cost: the method, with its pace.
-        world: who takes part.
-        hosts: name of each rank's machine.
-    """
-
-    synchronizer: Synchronizer
-    cost: Cost
-    world: World
-    hosts: list[str]
+    synchronizer: Synchronizer  # what this process waits for
+    cost: Cost  # the method, with its pace
+    world: World  # who takes part
+    hosts: list[str]  # name of each rank's machine
     _waited_s: float = field(default=0.0, init=False)
     _slow: list[int] = field(default_factory=list[int], init=False)
     _told: set[int] = field(default_factory=set[int], init=False)

@@ -26,18 +26,12 @@ from manyhands.parallel.plain import broadcast_plain, broadcast_tensors
 
 @dataclass(frozen=True)
 class Resumable:
-    """A state to go on from.
+    """A state to go on from."""
 
-    Attributes:
-        snapshot: the state.
-        path: where it was.
-        notes: sentences for the user, such as why a newer checkpoint was passed over.
-        source: the checkpoint opened for reading in pieces; then `snapshot` holds the plain state alone.
-    """
-
-    snapshot: Snapshot
-    path: Path
-    notes: tuple[str, ...] = ()
+    snapshot: Snapshot  # the state
+    path: Path  # where it was
+    notes: tuple[str, ...] = ()  # sentences for the user, such as why a newer checkpoint was passed over
+    # the checkpoint opened for reading in pieces; then `snapshot` holds the plain state alone
     source: Source | None = None
 
 

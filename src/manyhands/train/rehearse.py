@@ -33,21 +33,13 @@ MOST_TIMED, TIMED = 64, 3
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is tried.
+    """What is tried."""
 
-    Attributes:
-        model: the network, before its parallel mode.
-        groups: of its BatchNorm layers.
-        loader: of training samples.
-        loss_fn: the loss; `sum_of_outputs` where it is the user's own.
-        job: that it is for.
-    """
-
-    model: nn.Module
-    groups: NormGroups
-    loader: Loader
-    loss_fn: LossFn
-    job: Job
+    model: nn.Module  # the network, before its parallel mode
+    groups: NormGroups  # of its BatchNorm layers
+    loader: Loader  # of training samples
+    loss_fn: LossFn  # the loss; `sum_of_outputs` where it is the user's own
+    job: Job  # that it is for
 
     def gradients(self, world: World) -> Gradients:
         """Of the network on one process, as an update makes them."""
@@ -57,17 +49,11 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """What was learnt of a network.
+    """What was learnt of a network."""
 
-    Attributes:
-        unused: names of trainable parameters that got no gradient.
-        draws: True where its training pass or its loss draws random numbers.
-        outputs: how many it has; at least as many as there are classes. 0: it wasn't tried.
-    """
-
-    unused: list[str]
-    draws: bool
-    outputs: int = 0
+    unused: list[str]  # names of trainable parameters that got no gradient
+    draws: bool  # True where its training pass or its loss draws random numbers
+    outputs: int = 0  # how many it has; at least as many as there are classes. 0: it wasn't tried
 
 
 def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:

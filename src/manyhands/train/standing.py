@@ -26,23 +26,17 @@ class Standing:
 
     On a CPU the thread that trains computes whenever it doesn't wait, so that its processor time tells. Accelerators
     compute beside it; there an update without agreement has been timed before.
-
-    Attributes:
-        case: measures the link and says what decides the costs of agreeing, for a step that computes for so many
-            seconds; a collective.
-        options: of the sync methods.
-        without: methods that the job rules out, and why.
-        compute_s: of a step, on accelerators; 0 on a CPU.
-        waited_for_data_s: seconds since the last agreement that weren't waited for others.
-        run: the run folder.
     """
 
+    # measures the link and says what decides the costs of agreeing, for a step that computes for so many seconds;
+    # a collective
     case: Callable[[float], LinkCase]
-    options: SyncOptions
-    without: dict[str, str]
-    compute_s: float = 0.0
+    options: SyncOptions  # of the sync methods
+    without: dict[str, str]  # methods that the job rules out, and why
+    compute_s: float = 0.0  # of a step, on accelerators; 0 on a CPU
+    # seconds since the last agreement that weren't waited for others
     waited_for_data_s: Callable[[], float] = lambda: 0.0
-    run: str = "RUN"
+    run: str = "RUN"  # the run folder
     _own_s: float = field(default_factory=time.thread_time, init=False)
     _stood_s: float = field(default=0.0, init=False)
     _all_s: float = field(default=0.0, init=False)

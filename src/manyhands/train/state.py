@@ -23,29 +23,17 @@ from manyhands.train.sharded_state import restore_optimizer, restore_pieces
 
 @dataclass
 class Progress:
-    """How far a run has come. Together with the job's seed it decides every random choice that follows.
+    """How far a run has come. Together with the job's seed it decides every random choice that follows."""
 
-    Attributes:
-        step: updates made.
-        epoch: epochs that are complete.
-        step_in_epoch: updates made in the current epoch.
-        best_figure: of the best evaluation so far; None before the first.
-        best_by: what it is the best by, as train.best says it.
-        best_step: when that was, -1 before the first; foreign checkpoints don't say.
-        evaluated_step: when the last evaluation was, -1 before the first.
-        saved_step: the newest committed checkpoint, 0 before the first.
-        owed: True where an evaluation of this step was due and a stop came first.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    best_figure: float | None = None
-    best_by: str = BY_TOP1
-    best_step: int = -1
-    evaluated_step: int = -1
-    saved_step: int = 0
-    owed: bool = False
+    step: int = 0  # updates made
+    epoch: int = 0  # epochs that are complete
+    step_in_epoch: int = 0  # updates made in the current epoch
+    best_figure: float | None = None  # of the best evaluation so far; None before the first
+    best_by: str = BY_TOP1  # what it is the best by, as train.best says it
+    best_step: int = -1  # when that was, -1 before the first; foreign checkpoints don't say
+    evaluated_step: int = -1  # when the last evaluation was, -1 before the first
+    saved_step: int = 0  # the newest committed checkpoint, 0 before the first
+    owed: bool = False  # True where an evaluation of this step was due and a stop came first
 
     def improves(self, by: str, figure: float) -> bool:
         """True, and noted, where an evaluation of this step is the best so far; anew where another figure decides."""

@@ -25,52 +25,30 @@ TELL_S, TELL = 30.0, 1 / 20
 
 @dataclass(frozen=True)
 class Status:
-    """What all processes together found.
+    """What all processes together found."""
 
-    Attributes:
-        stop: somebody was asked to stop.
-        save: it is time for a checkpoint.
-        written: processes that have written their part of the save that goes on.
-        tell: it is time to record what the time goes to.
-        loss: mean over the samples since the last round.
-        top1: share of them guessed right.
-        samples: how many they were, over all processes.
-        seconds: since the last round, by rank 0's clock.
-        data_share: part of that time that rank 0 waited for data.
-        extra: sums over all processes of what `extra` gave.
-        waited_s: how long this process stood still for the round.
-        own_samples: of the samples, those of this process.
-        own_loss: mean over them; not a number where there are none.
-        own_top1: share of them guessed right.
-        replaced: pictures, over all processes, that couldn't be read.
-    """
-
-    stop: bool
-    save: bool
-    written: int
-    tell: bool
-    loss: float
-    top1: float
-    samples: int
-    seconds: float
-    data_share: float
-    extra: list[float]
-    waited_s: float
-    own_samples: int
-    own_loss: float
-    own_top1: float
-    replaced: int
+    stop: bool  # somebody was asked to stop
+    save: bool  # it is time for a checkpoint
+    written: int  # processes that have written their part of the save that goes on
+    tell: bool  # it is time to record what the time goes to
+    loss: float  # mean over the samples since the last round
+    top1: float  # share of them guessed right
+    samples: int  # how many they were, over all processes
+    seconds: float  # since the last round, by rank 0's clock
+    data_share: float  # part of that time that rank 0 waited for data
+    extra: list[float]  # sums over all processes of what `extra` gave
+    waited_s: float  # how long this process stood still for the round
+    own_samples: int  # of the samples, those of this process
+    own_loss: float  # mean over them; not a number where there are none
+    own_top1: float  # share of them guessed right
+    replaced: int  # pictures, over all processes, that couldn't be read
 
 
 @dataclass
 class EpochMean:
-    """Loss and accuracy over the samples of one epoch, over all processes.
+    """Loss and accuracy over the samples of one epoch, over all processes."""
 
-    Attributes:
-        whole: False where the run goes on in the middle of the epoch, whose mean is then not known.
-    """
-
-    whole: bool = True
+    whole: bool = True  # False where the run goes on in the middle of the epoch, whose mean is then not known
     _loss: float = 0.0
     _correct: float = 0.0
     _samples: int = 0

@@ -62,13 +62,9 @@ def _may_differ(trainer: Trainer) -> bool:
 
 @dataclasses.dataclass
 class SuitedShares:
-    """Sets shares at epochs' starts; alike on all processes.
+    """Sets shares at epochs' starts; alike on all processes."""
 
-    Attributes:
-        known: the shares in force were measured, here or where the run goes on from.
-    """
-
-    known: bool = False
+    known: bool = False  # the shares in force were measured, here or where the run goes on from
     _set_s: float = dataclasses.field(default_factory=time.monotonic)
     _took_s: float = _WHILE_S * (_WHILES + 1)
 

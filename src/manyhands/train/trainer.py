@@ -34,87 +34,50 @@ SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass
 class Trainer:
-    """Everything that meets in a run.
+    """Everything that meets in a run."""
 
-    Attributes:
-        job: what the user asked for.
-        folder: where the run is kept.
-        world: who takes part.
-        journal: writes records.
-        mode: the parallel mode in force.
-        classes: a name for each output of the network.
-        trained: what the weights don't say of the network.
-        feed: what this process computes for each update.
-        network: the model under its mode.
-        update: makes an update.
-        evaluate: evaluates on all processes; may be given what says that this one was asked to stop.
-        status_round: what all processes agree on every so often.
-        progress: how far the run has come.
-        total_steps: updates of the whole job.
-        digest: of what decides the order of samples.
-        sync: how processes agree, decided.
-        watcher: where processes wait for exchanges that the mode doesn't make.
-        standing: where machines wait for each other in every update.
-        release: gives back what was taken (worker processes, changed classes).
-        augment: how training pictures are varied, decided.
-        draws: True where the network was seen to draw random numbers in training.
-        phase: what is going on, for a failure's record.
-        heart: says how far this process is.
-        epoch_mean: of the epoch that goes on.
-        stopped: somebody asked for a stop, and all is saved.
-        saves: checkpoints tried in this run.
-        saver: writes them.
-        writers: who writes one, with the ranks of its machine: rank 0, and another's where disks aren't shared.
-        divergence: watches the loss.
-        interval: weighs what saves hold up against failures, on rank 0; None: the user has said how often to save.
-        test: the same of what was held out; None where nothing was.
-        on_first_update: called once, when this session has trained its first update.
-        at_epoch_end: the user's own function, for rank 0.
-        evaluated: the last evaluation of this session.
-        own_loop: the user's own loop ends epochs and evaluates.
-        noted: what a checkpoint is to hold besides.
-        bad_pictures: that can't be read, and are done without.
-        settle_shares: called where an epoch begins or goes on, so that shares suit the processes; None: they stay.
-    """
-
-    job: Job
-    folder: RunFolder
-    world: World
-    journal: Journal
-    mode: str
-    classes: tuple[str, ...]
-    trained: TrainedNetwork
-    feed: Feed
-    network: ParallelNetwork
-    update: Updater
+    job: Job  # what the user asked for
+    folder: RunFolder  # where the run is kept
+    world: World  # who takes part
+    journal: Journal  # writes records
+    mode: str  # the parallel mode in force
+    classes: tuple[str, ...]  # a name for each output of the network
+    trained: TrainedNetwork  # what the weights don't say of the network
+    feed: Feed  # what this process computes for each update
+    network: ParallelNetwork  # the model under its mode
+    update: Updater  # makes an update
+    # evaluates on all processes; may be given what says that this one was asked to stop
     evaluate: Callable[..., Evaluation]
-    status_round: StatusRound
-    progress: Progress
-    total_steps: int
-    digest: str
-    sync: Cost
-    release: Callable[[], None]
-    watcher: Watcher | None = None
-    standing: Standing | None = None
-    augment: str = "none"
-    draws: bool = False
-    phase: str = "train"
-    heart: Heart = field(default_factory=Heart)
-    stopped: bool = False
-    saves: int = field(default=0)
-    saver: Saver = field(default_factory=Saver)
+    status_round: StatusRound  # what all processes agree on every so often
+    progress: Progress  # how far the run has come
+    total_steps: int  # updates of the whole job
+    digest: str  # of what decides the order of samples
+    sync: Cost  # how processes agree, decided
+    release: Callable[[], None]  # gives back what was taken (worker processes, changed classes)
+    watcher: Watcher | None = None  # where processes wait for exchanges that the mode doesn't make
+    standing: Standing | None = None  # where machines wait for each other in every update
+    augment: str = "none"  # how training pictures are varied, decided
+    draws: bool = False  # True where the network was seen to draw random numbers in training
+    phase: str = "train"  # what is going on, for a failure's record
+    heart: Heart = field(default_factory=Heart)  # says how far this process is
+    stopped: bool = False  # somebody asked for a stop, and all is saved
+    saves: int = field(default=0)  # checkpoints tried in this run
+    saver: Saver = field(default_factory=Saver)  # writes them
+    # who writes one, with the ranks of its machine: rank 0, and another's where disks aren't shared
     writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
-    divergence: Divergence = field(init=False)
+    divergence: Divergence = field(init=False)  # watches the loss
+    # weighs what saves hold up against failures, on rank 0; None: the user has said how often to save
     interval: SaveInterval | None = field(init=False)
-    epoch_mean: EpochMean = field(default_factory=EpochMean)
-    test: Callable[..., Evaluation] | None = None
-    on_first_update: Callable[[], None] | None = None
-    at_epoch_end: AtEpochEnd | None = None
-    evaluated: EvaluationMetrics | None = None
-    own_loop: bool = False
-    noted: Callable[[], dict[str, Any]] = dict
+    epoch_mean: EpochMean = field(default_factory=EpochMean)  # of the epoch that goes on
+    test: Callable[..., Evaluation] | None = None  # evaluates what was held out; None where nothing was
+    on_first_update: Callable[[], None] | None = None  # called once, when this session has trained its first update
+    at_epoch_end: AtEpochEnd | None = None  # the user's own function, for rank 0
+    evaluated: EvaluationMetrics | None = None  # the last evaluation of this session
+    own_loop: bool = False  # the user's own loop ends epochs and evaluates
+    noted: Callable[[], dict[str, Any]] = dict  # what a checkpoint is to hold besides
+    # called where an epoch begins or goes on, so that shares suit the processes; None: they stay
     settle_shares: Callable[[], None] | None = None
-    bad_pictures: set[str] = field(default_factory=set[str])
+    bad_pictures: set[str] = field(default_factory=set[str])  # that can't be read, and are done without
 
     def __post_init__(self) -> None:
         """Begins to watch the loss, and lets those who watch processes know them."""

@@ -33,19 +33,12 @@ from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_o
 
 @dataclass(frozen=True)
 class UnderMode:
-    """What became of a network.
+    """What became of a network."""
 
-    Attributes:
-        network: under its mode.
-        synced: how processes agree.
-        rehearsed: what was learnt of it before.
-        restore_norms: gives the network its own BatchNorm back.
-    """
-
-    network: ParallelNetwork
-    synced: ChosenSync
-    rehearsed: RehearsalResult
-    restore_norms: Callable[[], None]
+    network: ParallelNetwork  # under its mode
+    synced: ChosenSync  # how processes agree
+    rehearsed: RehearsalResult  # what was learnt of it before
+    restore_norms: Callable[[], None]  # gives the network its own BatchNorm back
 
     def watcher(self, world: World) -> Watcher | None:
         """What says who is slow, and has the method keep in time with the link; a collective."""
@@ -63,35 +56,20 @@ class UnderMode:
 
 @dataclass(frozen=True)
 class BeforeMode:
-    """A network before its mode, and what it is for.
+    """A network before its mode, and what it is for."""
 
-    Attributes:
-        job: what the user asked for.
-        model: the network, on its device.
-        samples: the data.
-        mode: the parallel mode, resolved.
-        world: who takes part.
-        journal: is told what is decided.
-        loss_fn: None where the user computes the loss.
-        cross_entropy: the loss can be computed from parts of the classes.
-        classes: of the data; 0 where outputs are the user's.
-        plan: how ops are split, for modes that follow a plan.
-        grid: the processes as the network's author sees them, for modes that take a mesh.
-        found: what the run goes on from.
-    """
-
-    job: Job
-    model: nn.Module
-    samples: DataSetup
-    mode: str
-    world: World
-    journal: Journal
-    loss_fn: LossFn | None = None
-    cross_entropy: bool = False
-    classes: int = 0
-    plan: Plan | None = None
-    grid: Grid | None = None
-    found: Resumable | None = None
+    job: Job  # what the user asked for
+    model: nn.Module  # the network, on its device
+    samples: DataSetup  # the data
+    mode: str  # the parallel mode, resolved
+    world: World  # who takes part
+    journal: Journal  # is told what is decided
+    loss_fn: LossFn | None = None  # None where the user computes the loss
+    cross_entropy: bool = False  # the loss can be computed from parts of the classes
+    classes: int = 0  # of the data; 0 where outputs are the user's
+    plan: Plan | None = None  # how ops are split, for modes that follow a plan
+    grid: Grid | None = None  # the processes as the network's author sees them, for modes that take a mesh
+    found: Resumable | None = None  # what the run goes on from
 
 
 def put_under_mode(before: BeforeMode) -> UnderMode:

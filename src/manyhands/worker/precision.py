@@ -56,19 +56,13 @@ _SMALL = 1_000_000
 
 @dataclass(frozen=True)
 class SettledPrecision:
-    """What became of a job.
+    """What became of a job."""
 
-    Attributes:
-        job: with a precision and a layout.
-        said: a sentence on each that was measured.
-        about: for plan.json: what of the job this decided, and each kind of machine's seconds.
-        splits: the data, where it had to be opened.
-    """
-
-    job: Job
-    said: list[str] = field(default_factory=list[str])
+    job: Job  # with a precision and a layout
+    said: list[str] = field(default_factory=list[str])  # a sentence on each that was measured
+    # for plan.json: what of the job this decided, and each kind of machine's seconds
     about: dict[str, Any] = field(default_factory=dict[str, Any])
-    splits: Splits | None = None
+    splits: Splits | None = None  # the data, where it had to be opened
 
 
 def settle_precision(
