@@ -36,7 +36,7 @@ A = TypeVar("A", bound=Message, covariant=True)
 class Request(Message, Generic[A]):
     """A message that is answered with one of type A, or with `RequestFailed`, under the same number."""
 
-    answer: ClassVar[type[Message]]  # that type
+    answer: ClassVar[type[Message]]  # the type of its answer
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

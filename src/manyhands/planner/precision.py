@@ -29,19 +29,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class KindOfMachine:
-    """What is known of all machines of a kind.
+    """What is known of all machines of a kind."""
 
-    Attributes:
-        name: of the processor or card.
-        bf16: it computes that itself.
-        seconds: of an update's forward and backward, by variant; without those that failed.
-        failed: by variant, why the network can't run so.
-    """
-
-    name: str
-    bf16: bool
+    name: str  # of the processor or card
+    bf16: bool  # it computes that itself
+    # of an update's forward and backward, by variant; without those that failed
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    failed: Mapping[str, str] = field(default_factory=dict[str, str])
+    failed: Mapping[str, str] = field(default_factory=dict[str, str])  # by variant, why the network can't run so
 
     def as_plain(self) -> dict[str, Any]:
         """As JSON data, of which the constructor makes it again."""
@@ -118,15 +112,10 @@ def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One variant of a network's update, to be timed.
+    """One variant of a network's update, to be timed."""
 
-    Attributes:
-        ready: puts everything in place; isn't timed.
-        run: forward and backward; gives the loss [].
-    """
-
-    ready: Callable[[], None]
-    run: Callable[[], torch.Tensor]
+    ready: Callable[[], None]  # puts everything in place; isn't timed
+    run: Callable[[], torch.Tensor]  # forward and backward; gives the loss []
 
 
 def time_variants(trials: Mapping[Variant, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:

@@ -72,23 +72,15 @@ class SpokenJournal(Journal):
 
 @dataclass(frozen=True)
 class OwnParts:
-    """What a loop of the user's own brings.
+    """What a loop of the user's own brings."""
 
-    Attributes:
-        model: the network.
-        optimizer: of its parameters.
-        train_set: a torch Dataset of (x, y).
-        plan: how the network is split; None where it isn't.
-        scheduler: the user's own, of that optimizer; None where there is none, or it needn't be saved.
-        scheduled: the job moves the learning rate.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    train_set: Any
-    plan: Plan | None = None
+    model: nn.Module  # the network
+    optimizer: torch.optim.Optimizer  # of its parameters
+    train_set: Any  # a torch Dataset of (x, y)
+    plan: Plan | None = None  # how the network is split; None where it isn't
+    # the user's own, of that optimizer; None where there is none, or it needn't be saved
     scheduler: LRScheduler | None = None
-    scheduled: bool = False
+    scheduled: bool = False  # the job moves the learning rate
 
 
 def as_plan(plan: PlanLike) -> Plan:

@@ -30,19 +30,13 @@ COUNTED_AT_ONCE = 1 << 16  # logits
 
 @dataclass
 class StepSums:
-    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it.
+    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it."""
 
-    Attributes:
-        loss: sum of losses.
-        samples: samples that count.
-        first_bad: first step whose loss was not finite, infinite if there is none; kept for good.
-        first_spoilt: the same of gradients, where the card itself left that update out.
-    """
-
-    loss: Tensor | float = 0.0
-    samples: int = 0
+    loss: Tensor | float = 0.0  # sum of losses
+    samples: int = 0  # samples that count
+    # first step whose loss was not finite, infinite if there is none; kept for good
     first_bad: Tensor | float = math.inf
-    first_spoilt: Tensor | float = math.inf
+    first_spoilt: Tensor | float = math.inf  # the same of gradients, where the card itself left that update out
     _correct: float | Tensor = 0.0
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 

@@ -35,14 +35,10 @@ from manyhands.worker.plan_trials import LINKS, case_of, try_out
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run's processes decided.
+    """What a run's processes decided."""
 
-    Attributes:
-        plan: how ops are split; None for data parallel.
-        about: for plan.json: the reason, and each candidate's predicted and measured times.
-    """
-
-    plan: Plan | None
+    plan: Plan | None  # how ops are split; None for data parallel
+    # for plan.json: the reason, and each candidate's predicted and measured times
     about: dict[str, Any] = field(default_factory=dict)
 
 

@@ -31,25 +31,15 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class GrowthRequest:
-    """What a user asks of growth, as it was written.
+    """What a user asks of growth, as it was written."""
 
-    Attributes:
-        first: the least number of machines.
-        last: the greatest.
-        link: such as 1gbit, between any two of them; empty for the job's.
-        grow_batch: each machine brings its own batch of the job's size, so that updates grow.
-        price: of a machine for an hour, in any currency; None if nobody asks.
-        measure: time one machine's shares here.
-        device_model: the machines' devices, where they aren't this machine's; nothing is measured then.
-    """
-
-    first: int
-    last: int
-    link: str = ""
-    grow_batch: bool = False
-    price: float | None = None
-    measure: bool = True
-    device_model: str = ""
+    first: int  # the least number of machines
+    last: int  # the greatest
+    link: str = ""  # such as 1gbit, between any two of them; empty for the job's
+    grow_batch: bool = False  # each machine brings its own batch of the job's size, so that updates grow
+    price: float | None = None  # of a machine for an hour, in any currency; None if nobody asks
+    measure: bool = True  # time one machine's shares here
+    device_model: str = ""  # the machines' devices, where they aren't this machine's; nothing is measured then
 
     def counts(self, most: int) -> list[int]:
         """The numbers of machines that are priced, ascending, none above `most`."""
@@ -60,17 +50,11 @@ class GrowthRequest:
 
 @dataclass(frozen=True)
 class Growth:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        rows: for each number of machines, ascending: plain data.
-        about: the job, as plain data.
-        notes: sentences on what was left out or is in doubt.
-    """
-
-    rows: tuple[dict[str, Any], ...]
-    about: dict[str, Any]
-    notes: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]  # for each number of machines, ascending: plain data
+    about: dict[str, Any]  # the job, as plain data
+    notes: tuple[str, ...]  # sentences on what was left out or is in doubt
 
     @property
     def title(self) -> str:

@@ -25,42 +25,25 @@ from manyhands.worker.plan_trials import VERIFY, make_network, norm_group, pictu
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One op of a plan, as the table shows it.
+    """One op of a plan, as the table shows it."""
 
-    Attributes:
-        name: its path.
-        kind: of op.
-        strategy: as plan.json says it.
-        piece: the shape of what the last process gives.
-        parameter_mb: of its parameters, on one process.
-        collectives: in a few words.
-    """
-
-    name: str
-    kind: str
-    strategy: str
-    piece: str
-    parameter_mb: float
-    collectives: str
+    name: str  # its path
+    kind: str  # of op
+    strategy: str  # as plan.json says it
+    piece: str  # the shape of what the last process gives
+    parameter_mb: float  # of its parameters, on one process
+    collectives: str  # in a few words
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan that was read, with the network it is for.
+    """A plan that was read, with the network it is for."""
 
-    Attributes:
-        plan: as read.
-        rows: of its ops.
-        job: that makes the network.
-        network: channels, size, classes and batch.
-        notes: sentences on parts that stay whole.
-    """
-
-    plan: Plan
-    rows: tuple[PlanRow, ...]
-    job: Job
-    network: dict[str, Any]
-    notes: tuple[str, ...]
+    plan: Plan  # as read
+    rows: tuple[PlanRow, ...]  # of its ops
+    job: Job  # that makes the network
+    network: dict[str, Any]  # channels, size, classes and batch
+    notes: tuple[str, ...]  # sentences on parts that stay whole
 
     def as_plain(self) -> dict[str, Any]:
         """The plan and its ops as JSON data."""

@@ -35,18 +35,13 @@ STOPPED_S = 1.0
 
 @dataclass
 class Crew:
-    """The agents of all machines, in the order of their ranks.
+    """The agents of all machines, in the order of their ranks."""
 
-    Attributes:
-        links: the conversations.
-        facts: what each machine said of itself.
-        clock_offsets_s: machine's name to how far its clock is ahead of ours.
-        contacts: machine's name to why no agent answers there; such a machine has no link.
-    """
-
-    links: list[AgentConnection]
-    facts: list[Facts]
+    links: list[AgentConnection]  # the conversations
+    facts: list[Facts]  # what each machine said of itself
+    # machine's name to how far its clock is ahead of ours
     clock_offsets_s: dict[str, float] = field(default_factory=dict[str, float])
+    # machine's name to why no agent answers there; such a machine has no link
     contacts: dict[str, Contact] = field(default_factory=dict[str, Contact])
 
     def keep(self, wanted: Callable[[AgentConnection], bool]) -> None:

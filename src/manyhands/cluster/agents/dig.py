@@ -41,17 +41,12 @@ class NoWayError(UserError):
 
 @dataclass
 class Way:
-    """How machines reach each other through ssh.
+    """How machines reach each other through ssh."""
 
-    Attributes:
-        ends: of each machine, by its name.
-        dug_by: who holds the tunnel between two, by the pair in the order of ranks.
-        through: who passes on what two send each other.
-    """
-
-    ends: dict[str, TunnelEnds]
+    ends: dict[str, TunnelEnds]  # of each machine, by its name
+    # who holds the tunnel between two, by the pair in the order of ranks
     dug_by: dict[Pair, str] = field(default_factory=dict[Pair, str])
-    through: dict[Pair, str] = field(default_factory=dict[Pair, str])
+    through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # who passes on what two send each other
 
     def told(self) -> str:
         """Which way was taken, in a sentence."""
@@ -66,15 +61,10 @@ class Way:
 
 @dataclass(frozen=True)
 class _Login:
-    """One ssh from a machine to another.
+    """One ssh from a machine to another."""
 
-    Attributes:
-        ours: sockets that are made on the machine that logs in, and what each leads to on the other.
-        theirs: sockets that are made on the other, and what each leads to on the one that logs in.
-    """
-
-    ours: Mapping[str, str]
-    theirs: Mapping[str, str]
+    ours: Mapping[str, str]  # sockets that are made on the machine that logs in, and what each leads to on the other
+    theirs: Mapping[str, str]  # sockets that are made on the other, and what each leads to on the one that logs in
 
     def command(self, to: Machine, ends: TunnelEnds, options: ClusterOptions) -> list[str]:
         """The words of it; what runs there ends when whoever started the ssh does."""

@@ -12,37 +12,27 @@ from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
 @dataclass
 class Ending:
-    """How the processes ended.
+    """How the processes ended."""
 
-    Attributes:
-        returned: rank to what its entry returned.
-        failed: rank to exit code (negative: the signal that killed it), as its agent saw it.
-        records: what failed processes wrote of themselves, by rank.
-        words: the end of the logs of failed processes that wrote none.
-        hosts: rank to the name of its machine, of failed processes.
-        lost: machine's name to what is known of its end, where the machine or its agent has gone.
-        cut: what is told of a tunnel between machines that has ended.
-        evicted: rank to why it was ended by its head, since it hung.
-        hung: why the processes could not do what was asked for, and were killed.
-        interrupted: how often the user (or the system) asked for a stop.
-        regrouped: True when the head had the processes save and leave, to start them on other machines.
-        broken: an agent's own traceback, if one failed itself.
-        refused: what an agent could not do as it was ordered, in words for the user.
-    """
-
-    returned: dict[int, Any] = field(default_factory=dict[int, Any])
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])  # rank to what its entry returned
+    # rank to exit code (negative: the signal that killed it), as its agent saw it
     failed: dict[int, int] = field(default_factory=dict[int, int])
+    # what failed processes wrote of themselves, by rank
     records: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    # the end of the logs of failed processes that wrote none
     words: dict[int, str] = field(default_factory=dict[int, str])
+    # rank to the name of its machine, of failed processes
     hosts: dict[int, str] = field(default_factory=dict[int, str])
+    # machine's name to what is known of its end, where the machine or its agent has gone
     lost: dict[str, str] = field(default_factory=dict[str, str])
-    cut: str = ""
+    cut: str = ""  # what is told of a tunnel between machines that has ended
+    # rank to why it was ended by its head, since it hung
     evicted: dict[int, str] = field(default_factory=dict[int, str])
-    hung: str = ""
-    interrupted: int = 0
-    regrouped: bool = False
-    broken: str = ""
-    refused: ManyhandsError | None = None
+    hung: str = ""  # why the processes could not do what was asked for, and were killed
+    interrupted: int = 0  # how often the user (or the system) asked for a stop
+    regrouped: bool = False  # True when the head had the processes save and leave, to start them on other machines
+    broken: str = ""  # an agent's own traceback, if one failed itself
+    refused: ManyhandsError | None = None  # what an agent could not do as it was ordered, in words for the user
 
     @property
     def ok(self) -> bool:
