@@ -120,8 +120,7 @@ def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
 def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
     """Builds a job on what a user of Python gives: a Job, the path of a job.toml, or nothing; `flags` win over it.
 
-    Raises:
-        UserError: it is something else, or a value is wrong.
+    Raises UserError: it is something else, or a value is wrong.
     """
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
@@ -133,11 +132,7 @@ def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJo
 
 
 def written_values(file: Path) -> Values:
-    """What a job.toml says, by dotted key, unchecked.
-
-    Raises:
-        UserError: it is missing, or isn't TOML.
-    """
+    """What a job.toml says, by dotted key, unchecked. Raises UserError: it is missing, or isn't TOML."""
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
     return values
@@ -296,11 +291,7 @@ def expected_values(key: str) -> list[str]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file, in UTF-8 with or without a byte-order mark.
-
-    Raises:
-        UserError: it is missing, or isn't TOML.
-    """
+    """Reads a TOML file, in UTF-8 with or without a byte-order mark. Raises UserError: it is missing, or isn't TOML."""
     try:
         text = decoded(read_bytes(path, MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:

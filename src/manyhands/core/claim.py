@@ -104,11 +104,7 @@ def agents_work(ranks: Path) -> bool:
 
 
 def _wait_for_agents(folder: RunFolder, patience_s: float) -> None:
-    """Until the processes of an earlier start have left.
-
-    Raises:
-        Timeout: they are at work still.
-    """
+    """Until the processes of an earlier start have left. Raises Timeout: they are at work still."""
     for path in folder.ranks.glob("agent-*.lock"):
         with FileLock(path, timeout=patience_s):
             pass

@@ -61,8 +61,7 @@ def without_password(url: str) -> str:
 def _apart(url: str) -> tuple[str, str]:
     """The address without user and password, and the header's value that they make, or an empty string.
 
-    Raises:
-        ValueError: it isn't an address.
+    Raises ValueError: it isn't an address.
     """
     parts = urllib.parse.urlsplit(url)
     address = parts._replace(netloc=parts.netloc.rpartition("@")[2])

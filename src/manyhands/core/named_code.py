@@ -39,8 +39,7 @@ def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None,
 def announce_planned(word: str, plan: Path, instead: str) -> None:
     """Says which code is about to run because a plan.json names it; whether it has changed its digest tells.
 
-    Raises:
-        UserError: the plan or the code is another user's.
+    Raises UserError: the plan or the code is another user's.
     """
     for _, file in _files([word], plan, instead):
         say(f"running {file}, since {plan} names it")

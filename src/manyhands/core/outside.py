@@ -94,8 +94,7 @@ def _from_pipe(descriptor: int, most_bytes: int) -> bytes:
 def decoded(content: bytes) -> str:
     """Bytes as text: UTF-8, with or without a byte-order mark, or UTF-16 with one.
 
-    Raises:
-        UnreadableError: it is neither; says the line, and which encoding it may be.
+    Raises UnreadableError: it is neither; says the line, and which encoding it may be.
     """
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         try:
@@ -146,8 +145,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
 def parse_toml(text: str | bytes) -> dict[str, Any]:
     """Plain data (and dates) from TOML.
 
-    Raises:
-        UnreadableError: it isn't TOML; or too large, too deep, or has a number that is too long.
+    Raises UnreadableError: it isn't TOML; or too large, too deep, or has a number that is too long.
     """
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text, MOST_TOML_BYTES, brackets=False)
@@ -168,10 +166,7 @@ def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
     """Plain data from YAML, and the yaml.Node that it came from (None of an empty text), whose parts know their lines.
 
     Anchors, aliases and tags are refused: no file that is read here has them, and a few lines of them grow to
-    gigabytes.
-
-    Raises:
-        UnreadableError: it isn't YAML; or too large, too deep, or has what is refused.
+    gigabytes. Raises UnreadableError: it isn't YAML; or too large, too deep, or has what is refused.
     """
     import yaml
 
@@ -215,22 +210,14 @@ def typed_number(text: str) -> int | None:
 
 
 def whole_number(digits: str) -> int:
-    """A whole number of a length that can be shown and made a float.
-
-    Raises:
-        UnreadableError: it is longer.
-    """
+    """A whole number of a length that can be shown and made a float. Raises UnreadableError: it is longer."""
     if len(digits) > MOST_DIGITS:
         raise UnreadableError(_too_long())
     return int(digits)
 
 
 def finite_number(digits: str) -> float:
-    """A number that a float can hold.
-
-    Raises:
-        UnreadableError: it can't.
-    """
+    """A number that a float can hold. Raises UnreadableError: it can't."""
     value = float(digits)
     if math.isinf(value):
         raise UnreadableError("a number is larger than any that can be computed with")

@@ -88,11 +88,7 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """A record from plain data.
-
-    Raises:
-        UserError: it is damaged, or a newer manyhands wrote it.
-    """
+    """A record from plain data. Raises UserError: it is damaged, or a newer manyhands wrote it."""
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         raise UserError("a newer manyhands wrote what this network is", where, ("update manyhands",))

@@ -124,11 +124,7 @@ def _is_old(state: os.stat_result) -> bool:
 
 
 def _run(word: str) -> Path:
-    """The folder of a run that may go.
-
-    Raises:
-        UserError: there is none, or it goes on.
-    """
+    """The folder of a run that may go. Raises UserError: there is none, or it goes on."""
     folder = find_run(word)
     try:
         lock = claim(folder, new_holder())

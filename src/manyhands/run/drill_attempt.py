@@ -223,8 +223,7 @@ def _network() -> Path:
 def to_words(words: Sequence[str]) -> list[str]:
     """The words of `manyhands train` for the user's: on two processes and digits where nothing else is said.
 
-    Raises:
-        UserError: they name a run folder, or a checkpoint, which a drill leaves alone.
+    Raises UserError: they name a run folder, or a checkpoint, which a drill leaves alone.
     """
     for word in words:
         if word.partition("=")[0] in {"--out", "--resume", "--init", "--json", "--dry-run", "--show-config"}:

@@ -134,8 +134,7 @@ def _following(job: Job, folder: RunFolder) -> Job:
 def resolve_checkpoint(reference: Path, which: str) -> Path:
     """The checkpoint folder or file that is meant; says which damaged ones were passed over for it.
 
-    Raises:
-        UserError: there is none, or it lies on another machine.
+    Raises UserError: there is none, or it lies on another machine.
     """
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():

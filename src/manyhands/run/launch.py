@@ -100,8 +100,7 @@ def launch(
 def _absent(job: Job, folder: RunFolder, crew: Crew, machines: Sequence[Machine], screen: Screen) -> Sequence[Machine]:
     """Who doesn't answer, where a run that has saved can go on without, as `--elastic` says.
 
-    Raises:
-        RunError: one is needed that doesn't answer.
+    Raises RunError: one is needed that doesn't answer.
     """
     there = [link.machine for link in crew.links]
     goes_on = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
@@ -174,8 +173,7 @@ def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
 def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequence[RunOpened]) -> None:
     """No machine's folder of this name may be in use, or hold what was saved by a run that isn't this one.
 
-    Raises:
-        UserError: one does; its checkpoints would be taken for this run's.
+    Raises UserError: one does; its checkpoints would be taken for this run's.
     """
     goes_on = job.run.out and job.checkpoint.resume != "never"
     for link, answer in zip(crew.links, opened, strict=True):
@@ -198,8 +196,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequenc
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: RunOpened) -> None:
     """A run that has saved must not begin anew because the first machine has lost, or never had, what was saved.
 
-    Raises:
-        UserError: there is no checkpoint where rank 0 looks for one.
+    Raises UserError: there is no checkpoint where rank 0 looks for one.
     """
     saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     link = crew.links[0]

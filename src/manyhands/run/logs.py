@@ -211,8 +211,7 @@ def log_files(folder: RunFolder) -> list[LogFile]:
 def read_places(folder: RunFolder) -> list[LogPlace]:
     """Where the machines of the run keep their files; empty where all are in the run folder.
 
-    Raises:
-        UserError: the file that says so is damaged.
+    Raises UserError: the file that says so is damaged.
     """
     path = folder.machines
     try:

@@ -73,8 +73,7 @@ def _uncollected() -> Iterator[None]:
 def show_plan(path: Path, flags: Mapping[str, Any]) -> "Shown":
     """Reads a plan and looks at its network: what flags name, else the plan's own.
 
-    Raises:
-        UserError: it is no plan, or doesn't fit the network.
+    Raises UserError: it is no plan, or doesn't fit the network.
     """
     return load_worker("plan_show").show_plan(path, flags)
 

@@ -59,8 +59,7 @@ def predict_files(
 def list_pictures(named: Iterable[Path]) -> list[Path]:
     """Files as they are named; of a folder all pictures in it, at any depth, by name.
 
-    Raises:
-        UserError: there is no such file, or a folder holds no picture.
+    Raises UserError: there is no such file, or a folder holds no picture.
     """
     from manyhands.data.decode import PICTURE_SUFFIXES
 

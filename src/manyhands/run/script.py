@@ -24,8 +24,7 @@ _SECTIONS = ("cluster.", "run.")
 def check_script(loaded: LoadedJob) -> None:
     """Looks at what can be known before anything is started.
 
-    Raises:
-        UserError: there is no such script here, or an option was given that no script would hear of.
+    Raises UserError: there is no such script here, or an option was given that no script would hear of.
     """
     job = loaded.job
     script = job.run.script[0]
@@ -63,8 +62,7 @@ def stopping(job: Job, usual: str) -> str:
 def note_end(job: Job, folder: RunFolder, ending: Ending) -> None:
     """Writes into the run's diary how it ended, where that isn't a failure, whose first cause is found elsewhere.
 
-    Raises:
-        ManyhandsError: the user stopped it.
+    Raises ManyhandsError: the user stopped it.
     """
     kind = "stopped" if ending.interrupted else "finished" if ending.ok else ""
     if kind:

@@ -124,13 +124,12 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
 def place_of(job: Job) -> Participation:
     """How this process takes part; where its rank can't be, those that wait for it hear so before this raises.
 
-    Raises:
-        UserError: the flags or variables contradict each other or leave something out.
+    Raises UserError: the flags or variables contradict each other or leave something out.
     """
     try:
         return participate(job.cluster)
     except RankOutsideError as outside:
-        load_worker("peers").tell_of_outside(job, outside.membership, outside.what)
+        load_worker("member").tell_of_outside(job, outside.membership, outside.what)
         raise
 
 
@@ -260,8 +259,7 @@ def _run_folder(job: Job) -> Iterator[RunFolder]:
 def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """The run folder, new or gone on with, with the whole job in it, and a lock that keeps other runs out of it.
 
-    Raises:
-        UserError: it can't be used, or holds a run that the user doesn't want to go on with.
+    Raises UserError: it can't be used, or holds a run that the user doesn't want to go on with.
     """
     if not job.run.out:
         words = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)

@@ -30,8 +30,7 @@ QUIET_S = 2.0
 def find_running(word: str) -> Running:
     """The run that goes on and is meant: by its folder, the folder's name, or the beginning of that.
 
-    Raises:
-        UserError: none is, or several are.
+    Raises UserError: none is, or several are.
     """
     runs = running()
     found = matches(word, runs)
@@ -47,8 +46,7 @@ def find_running(word: str) -> Running:
 def find_run(word: str) -> RunFolder:
     """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of that.
 
-    Raises:
-        UserError: there is none, or there are several.
+    Raises UserError: there is none, or there are several.
     """
     for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
         if word and folder.exists():

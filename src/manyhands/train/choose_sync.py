@@ -114,8 +114,7 @@ def leaves_a_choice(mode: str) -> bool:
 def _asked(job: Job, mode: str) -> Cost | None:
     """What the user has said whole, so that nothing needs to be measured.
 
-    Raises:
-        UserError: that doesn't go with the rest of the job.
+    Raises UserError: that doesn't go with the rest of the job.
     """
     method = job.sync.method
     if method not in methods():

@@ -84,8 +84,7 @@ class StopRequest:
     def heed(self, done: int) -> None:
         """To be called before each block, `done` of which are behind; every second or so it is a collective.
 
-        Raises:
-            Interrupted: on all processes alike.
+        Raises Interrupted: on all processes alike.
         """
         if done < self._next:
             return
@@ -273,10 +272,7 @@ def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     """The mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
 
     Itself, its mirror image, both shifted by a pixel, with half of the weight: what Jordan 2024 (arXiv:2404.00498)
-    evaluates with.
-
-    Raises:
-        UserError: of what is no picture there is one view alone.
+    evaluates with. Raises UserError: of what is no picture there is one view alone.
     """
     if count == 1:
         return main_and_auxiliary(model(pictures))[0]

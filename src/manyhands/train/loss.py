@@ -138,8 +138,7 @@ def _beside(tensor: Tensor, weight: Tensor) -> Tensor:
 def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
     """The sum [] of a loss of the user's own, which gives one value per sample or their mean.
 
-    Raises:
-        UserError: it gives something else.
+    Raises UserError: it gives something else.
     """
     loss: Any = function(output, labels)
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):

@@ -72,8 +72,7 @@ def read_any(path: Path) -> Snapshot:
 def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
     """Gives a network the weights of a file, a checkpoint or a run; a last layer for other classes stays as it is.
 
-    Raises:
-        UserError: there is no such file, or it is of another network.
+    Raises UserError: there is no such file, or it is of another network.
     """
     path, passed_over = choose(reference, "best")
     for note in passed_over:
@@ -96,8 +95,7 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
 def refuse_other_head(saved: dict[str, Tensor], model: nn.Module, classes: int, where: str) -> None:
     """Refuses to go on with another tool's network that tells other classes apart than the data has.
 
-    Raises:
-        UserError: it fits but for its last layer.
+    Raises UserError: it fits but for its last layer.
     """
     head = _other_head(saved, model.state_dict(), classes)
     if head:

@@ -32,8 +32,7 @@ class Objects:
 def metric_words(given: Any) -> tuple[str, ...] | None:
     """What a job says of metrics that a user of Python gives: objects by name, or words as in a job.
 
-    Raises:
-        UserError: they are something else.
+    Raises UserError: they are something else.
     """
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given

@@ -37,8 +37,7 @@ class OwnMetric:
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """What is added up [k] of logits [n, C] and labels int64 [n].
 
-        Raises:
-            UserError: the user's function gives something else.
+        Raises UserError: the user's function gives something else.
         """
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
         given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -65,11 +64,7 @@ class OwnMetric:
             raise UserError(what, _WHERE, ("compute(sums) returns one number",)) from error
 
     def figure(self, sums: Tensor, count: int) -> float:
-        """The figure of sums [k] over so many samples.
-
-        Raises:
-            UserError: it isn't a finite number.
-        """
+        """The figure of sums [k] over so many samples. Raises UserError: it isn't a finite number."""
         figure = self.number(sums, count)
         if not math.isfinite(figure):
             mend = ("such as 0 where there is nothing to divide by: torch.nan_to_num", "or leave it out")

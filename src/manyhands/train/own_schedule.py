@@ -161,8 +161,7 @@ class OwnScheduler:
     def go_on(self, saved: str, step: int) -> None:
         """Is put where it was when `saved` was made, where that fits a run that has made so many updates.
 
-        Raises:
-            Exception: nobody has saved this; see `reading_of`.
+        Raises Exception: nobody has saved this; see `reading_of`.
         """
         found = _SavedScheduler.model_validate(json.loads(saved))
         before, now = found.as_made, found.now

@@ -56,8 +56,7 @@ class OwnUpdate:
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels of each; what follows runs in the job's precision, up to `backward`.
 
-        Raises:
-            UserError: the loop's body left `backward` or the optimizer's step out.
+        Raises UserError: the loop's body left `backward` or the optimizer's step out.
         """
         updater, parts = self._updater, self._update.micro_batches
         updater.begin(self._step)

@@ -96,8 +96,7 @@ def _probabilities(values: Tensor) -> Tensor:
 def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
     """How the gradient of a batch comes from those of its parts.
 
-    Raises:
-        ValueError: the loss or its gradient isn't finite, so that it isn't made for such outputs; or it draws.
+    Raises ValueError: the loss or its gradient isn't finite, so that it isn't made for such outputs; or it draws.
     """
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):

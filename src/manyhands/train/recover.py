@@ -145,8 +145,7 @@ def check_position(
 ) -> None:
     """Places a foreign or changed run at the start of an epoch, or refuses what can't be placed.
 
-    Raises:
-        UserError: the checkpoint lies within an epoch of other batches than this job's.
+    Raises UserError: the checkpoint lies within an epoch of other batches than this job's.
     """
     state = snapshot.state
     if state.get("foreign"):

@@ -59,10 +59,8 @@ class RehearsalResult:
 def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:
     """Runs the network once on `count` samples on this process alone and leaves it as it was.
 
-    What it draws follows from the job's seed, so all processes find the same.
-
-    Raises:
-        UserError: the network's output doesn't fit the data.
+    What it draws follows from the job's seed, so all processes find the same. Raises UserError: the network's output
+    doesn't fit the data.
     """
     model, batch = rehearsal.model, first_samples(rehearsal.loader, count)
     seed, device = derive(rehearsal.job.train.seed, "rehearse"), batch.labels.device.type

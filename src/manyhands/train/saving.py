@@ -37,8 +37,7 @@ from manyhands.train.trainer import Trainer
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     """Evaluates on all processes and records it; True when it is the best so far.
 
-    Raises:
-        Interrupted: all processes have agreed to stop; the evaluation is owed then.
+    Raises Interrupted: all processes have agreed to stop; the evaluation is owed then.
     """
     progress, started = trainer.progress, time.perf_counter()
     trainer.phase = "evaluate"
@@ -227,8 +226,7 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
 def save_last(trainer: Trainer) -> None:
     """Saves where a run ends: what isn't saved now is lost, so here a failure is the run's.
 
-    Raises:
-        RunError: there is no checkpoint of the run's last step; on all processes alike.
+    Raises RunError: there is no checkpoint of the run's last step; on all processes alike.
     """
     save(trainer)
     settle(trainer)

@@ -17,8 +17,7 @@ _INNER = "_schedulers"  # those that one is made of
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Its state as data that JSON gives back as it was; functions and counters are constants of its making.
 
-    Raises:
-        UserError: it keeps something else.
+    Raises UserError: it keeps something else.
     """
     found = dict[str, Any]()
     for name, value in scheduler.state_dict().items():
@@ -35,8 +34,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Puts a scheduler where it was, by what `scheduler_state` has given of it; the rest stays as it was made.
 
-    Raises:
-        Exception: this is no state of it; see `reading_of`.
+    Raises Exception: this is no state of it; see `reading_of`.
     """
     given = {name: from_plain_data(value) for name, value in state.items()}
     _refuse_state_of_another(scheduler, given)

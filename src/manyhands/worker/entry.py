@@ -71,8 +71,7 @@ def train_here(
 ) -> dict[str, Any]:
     """Joins the group, builds the parts, trains, and leaves.
 
-    Raises:
-        Failed: something went wrong; its record is in the run folder.
+    Raises Failed: something went wrong; its record is in the run folder.
     """
     from manyhands.train.stopping import ended_where_deaf
 
@@ -220,11 +219,7 @@ def load_objects(argument: dict[str, Any]) -> Any:
 def evaluate_here(
     job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint over all processes.
-
-    Raises:
-        Failed: something went wrong.
-    """
+    """Evaluates a checkpoint over all processes. Raises Failed: something went wrong."""
 
     def evaluate(world: Any) -> dict[str, Any]:
         from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
@@ -239,11 +234,7 @@ def evaluate_here(
 def predict_here(
     job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Says what is on pictures, shared out among all processes.
-
-    Raises:
-        Failed: something went wrong.
-    """
+    """Says what is on pictures, shared out among all processes. Raises Failed: something went wrong."""
 
     def predict(world: Any) -> dict[str, Any]:
         from manyhands.train.predict import guess_together
@@ -260,8 +251,7 @@ def plan_here(
 ) -> dict[str, Any]:
     """Times plans, proves one, or measures the link between the processes: see `plan_trials`.
 
-    Raises:
-        Failed: something went wrong.
+    Raises Failed: something went wrong.
     """
 
     def try_plans(world: Any) -> dict[str, Any]:
@@ -275,11 +265,7 @@ def plan_here(
 def add_up_here(
     job: Job, membership: Membership, folder: RunFolder, _argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """The doctor's sum: see `collective`.
-
-    Raises:
-        Failed: something went wrong.
-    """
+    """The doctor's sum: see `collective`. Raises Failed: something went wrong."""
     from manyhands.worker.collective import check_sum
 
     started = time.monotonic()

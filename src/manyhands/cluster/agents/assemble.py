@@ -51,11 +51,7 @@ class Crew:
         self.facts[:] = [self.facts[number] for number in kept]
 
     def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
-        """Asks every machine its own question.
-
-        Raises:
-            RunError: a machine is gone, or its request failed.
-        """
+        """Asks every machine its own question. Raises RunError: a machine is gone, or its request failed."""
         answers: list[A] = []
         for answer in ask_all(self.links, requests, timeout_s):
             if isinstance(answer, RunError):
@@ -76,8 +72,7 @@ class Crew:
     def require_all(self) -> None:
         """Refuses to go on without the machines that no agent answers from.
 
-        Raises:
-            RunError: names them, and says how to mend it.
+        Raises RunError: names them, and says how to mend it.
         """
         if not self.contacts:
             return
@@ -137,11 +132,7 @@ def allow_open_files(count: int) -> None:
 
 
 def refuse_doubles(machines: Sequence[Machine]) -> None:
-    """Machines are told apart by their names.
-
-    Raises:
-        UserError: one is named twice.
-    """
+    """Machines are told apart by their names. Raises UserError: one is named twice."""
     names = [machine.name for machine in machines]
     twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
     if twice:

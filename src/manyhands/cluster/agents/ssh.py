@@ -23,8 +23,7 @@ NO_PYTHON = "manyhands: no python here has manyhands"
 def ssh_words(options: ClusterOptions) -> list[str]:
     """The user's ssh command with what keeps it from asking questions or waiting for ever.
 
-    Raises:
-        UserError: cluster.ssh is no command.
+    Raises UserError: cluster.ssh is no command.
     """
     try:
         words = shlex.split(options.ssh)

@@ -103,8 +103,7 @@ class SshTunnels:
     def there(self, name: str, to: str) -> int:
         """Has a free port of the machine's loopback lead to a place here; gives the port.
 
-        Raises:
-            TunnelError: the machine's ssh server doesn't forward.
+        Raises TunnelError: the machine's ssh server doesn't forward.
         """
         said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not said.isdecimal():
@@ -114,8 +113,7 @@ class SshTunnels:
     def here(self, name: str, listen: str, to: str) -> None:
         """Has a place here lead to one of the machine's. That the machine's ssh server allows it shows when it is used.
 
-        Raises:
-            TunnelError: nothing can listen here.
+        Raises TunnelError: nothing can listen here.
         """
         self._forward(name, "-L", f"{listen}:{to}")
 
