@@ -1,6 +1,7 @@
 """What is decoded of a JPEG alone has the pixels that Pillow gives of the whole; what isn't usual is left to others."""
 
 import io
+import os
 
 import numpy
 import pytest
@@ -143,6 +144,35 @@ def test_what_others_can_write_to_is_not_loaded(decoder, monkeypatch, tmp_path, 
     assert decoder_with(monkeypatch, cache)
     assert (library.read_bytes() == b"not a library") == (where != "file")
     assert bool(list((tmp_path / "own").rglob("*.so"))) == (where != "file")
+
+
+OWN, OTHER = os.getuid(), os.getuid() + 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "group", "moved"),
+    [
+        (0o755, OWN, OTHER, False),
+        (0o755, 0, 0, False),
+        (0o755, OTHER, OWN, True),
+        (0o1777, 0, 0, False),
+        (0o1777, OTHER, 0, True),
+        (0o777, OWN, OWN, True),
+        (0o775, OWN, OWN, False),
+        (0o775, OWN, OTHER, True),
+        (0o1775, OWN, OTHER, False),
+    ],
+)
+def test_whose_folder_it_lies_in_and_who_writes_there_counts(mode, user, group, moved):
+    assert jpeg_box._others_move(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
+
+
+def test_more_channels_than_a_picture_has_are_refused(decoder):
+    content, _ = stored(0, 60, 40)
+    out = torch.zeros((4, 8, 8), dtype=torch.uint8)
+    taps = jpeg_box._taps(8, 8)[0]
+    assert decoder._decode(content, len(content), 0, 0, 8, 8, taps, taps, 4, 8, 8, False, out.data_ptr()) == 1
+    assert not out.any()
 
 
 def test_a_library_behind_a_link_is_made_anew(decoder, monkeypatch, tmp_path):

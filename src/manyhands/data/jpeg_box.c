@@ -544,7 +544,7 @@ int jpeg_look(const uint8_t *data, size_t size, int32_t found[4]) {
 /* Fills out[channels][high][wide] with a box, resized; grey is repeated, and colour isn't made grey. */
 int jpeg_box(const uint8_t *data, size_t size, int left, int top, int right, int bottom, const Taps *across, const Taps *down, int channels, int wide, int high, int mirrored, uint8_t *out) {
     Frame *frame = parse(data, size);
-    if (!frame || channels < frame->count) return 1;
+    if (!frame || channels < frame->count || channels > 3) return 1;
     if (left < 0 || top < 0 || left >= right || top >= bottom || right > frame->width || bottom > frame->height) return 1;
     uint32_t *pixels = malloc(((size_t)(right - left) * (bottom - top) + 4) * sizeof *pixels);
     int failed = !pixels || decode(frame, data + size, (Box){left, top, right, bottom}, pixels);

@@ -139,11 +139,18 @@ def _own_folder() -> Path:
     for base in (cache_folder(), Path(user_cache_dir("manyhands"))):
         folder = base / "native"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        above = (place.stat().st_mode for place in folder.resolve().parents)
-        # Where a sticky bit is, as in /tmp, nobody moves what is another's.
-        if _is_ours(folder) and not any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above):
+        if _is_ours(folder) and not any(_others_move(place.stat()) for place in folder.resolve().parents):
             return folder
     raise PermissionError(f"others can write to {folder}")
+
+
+def _others_move(folder: os.stat_result) -> bool:
+    """True where another than root may put something else in the place of what a folder holds."""
+    mode, user = folder.st_mode, os.getuid()
+    # Many systems give each user a group of his own, which has his number.
+    writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and folder.st_gid not in {0, user})
+    # Where a sticky bit is, as in /tmp, nobody but its owner moves what is another's.
+    return folder.st_uid not in {0, user} or bool(writable and not mode & stat.S_ISVTX)
 
 
 def _is_ours(path: Path) -> bool:
