@@ -69,15 +69,10 @@ def load_job(
 ) -> LoadedJob:
     """Builds the job.
 
-    Args:
-        flags: dotted key to value, as given on the command line or in Python; None values are left out.
-        file: a job.toml.
-        job: what was given in Python, in the place of a job.toml: the values that were set, not the defaults.
-        environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
-        recipe: name of the recipe; empty for that of the data set.
-
-    Raises:
-        UserError: one or more values are wrong; all of them are named.
+    `flags`, by dotted key, are of the command line or of Python; None values are left out. `job` is one given in Python
+    in the place of a job.toml, of which the values count that were set. `environment` are MANYHANDS_SECTION__KEY
+    variables, by default the process's own; an empty `recipe` is that of the data set. Raises UserError: one or more
+    values are wrong; all of them are named.
     """
     layers = [
         (written_values(file) if file else {}, f"{file}" if file else ""),

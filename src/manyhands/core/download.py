@@ -29,10 +29,7 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
     """Fetches one file.
 
     A user and a password in the address (https://user:password@server/) are sent to that server as HTTP's basic
-    authorization, and never said.
-
-    Returns:
-        What went wrong, or an empty string.
+    authorization, and never said. Gives what went wrong, or an empty string.
     """
     try:
         address, authorization = _apart(url)

@@ -119,15 +119,10 @@ def _other_encoding(content: bytes) -> str:
 def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = False) -> Any:
     """Plain data from JSON.
 
-    Halves of UTF-16 pairs, which can be neither shown nor written, come as U+FFFD.
-
-    Args:
-        text: the JSON; bytes are decoded as `decoded` does.
-        infinite: take NaN and Infinity too, which JSON doesn't have; for what processes of one run tell each other.
-        once_each: refuse a name that is there twice in one object; else the last one holds.
-
-    Raises:
-        UnreadableError: it isn't JSON; or too large, too deep, or has a number that is too long.
+    Halves of UTF-16 pairs, which can be neither shown nor written, come as U+FFFD. Bytes are decoded as `decoded` does.
+    With `infinite` NaN and Infinity are taken too, which JSON doesn't have, for what processes of one run tell each
+    other; with `once_each` a name that is there twice in one object is refused, else the last one holds. Raises
+    UnreadableError: it isn't JSON; or too large, too deep, or has a number that is too long.
     """
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text)

@@ -5,11 +5,7 @@ from typing import Any, TextIO
 
 
 class Tolerant:
-    """A text stream on which a write that fails is left out.
-
-    Args:
-        stream: where to write.
-    """
+    """A text stream on which a write that fails is left out."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

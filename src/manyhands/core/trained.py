@@ -68,12 +68,8 @@ class TrainedNetwork(BaseModel):
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
     """What a checkpoint says of its network; else what the run folder that it lies in says.
 
-    Args:
-        checkpoint: its folder, or a file of another tool's kind.
-        state: its plain data.
-
-    Raises:
-        UserError: the record is damaged, or a newer manyhands wrote it.
+    The checkpoint is a folder, or a file of another tool's kind; `state` is its plain data. Raises UserError: the
+    record is damaged, or a newer manyhands wrote it.
     """
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))

@@ -71,9 +71,7 @@ class DrilledRun:
     def command(self, *words: str, where: Path | None = None) -> "subprocess.Popen[bytes]":
         """Starts any command of ours, with the fault in its environment; what it says is added.
 
-        Args:
-            words: of it.
-            where: the folder to start it in, if it is there.
+        It starts in the folder `where`, if that is there.
         """
         variables = self.plant.as_variable() if self.plant else {}
         environment = {**os.environ, **variables, "MANYHANDS_LANG": "en", "DRILL_FOLDER": str(self.folder)}

@@ -37,8 +37,7 @@ def no_hosts() -> str:
 class Hosts:
     """n1, n2 and n3, which see each other and this machine, and share its disk.
 
-    Args:
-        folder: a new one, for their keys.
+    `folder` is a new one, for their keys.
     """
 
     names = tuple(f"n{number}" for number in range(1, COUNT + 1))

@@ -44,14 +44,8 @@ def launch(
 ) -> Outcome:
     """Trains on several machines, the first of which has rank 0.
 
-    Args:
-        job: what to do.
-        machines: where.
-        quiet: no progress on standard error.
-        begun: called often with the run folder, once the run trains.
-
-    Raises:
-        ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
+    `begun` is called often with the run folder, once the run trains; the first cause of a failure is in what is raised.
+    Raises ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
     """
     refuse_doubles(machines)
     if len(machines) not in job.cluster.machines_wanted:

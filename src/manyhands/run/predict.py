@@ -26,16 +26,10 @@ def predict_files(
 ) -> Iterator[tuple[Path, Guesses]]:
     """The most likely classes of each picture, with their probabilities; needs nothing but the checkpoint.
 
-    Args:
-        reference: a run folder, or a checkpoint.
-        pictures: files, and folders of which all pictures are meant.
-        which: "best" or "last", for a run folder.
-        model: the network's name, where the run doesn't say it.
-        processes: to share the pictures; None: this one, or those of a launcher.
-        device: where to compute; None: the CPU, or what several processes take by themselves.
-
-    Raises:
-        UserError: a picture is missing or broken, or the checkpoint can't be used without more.
+    `pictures` are files, and folders of which all pictures are meant; `model` is the network's name, where the run
+    doesn't say it. `processes` share the pictures, None: this one, or those of a launcher. A `device` of None is the
+    CPU, or what several processes take by themselves. Raises UserError: a picture is missing or broken, or the
+    checkpoint can't be used without more.
     """
     files = list_pictures(pictures)
     path = resolve_checkpoint(reference, which)

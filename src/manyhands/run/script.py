@@ -85,9 +85,7 @@ def result_lines(folder: RunFolder, job: Job) -> list[str]:
 class Echo:
     """Shows on standard output what rank 0 writes from now on, byte by byte as it is this user's own program's.
 
-    Args:
-        log: its file, in the run folder here.
-        quiet: show nothing.
+    `log` is its file, in the run folder here; with `quiet` nothing is shown.
     """
 
     def __init__(self, log: Path, *, quiet: bool) -> None:

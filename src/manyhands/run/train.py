@@ -84,14 +84,9 @@ class Outcome:
 def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meeting | None = None) -> Outcome:
     """Trains as the job says: starts processes here, or takes part in a group that somebody else formed.
 
-    Args:
-        job: what to do.
-        quiet: no progress on standard error.
-        objects: `train.job.Objects` of a user of the Python interface.
-        meeting: this machine among others that each start their own processes; None for what flags and environment say.
-
-    Raises:
-        ManyhandsError: the run failed; the first cause is in it.
+    `objects` are `train.job.Objects` of a user of the Python interface; `meeting` is this machine among others that
+    each start their own processes, None for what flags and environment say. The first cause of a failure is in what is
+    raised. Raises ManyhandsError: the run failed; the first cause is in it.
     """
     participation = Participation(None, meeting=meeting) if meeting else place_of(job)
     if job.cluster.detach:

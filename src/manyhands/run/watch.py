@@ -86,8 +86,7 @@ def _unknown_run(word: str, names: Iterable[str]) -> UserError:
 def stop_detached(word: str, say: Callable[[str], None]) -> Path | None:
     """Has a run stop whose processes work here, and whose head doesn't: they save and leave, and all others with them.
 
-    Returns:
-        Its folder, once they have left; None where there is no such run.
+    Gives its folder, once they have left; None where there is no such run.
     """
     for run in (Path(word).expanduser(), RUNS / word):
         term = term_in(run / "ranks")
@@ -104,12 +103,8 @@ def stop_detached(word: str, say: Callable[[str], None]) -> Path | None:
 def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event | None:
     """Has a run save and stop, or end at once, and waits until it has.
 
-    Returns:
-        The event that ended it; None where it was ended before it could write one.
-
-    Raises:
-        UserError: its head is on another machine.
-        RunError: it could not be ended.
+    Gives the event that ended it; None where it was ended before it could write one. Raises UserError: its head is on
+    another machine; RunError: it could not be ended.
     """
     if not record.here:
         raise UserError(

@@ -72,9 +72,7 @@ class Interrupted(Exception):  # noqa: N818 - a wish, not an error
 class StopRequest:
     """Lets all processes stop at the same block of an evaluation, whoever of them was asked to.
 
-    Args:
-        world: who takes part.
-        asked: true where this process was asked.
+    `asked` is true where this process was asked.
     """
 
     def __init__(self, world: World, asked: Callable[[], object]) -> None:
@@ -161,14 +159,9 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluates; the network is left in the mode it was in.
 
-        Args:
-            model: the network.
-            autocast: entered for the length of it.
-            asked: true where somebody has asked this process to stop; on all processes, or on none.
-
-        Raises:
-            RunError: the samples counted are not exactly those of the split.
-            Interrupted: somebody was asked to stop, which all processes have agreed on.
+        `autocast` is entered for the length of it; `asked` is true where somebody has asked this process to stop, and
+        there on all processes, or on none. Raises RunError: the samples counted are not exactly those of the split;
+        Interrupted: somebody was asked to stop, which all processes have agreed on.
         """
         started = time.perf_counter()
         # Not inference_mode: what a sharded network's first pass sets up under it could never be trained.

@@ -67,9 +67,7 @@ def seen_failures(folder: RunFolder) -> tuple[int, float]:
 class SaveInterval:
     """Seconds between checkpoints, as rank 0's clock counts them: what it says all learn with the next status.
 
-    Args:
-        folder: of the run, whose diary tells of earlier starts.
-        world: how many machines there are.
+    The folder's diary tells of earlier starts.
     """
 
     def __init__(self, folder: RunFolder, world: World) -> None:

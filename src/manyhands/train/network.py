@@ -53,13 +53,7 @@ def look_first(model: nn.Module, job: Job, samples: DataSetup, world: World) -> 
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
-    """The job of a network whose weights come from a checkpoint: nothing is fetched or read for them before.
-
-    Args:
-        job: as the user has it.
-        size: of the pictures, in pixels.
-        objects: what the user brought instead of names.
-    """
+    """The job of a network whose weights come from a checkpoint: nothing is fetched or read for them before."""
     settled = job.model.model_copy(update={"weights": ""}) if objects.model is not None else settle(job.model, size)
     return job.model_copy(update={"model": settled})
 

@@ -51,13 +51,8 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
 def brought(key: str, word: str, given: Any) -> Any:
     """What the user brings in the place of a name: from Python, or from their file; None where a job names one of ours.
 
-    Args:
-        key: of the option.
-        word: what the job says.
-        given: from Python; it wins.
-
-    Raises:
-        UserError: the file has no such object, or it was one of a program that has ended.
+    `word` is what the job says for the option `key`; what is `given` from Python wins. Raises UserError: the file has
+    no such object, or it was one of a program that has ended.
     """
     if given is not None:
         return given

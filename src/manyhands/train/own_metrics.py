@@ -75,15 +75,8 @@ class OwnMetric:
 class FigureSums:
     """What all metrics of an evaluation add up, side by side; each is tried on made-up outputs first.
 
-    Args:
-        metrics: of the user's own.
-        outputs: of the network, at least.
-        classes: labels are below.
-        device: where evaluations are computed.
-        dtype: of sums.
-
-    Raises:
-        UserError: a metric fails, or gives what isn't one value per sample or sums.
+    The network has at least so many `outputs`; labels are below `classes`; the dtype is of the sums. Raises UserError:
+    a metric fails, or gives what isn't one value per sample or sums.
     """
 
     def __init__(self, metrics: Sequence[OwnMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
@@ -136,13 +129,8 @@ def make_metrics(
 ) -> tuple[OwnMetric, ...]:
     """The user's metrics, from Python or from their files.
 
-    Args:
-        words: of the job: file.py:name, or object:name for what was an object in Python.
-        given: those objects, by name.
-        live_only: pass over objects of a program that has ended.
-
-    Raises:
-        UserError: a file has no such function, or an object isn't here.
+    `words` are file.py:name, or object:name for what was an object in Python, `given` by name. With `live_only` objects
+    of a program that has ended are passed over. Raises UserError: a file has no such function, or an object isn't here.
     """
     found: list[OwnMetric] = []
     for word in words:

@@ -96,13 +96,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Gives the user's optimizer its saved state by parameter name.
 
-    Args:
-        saved: as `restore_optimizer` takes it.
-        model: the network whose parameters they are.
-        optimizer: as it was just made.
-
-    Returns:
-        A sentence that says what starts anew; empty if nothing does.
+    `saved` is as `restore_optimizer` takes it, the optimizer as it was just made. Gives a sentence that says what
+    starts anew; empty if nothing does.
     """
     groups, entries = saved.get("param_groups", []), saved["state"]
     kind = type(optimizer).__name__

@@ -81,12 +81,8 @@ class OwnUpdate:
     def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
         """Adds the gradients of a micro-batch's mean loss, with what it is of the whole update's.
 
-        Args:
-            loss: [].
-            weight: what the samples count for in it, where it is a weighted mean.
-
-        Returns:
-            The sum [] of losses that this process reports, and what its samples count for [].
+        `loss` is []; `weight` is what the samples count for in it, where it is a weighted mean. Gives the sum [] of
+        losses that this process reports, and what its samples count for [].
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)

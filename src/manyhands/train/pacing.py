@@ -40,9 +40,7 @@ class Watcher:
     def mine(self, seconds: float, steps: int) -> list[float]:
         """Numbers to be added up over all processes: each one's seconds a step, and of the last exchange.
 
-        Args:
-            seconds: since the last agreement.
-            steps: made in that time.
+        `seconds` and `steps` are since the last agreement.
         """
         waited_s, self._waited_s = self.timed.waited_s - self._waited_s, self.timed.waited_s
         self._stood_s = waited_s
@@ -68,10 +66,7 @@ class Watcher:
     def name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
         """Says so where training has stood still much longer than it does usually, as where a link was cut.
 
-        Args:
-            waited_s: how long this process stood still while all told their numbers.
-            step: updates made.
-            journal: is told.
+        `waited_s` is how long this process stood still while all told their numbers.
         """
         stood_s = self._stood_s + waited_s
         # The first time counts how unequally processes have started.

@@ -29,12 +29,7 @@ BETTER_LOSS = 'give torch.nn.CrossEntropyLoss(weight=…) itself, or one value p
 def settle_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
     """The loss function as it adds up, or with a sentence for plan.json where it doesn't; a collective.
 
-    Args:
-        loss_fn: as the user gave it.
-        outputs: of the network.
-        classes: labels are below.
-        world: who takes part; rank 0's finding counts.
-        dtype: of outputs.
+    Labels are below `classes`; rank 0's finding counts.
     """
     if loss_fn.own is None:
         return loss_fn

@@ -91,10 +91,8 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
 def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, float]:
     """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
 
-    The network is left as it was. A large share is timed on a part of it.
-
-    Returns:
-        Seconds of the whole update, and of its backward pass.
+    The network is left as it was. A large share is timed on a part of it. Gives seconds of the whole update, and of its
+    backward pass.
     """
     # Of a pass of micro_batch it is known that it fits into memory.
     count, model = min(share, MOST_TIMED, rehearsal.job.train.micro_batch or share), rehearsal.model

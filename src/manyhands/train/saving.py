@@ -135,11 +135,8 @@ def save(trainer: Trainer) -> None:
 def settle(trainer: Trainer, *, written: int | None = None) -> None:
     """Waits for the save that goes on and learns how it ended; a collective. Nothing where none goes on.
 
-    A full disk or the like costs the checkpoint, not the run, and is said loudly.
-
-    Args:
-        trainer: whose save it is.
-        written: how many processes have written their part, where it isn't to be waited for.
+    A full disk or the like costs the checkpoint, not the run, and is said loudly. `written` is how many processes have
+    written their part, where it isn't to be waited for.
     """
     saver, started = trainer.saver, time.perf_counter()
     step = saver.step

@@ -67,10 +67,7 @@ def _refuse_state_of_another(scheduler: LRScheduler, given: Mapping[str, Any]) -
 def refuse_other_kinds(found: Mapping[str, Any], made: Mapping[str, Any], taken: Callable[[str], bool]) -> None:
     """Raises ValueError where values by name can't take the place of what is there.
 
-    Args:
-        found: the values.
-        made: what is there, as plain data.
-        taken: whether a name that isn't among it stands for something else.
+    `made` is what is there, as plain data; `taken` says whether a name that isn't among it stands for something else.
     """
     for name, value in found.items():
         if not _fits(value, from_plain_data(made[name])) if name in made else taken(name):

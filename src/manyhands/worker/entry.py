@@ -34,13 +34,7 @@ T = TypeVar("T")
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     """The entry of a process that manyhands' own agent started.
 
-    Args:
-        orders: what to do.
-        scratch: the agent's folder for records.
-        agent: its process id.
-
-    Returns:
-        What the task returned, as plain data.
+    `scratch` is the agent's folder for records, `agent` its process id. Gives what the task returned, as plain data.
     """
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])

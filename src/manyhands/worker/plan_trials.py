@@ -24,10 +24,7 @@ _RATE = 1e-6
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
     """A job's network in training, the same wherever it is made.
 
-    Args:
-        job: names it.
-        network: channels, size and classes of the data.
-        device: where it goes.
+    `network` has channels, size and classes of the data.
     """
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})

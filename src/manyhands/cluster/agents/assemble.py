@@ -96,12 +96,9 @@ def assembled(
 ) -> Iterator[Crew]:
     """Starts an agent on each machine and has it say who it is; all are ended with the block.
 
-    Args:
-        machines: each but this one is reached over ssh.
-        options: of the cluster.
-        logs: folder for what the agents write to their standard error.
-        wanted: what the agents are asked for beside the general facts.
-        on_stop: called where the user ends the block, before the agents have left.
+    Each but this machine is reached over ssh. `logs` is a folder for what agents write to their standard error,
+    `wanted` what they are asked for beside the general facts; `on_stop` is called where the user ends the block, before
+    the agents have left.
     """
     refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
@@ -177,8 +174,7 @@ def clock_offset(there: float, asked: float) -> float:
 def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[list[int], list[str]]:
     """Has every machine import torch, and learns the number of processes where it is left to the machine.
 
-    Returns:
-        Processes on each machine, and the kind of device there.
+    Gives processes on each machine, and the kind of device there.
     """
     requests = [Prepare(size, options.threads, options.device) for size in sizes]
     answers: list[Prepared] = crew.ask(requests, PREPARE_S)

@@ -19,8 +19,7 @@ QUIET_S, MOST_S = 30.0, 600.0
 class Leaving:
     """Gives processes time to leave, which those that save have as long as they get on.
 
-    Args:
-        scratch: where they say that they save.
+    In `scratch` they say that they save.
     """
 
     def __init__(self, scratch: Path) -> None:

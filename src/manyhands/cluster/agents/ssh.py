@@ -100,11 +100,7 @@ def _quoted(path: str) -> str:
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
     """Reads ssh's own last words.
 
-    Args:
-        machine: who should have answered.
-        exit_code: of ssh; 255 for its own failures, None while it runs.
-        said: the end of its standard error.
-        options: of the cluster.
+    ssh's exit code is 255 for its own failures, None while it runs; `said` is the end of its standard error.
     """
     name = machine.name
     reach = reached_by(machine, options)

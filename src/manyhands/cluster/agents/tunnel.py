@@ -38,14 +38,8 @@ class TunnelError(Exception):
 class SshTunnels:
     """Connections over ssh that carry forwards, by the machine's name.
 
-    Args:
-        machines: where they lead.
-        options: of the cluster.
-        folder: a short path that only this user can enter, for their sockets.
-        meanwhile: called a few times a second while they are opened.
-
-    Raises:
-        TunnelError: one can't be opened; none is left.
+    `folder` has a short path and is for this user alone; the sockets are there. `meanwhile` is called a few times a
+    second while connections are opened. Raises TunnelError: one can't be opened; none is left.
     """
 
     def __init__(
