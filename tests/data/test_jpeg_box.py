@@ -101,6 +101,31 @@ def test_a_file_that_is_cut_short_anywhere_is_left_to_others(decoder):
         assert decoded(content[:length], (0, 0, 20, 8), 3) is None
 
 
+def pillows(content):
+    with Image.open(io.BytesIO(content)) as image:
+        return torch.from_numpy(numpy.array(image))
+
+
+@pytest.mark.parametrize("step", [2, 7, 9, 16, 20, 31, 32, 200])
+def test_brightness_beyond_what_libraries_compute_alike_is_left_to_others(step):
+    for white in (0, 255):
+        content = io.BytesIO()
+        Image.new("L", (8, 8), white).save(content, "JPEG", quality=100)
+        changed = bytearray(content.getvalue())
+        changed[changed.index(b"\xff\xdb") + 5] = step
+        found = decoded(bytes(changed), (0, 0, 8, 8), 1)
+        assert found is None or torch.equal(found[0], pillows(changed))
+
+
+@pytest.mark.parametrize("sampling", [0x01, 0x10, 0x15, 0x51])
+def test_what_others_refuse_is_not_decoded(sampling):
+    content = bytearray(stored(0, 60, 40, "L")[0])
+    content[content.index(b"\xff\xc0") + 11] = sampling
+    with pytest.raises(OSError, match="broken data stream"):
+        pillows(content)
+    assert decoded(bytes(content), (0, 0, 60, 40), 1) is None
+
+
 @pytest.mark.parametrize("box", [(-1, 0, 5, 5), (0, 0, 61, 5), (5, 0, 5, 5), (0, 6, 5, 5), (0, 0, 5, 41)])
 def test_a_box_beyond_the_picture_is_refused(decoder, box):
     content, _ = stored(0, 60, 40)

@@ -16,6 +16,7 @@
 #define FAST 10            /* bits that one look at a table resolves */
 #define RESOLVED 32        /* an entry that has run, value and length of both */
 #define MOST_SUM 5900      /* of a block's coefficients: below it nothing leaves 16 bits, where libraries differ */
+#define MOST_MEAN 8191     /* the same for one that has its first alone */
 #define SLACK 4096         /* more than a unit of blocks can read beyond its data */
 
 typedef int32_t V __attribute__((vector_size(32)));
@@ -120,7 +121,8 @@ static int read_frame(Frame *frame, const uint8_t *p, int length) {
     for (int n = 0; n < frame->count; n++) {
         const uint8_t *own = p + 6 + 3 * n;
         frame->parts[n] = (Component){.id = own[0], .h = own[1] >> 4, .v = own[1] & 15, .quantizer = own[2]};
-        if (own[2] > 3) return 1;
+        Component *part = &frame->parts[n];
+        if (own[2] > 3 || !part->h || part->h > 4 || !part->v || part->v > 4) return 1;
     }
     Component *part = frame->parts;
     if (frame->count == 1) {
@@ -294,6 +296,7 @@ static inline int too_large(const V r[8]) {
 /* Pixels of a block of which `sum` is the sum of coefficients' sizes. */
 static inline int draw_block(const int16_t *block, int sum, int only_mean, uint8_t *out, int stride) {
     if (only_mean) {
+        if (sum > MOST_MEAN) return 1;
         int level = (block[0] * 4 + 16) >> 5;
         for (int n = 0; n < 8; n++) memset(out + n * stride, smaller(255, larger(0, level + 128)), 8);
         return 0;
