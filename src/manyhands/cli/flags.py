@@ -65,7 +65,11 @@ Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no 
 
 
 def settings(words: list[str]) -> dict[str, Any]:
-    """`key=value` words as values by dotted key. Raises UserError: a word has no "="."""
+    """`key=value` words as values by dotted key.
+
+    Raises:
+        UserError: a word has no "=".
+    """
     from manyhands.config.load import parse_value
 
     found: dict[str, Any] = {}

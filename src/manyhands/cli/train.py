@@ -119,7 +119,8 @@ def train(  # noqa: PLR0913 - one argument for each flag
 def what(data: str | None, model: str | None, arguments: Sequence[str]) -> dict[str, Any]:
     """Which data and network are to be trained, or which script of the user's is to run, by dotted key.
 
-    Raises UserError: there are words that belong to nothing.
+    Raises:
+        UserError: there are words that belong to nothing.
     """
     if data and data.endswith(".py"):
         return {"run.script": (data, *filter(None, (model,)), *arguments)}

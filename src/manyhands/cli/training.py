@@ -36,8 +36,13 @@ def run(
 ) -> int:
     """Trains and prints the result.
 
-    A dry run only says what would be done. `meeting` is this machine among others that each start their own processes.
-    With `to_go_on` a finished run may go on under other options than it was trained by.
+    Args:
+        loaded: the job.
+        dry_run: only say what would be done.
+        as_json: end with an object for programs.
+        quiet: no progress.
+        meeting: this machine among others that each start their own processes.
+        to_go_on: a finished run may go on under other options than it was trained by.
     """
     job = loaded.job
     if job.run.script:

@@ -52,7 +52,7 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class RequestFailed(Message):
-    """The answer to a request that failed."""
+    """A request failed."""
 
     what: str  # one sentence
     where: str = ""  # what it is about; empty for the machine itself

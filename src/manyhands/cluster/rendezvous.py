@@ -45,7 +45,8 @@ class Participation:
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> Participation:
     """Reads flags first, then launchers' variables, then descriptions of the cluster.
 
-    Raises UserError: the flags or variables contradict each other or leave something out.
+    Raises:
+        UserError: the flags or variables contradict each other or leave something out.
     """
     variables = os.environ if environment is None else environment
     if options.init and not options.init.startswith("env://"):

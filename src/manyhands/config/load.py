@@ -69,10 +69,15 @@ def load_job(
 ) -> LoadedJob:
     """Builds the job.
 
-    `flags`, by dotted key, are of the command line or of Python; None values are left out. `job` is one given in Python
-    in the place of a job.toml, of which the values count that were set. `environment` are MANYHANDS_SECTION__KEY
-    variables, by default the process's own; an empty `recipe` is that of the data set. Raises UserError: one or more
-    values are wrong; all of them are named.
+    Args:
+        flags: dotted key to value, as given on the command line or in Python; None values are left out.
+        file: a job.toml.
+        job: what was given in Python, in the place of a job.toml: the values that were set, not the defaults.
+        environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
+        recipe: name of the recipe; empty for that of the data set.
+
+    Raises:
+        UserError: one or more values are wrong; all of them are named.
     """
     layers = [
         (written_values(file) if file else {}, f"{file}" if file else ""),
@@ -115,7 +120,8 @@ def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
 def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
     """Builds a job on what a user of Python gives: a Job, the path of a job.toml, or nothing; `flags` win over it.
 
-    Raises UserError: it is something else, or a value is wrong.
+    Raises:
+        UserError: it is something else, or a value is wrong.
     """
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
@@ -127,7 +133,11 @@ def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJo
 
 
 def written_values(file: Path) -> Values:
-    """What a job.toml says, by dotted key, unchecked. Raises UserError: it is missing, or isn't TOML."""
+    """What a job.toml says, by dotted key, unchecked.
+
+    Raises:
+        UserError: it is missing, or isn't TOML.
+    """
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
     return values
@@ -286,7 +296,11 @@ def expected_values(key: str) -> list[str]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file, in UTF-8 with or without a byte-order mark. Raises UserError: it is missing, or isn't TOML."""
+    """Reads a TOML file, in UTF-8 with or without a byte-order mark.
+
+    Raises:
+        UserError: it is missing, or isn't TOML.
+    """
     try:
         text = decoded(read_bytes(path, MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:

@@ -29,9 +29,17 @@ def new_holder() -> str:
 def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
     """Takes the lock of a run folder for as long as this process lives.
 
-    Processes that name the same `holder`, a start of a run, share the folder. `patience_s` is for one of them to write
-    that it has the lock, or for who is leaving, `leaving_s` for each agent of an earlier start to leave. None where
-    another machine of the same start has it. Raises Timeout: another run goes on in the folder.
+    Args:
+        folder: its ranks/ is there.
+        holder: names the start of a run; processes that name the same share the folder.
+        patience_s: so long for one of them to write that it has the lock, or for who is leaving.
+        leaving_s: so long for each agent of an earlier start to leave.
+
+    Returns:
+        The lock; None where another machine of the same start has it.
+
+    Raises:
+        Timeout: another run goes on in the folder.
     """
     lock = FileLock(folder.ranks / "lock")
     until = time.monotonic() + patience_s
@@ -96,7 +104,11 @@ def agents_work(ranks: Path) -> bool:
 
 
 def _wait_for_agents(folder: RunFolder, patience_s: float) -> None:
-    """Until the processes of an earlier start have left. Raises Timeout: they are at work still."""
+    """Until the processes of an earlier start have left.
+
+    Raises:
+        Timeout: they are at work still.
+    """
     for path in folder.ranks.glob("agent-*.lock"):
         with FileLock(path, timeout=patience_s):
             pass

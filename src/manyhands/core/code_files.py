@@ -51,8 +51,14 @@ def code_files(
 ) -> Iterator[Path]:
     """The code below a folder, in a fixed order; folders that links lead to aren't entered.
 
-    `most_folders` are looked at (None: all); `leave` is told of each file that is left behind, and why: CREDENTIALS or
-    ELSEWHERE. Raises TooManyFoldersError: there are more than `most_folders`; what was found before has been given.
+    Args:
+        folder: where to look.
+        suffixes: of files that are code.
+        most_folders: to look at; None for all.
+        leave: told of each file that is left behind, and why: CREDENTIALS or ELSEWHERE.
+
+    Raises:
+        TooManyFoldersError: there are more than `most_folders`; what was found before has been given.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):

@@ -29,7 +29,10 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
     """Fetches one file.
 
     A user and a password in the address (https://user:password@server/) are sent to that server as HTTP's basic
-    authorization, and never said. Gives what went wrong, or an empty string.
+    authorization, and never said.
+
+    Returns:
+        What went wrong, or an empty string.
     """
     try:
         address, authorization = _apart(url)
@@ -58,7 +61,8 @@ def without_password(url: str) -> str:
 def _apart(url: str) -> tuple[str, str]:
     """The address without user and password, and the header's value that they make, or an empty string.
 
-    Raises ValueError: it isn't an address.
+    Raises:
+        ValueError: it isn't an address.
     """
     parts = urllib.parse.urlsplit(url)
     address = parts._replace(netloc=parts.netloc.rpartition("@")[2])

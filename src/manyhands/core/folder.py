@@ -135,7 +135,8 @@ def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolde
 def use_run_folder(path: Path) -> RunFolder:
     """Opens the folder that the user named, making it where it is missing.
 
-    Raises UserError: it can't be written, or holds something that is not a run.
+    Raises:
+        UserError: it can't be written, or holds something that is not a run.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -185,7 +186,8 @@ def remove_new(folder: Path, topmost: Path) -> None:
 def writing_into(path: Path) -> Generator[None]:
     """Says of a run folder on a full disk, or one that can't be written, which it is.
 
-    Raises UserError: where an OSError came up.
+    Raises:
+        UserError: where an OSError came up.
     """
     try:
         yield
@@ -213,7 +215,8 @@ def _says_the_same(path: Path, text: str) -> bool:
 def write_job(folder: RunFolder, text: str) -> None:
     """Writes the job file; see `replace_job`.
 
-    Raises UserError: there is no room for it; what was there before still is.
+    Raises:
+        UserError: there is no room for it; what was there before still is.
     """
     with writing_into(folder.path):
         replace_job(folder, text)
@@ -222,7 +225,8 @@ def write_job(folder: RunFolder, text: str) -> None:
 def replace_job(folder: RunFolder, text: str) -> None:
     """Writes the job file; an earlier one that says otherwise is kept as job-1.toml … if something was trained by it.
 
-    Raises OSError: it can't be written; what was there before still is.
+    Raises:
+        OSError: it can't be written; what was there before still is.
     """
     path = folder.job
     temporary = path.with_name(f".job.toml.{os.getpid()}")

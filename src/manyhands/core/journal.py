@@ -30,6 +30,10 @@ class Journal:
 
     A full disk neither ends the run nor tears a hole into its records: they wait, and are written in their order as
     soon as there is room. Of more than ten thousand the oldest are left out.
+
+    Args:
+        folder: the run folder.
+        rank: this process.
     """
 
     def __init__(self, folder: RunFolder, rank: int) -> None:

@@ -107,7 +107,8 @@ def whole(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> Tensor
 def _count(value: Any) -> int:
     """A length or a number of an axis, as JSON has it.
 
-    Raises ValueError: it is something else, or beyond what a tensor can have.
+    Raises:
+        ValueError: it is something else, or beyond what a tensor can have.
     """
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value} is no length")
@@ -115,7 +116,11 @@ def _count(value: Any) -> int:
 
 
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
-    """Reads what `as_plain` wrote. Raises UserError: it is no layout on this mesh."""
+    """Reads what `as_plain` wrote.
+
+    Raises:
+        UserError: it is no layout on this mesh.
+    """
     try:
         layout = TensorLayout(
             tuple(map(_count, content["shape"])),

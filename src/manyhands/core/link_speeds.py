@@ -199,7 +199,11 @@ def links_of(
 ) -> LinkSpeeds:
     """Links where the minor axes lie within machines as far as they fit, and all others lead from one to the next.
 
-    Neighbours in rank share a machine of `per_machine` processes (None: all of them).
+    Args:
+        mesh: the processes; neighbours in rank share a machine.
+        per_machine: processes of a machine; all of them if None.
+        within: the link between processes of a machine.
+        between: the link between machines.
     """
     across: list[bool] = []
     spanned = 1

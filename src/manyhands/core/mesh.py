@@ -84,7 +84,11 @@ class Mesh:
 
 
 def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
-    """Reads "dp=2,tp=2". Raises UserError: it is not a list of named sizes."""
+    """Reads "dp=2,tp=2".
+
+    Raises:
+        UserError: it is not a list of named sizes.
+    """
     matches = [_AXIS.fullmatch(word.strip()) for word in text.split(",")]
     if any(match is None for match in matches):
         raise UserError(
@@ -94,7 +98,11 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """A mesh of named sizes. Raises UserError: an axis is there twice, has no process, or there are too many."""
+    """A mesh of named sizes.
+
+    Raises:
+        UserError: an axis is there twice, has no process, or there are too many.
+    """
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (len(sizes) if count is None else count):
         raise UserError("a mesh has one to three axes of different names", where, ("such as dp=2,tp=2",))
     small = [name for name, size in sizes.items() if type(size) is not int or size < 1]

@@ -19,9 +19,14 @@ _SYSTEM = 0
 def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str) -> None:
     """Says which code is about to run because a run names it, and whether it is what the run was trained with.
 
-    Of `words`, such as net.py:Net, those that name no code are passed over; `said_by` is the folder or file that names
-    them. `record` has the digests of what it was trained with, None where nobody knows; `instead` is how the user names
-    the code on the command line. Raises UserError: the folder or the code is another user's.
+    Args:
+        words: the run's own, such as net.py:Net; those that name no code are passed over.
+        said_by: the folder or file that names them.
+        record: has the digests of what it was trained with; None where nobody knows.
+        instead: how the user names the code on the command line.
+
+    Raises:
+        UserError: the folder or the code is another user's.
     """
     for word, file in _files(words, said_by, instead):
         known = record.code.get(word) if record else None
@@ -34,7 +39,8 @@ def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None,
 def announce_planned(word: str, plan: Path, instead: str) -> None:
     """Says which code is about to run because a plan.json names it; whether it has changed its digest tells.
 
-    Raises UserError: the plan or the code is another user's.
+    Raises:
+        UserError: the plan or the code is another user's.
     """
     for _, file in _files([word], plan, instead):
         say(f"running {file}, since {plan} names it")

@@ -17,7 +17,8 @@ _MEND = ("name a folder that can be written: --data-dir for data, MANYHANDS_CACH
 def one_at_a_time(path: Path, mend: tuple[str, ...] = _MEND) -> Generator[None]:
     """Holds the lock beside `path` and makes its folder; the system frees the lock when a process dies.
 
-    Raises UserError: the folder can't be written; `mend` says what helps.
+    Raises:
+        UserError: the folder can't be written; `mend` says what helps.
     """
     with usual_files(), _locked(path, mend):
         yield

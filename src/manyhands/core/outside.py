@@ -94,7 +94,8 @@ def _from_pipe(descriptor: int, most_bytes: int) -> bytes:
 def decoded(content: bytes) -> str:
     """Bytes as text: UTF-8, with or without a byte-order mark, or UTF-16 with one.
 
-    Raises UnreadableError: it is neither; says the line, and which encoding it may be.
+    Raises:
+        UnreadableError: it is neither; says the line, and which encoding it may be.
     """
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         try:
@@ -119,10 +120,15 @@ def _other_encoding(content: bytes) -> str:
 def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = False) -> Any:
     """Plain data from JSON.
 
-    Halves of UTF-16 pairs, which can be neither shown nor written, come as U+FFFD. Bytes are decoded as `decoded` does.
-    With `infinite` NaN and Infinity are taken too, which JSON doesn't have, for what processes of one run tell each
-    other; with `once_each` a name that is there twice in one object is refused, else the last one holds. Raises
-    UnreadableError: it isn't JSON; or too large, too deep, or has a number that is too long.
+    Halves of UTF-16 pairs, which can be neither shown nor written, come as U+FFFD.
+
+    Args:
+        text: the JSON; bytes are decoded as `decoded` does.
+        infinite: take NaN and Infinity too, which JSON doesn't have; for what processes of one run tell each other.
+        once_each: refuse a name that is there twice in one object; else the last one holds.
+
+    Raises:
+        UnreadableError: it isn't JSON; or too large, too deep, or has a number that is too long.
     """
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text)
@@ -140,7 +146,8 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
 def parse_toml(text: str | bytes) -> dict[str, Any]:
     """Plain data (and dates) from TOML.
 
-    Raises UnreadableError: it isn't TOML; or too large, too deep, or has a number that is too long.
+    Raises:
+        UnreadableError: it isn't TOML; or too large, too deep, or has a number that is too long.
     """
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text, MOST_TOML_BYTES, brackets=False)
@@ -161,7 +168,10 @@ def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
     """Plain data from YAML, and the yaml.Node that it came from (None of an empty text), whose parts know their lines.
 
     Anchors, aliases and tags are refused: no file that is read here has them, and a few lines of them grow to
-    gigabytes. Raises UnreadableError: it isn't YAML; or too large, too deep, or has what is refused.
+    gigabytes.
+
+    Raises:
+        UnreadableError: it isn't YAML; or too large, too deep, or has what is refused.
     """
     import yaml
 
@@ -205,14 +215,22 @@ def typed_number(text: str) -> int | None:
 
 
 def whole_number(digits: str) -> int:
-    """A whole number of a length that can be shown and made a float. Raises UnreadableError: it is longer."""
+    """A whole number of a length that can be shown and made a float.
+
+    Raises:
+        UnreadableError: it is longer.
+    """
     if len(digits) > MOST_DIGITS:
         raise UnreadableError(_too_long())
     return int(digits)
 
 
 def finite_number(digits: str) -> float:
-    """A number that a float can hold. Raises UnreadableError: it can't."""
+    """A number that a float can hold.
+
+    Raises:
+        UnreadableError: it can't.
+    """
     value = float(digits)
     if math.isinf(value):
         raise UnreadableError("a number is larger than any that can be computed with")

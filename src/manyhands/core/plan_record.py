@@ -68,7 +68,11 @@ class PlanRecord(BaseModel):
         return self.model_dump(exclude_unset=True, exclude=set(SPLIT))
 
     def mesh_and_layouts(self, where: str) -> tuple[Mesh, Mapping[str, TensorLayout]]:
-        """The processes, and how the tensors lie that are known to be cut. Raises UserError: there are none such."""
+        """The processes, and how the tensors lie that are known to be cut.
+
+        Raises:
+            UserError: there are none such.
+        """
         mesh = make_mesh(self.mesh, f"{where}, mesh")
         layouts = (self.layouts or {}).items()
         return mesh, {name: layout_from_plain(one, mesh, f"{where}, layouts, {name}") for name, one in layouts}
@@ -77,13 +81,18 @@ class PlanRecord(BaseModel):
 def write_plan_record(path: Path, record: PlanRecord) -> None:
     """Writes a plan.json; no reader ever sees half of it.
 
-    Raises OSError: it can't be written; what was there before still is.
+    Raises:
+        OSError: it can't be written; what was there before still is.
     """
     write_json(path, record.as_plain())
 
 
 def read_plan_record(path: Path) -> PlanRecord:
-    """Reads a plan.json. Raises UserError: there is none, or it is not a plan; says which field."""
+    """Reads a plan.json.
+
+    Raises:
+        UserError: there is none, or it is not a plan; says which field.
+    """
     try:
         content = parse_json(read_bytes(path), once_each=True)
     except OSError as error:
@@ -95,7 +104,11 @@ def read_plan_record(path: Path) -> PlanRecord:
 
 
 def parse_plan_record(content: Any, where: str) -> PlanRecord:
-    """Reads what `as_plain` gave, or a person edited. Raises UserError: it is not a plan; says which field."""
+    """Reads what `as_plain` gave, or a person edited.
+
+    Raises:
+        UserError: it is not a plan; says which field.
+    """
     try:
         record = PlanRecord.model_validate(content)
     except ValidationError as error:

@@ -75,7 +75,8 @@ _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.ge
 def load_object(reference: str, where: str) -> Any:
     """Loads `object` from the user's `file.py:object`; the file's folder becomes importable.
 
-    Raises UserError: the file is missing, can't be run, or has no such object.
+    Raises:
+        UserError: the file is missing, can't be run, or has no such object.
     """
     path_text, _, name = reference.rpartition(":")
     path = Path(path_text).expanduser().resolve()

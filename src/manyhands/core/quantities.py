@@ -17,7 +17,11 @@ _BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate(_PREFIXE
 
 
 def parse_memory(text: str, where: str = "--memory") -> int:
-    """Bytes of "14GiB", "500 MB" or "1000000". Raises UserError: it is no amount above nothing."""
+    """Bytes of "14GiB", "500 MB" or "1000000".
+
+    Raises:
+        UserError: it is no amount above nothing.
+    """
     number, unit = _split(text)
     size = _BYTES.get(unit.lower() or "b")
     if number <= 0 or size is None:
@@ -30,7 +34,8 @@ def parse_memory(text: str, where: str = "--memory") -> int:
 def parse_bandwidth(text: str, where: str = "--link") -> float:
     """Bytes per second of "1gbit", "100 Mbit/s" or "8GB/s".
 
-    Raises UserError: it is no such speed, or leaves open whether bits or bytes are meant.
+    Raises:
+        UserError: it is no such speed, or leaves open whether bits or bytes are meant.
     """
     number, unit = _split(text)
     unit = unit.removesuffix("/s")

@@ -142,8 +142,10 @@ def append(path: Path, record: Record) -> None:
 def append_line(path: Path, text: str) -> None:
     """Adds one line of text, on a line of its own also where an earlier writer was cut short in the middle of one.
 
-    It is one write wherever there is room, since others may write to the same file. Raises OSError: it can't be
-    written, wholly at least: the disk is full, for one.
+    It is one write wherever there is room, since others may write to the same file.
+
+    Raises:
+        OSError: it can't be written, wholly at least: the disk is full, for one.
     """
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
@@ -178,7 +180,8 @@ def write_json(path: Path, content: Any) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file of text by way of a temporary one, so that no reader ever sees half of it.
 
-    Raises OSError: it can't be written; what was there before still is.
+    Raises:
+        OSError: it can't be written; what was there before still is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -192,7 +195,8 @@ def write_whole(path: Path, text: str) -> None:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a .jsonl file as plain objects; a torn last line is left out, and all after an endless one.
 
-    Raises UserError: this user may not read it.
+    Raises:
+        UserError: this user may not read it.
     """
     if not path.is_file():
         return

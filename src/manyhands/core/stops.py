@@ -58,8 +58,11 @@ def saved_step(folder: RunFolder) -> int | None:
 def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
     """The error of a run that ended at the user's wish without a save.
 
-    `step` was saved last, None where nothing was; `why` it could not be saved, where there was no second wish. With
-    `idle` no process was training just then, so that there was nothing to save.
+    Args:
+        run: its folder.
+        step: that was saved last; None where nothing was.
+        why: it could not be saved, where there was no second wish.
+        idle: no process was training just then, so that there was nothing to save.
     """
     since = f", since it could not be done: {why}" if why else ""
     if step is None:

@@ -5,7 +5,11 @@ from typing import Any, TextIO
 
 
 class Tolerant:
-    """A text stream on which a write that fails is left out."""
+    """A text stream on which a write that fails is left out.
+
+    Args:
+        stream: where to write.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -68,8 +68,12 @@ class TrainedNetwork(BaseModel):
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
     """What a checkpoint says of its network; else what the run folder that it lies in says.
 
-    The checkpoint is a folder, or a file of another tool's kind; `state` is its plain data. Raises UserError: the
-    record is damaged, or a newer manyhands wrote it.
+    Args:
+        checkpoint: its folder, or a file of another tool's kind.
+        state: its plain data.
+
+    Raises:
+        UserError: the record is damaged, or a newer manyhands wrote it.
     """
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))
@@ -84,7 +88,11 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """A record from plain data. Raises UserError: it is damaged, or a newer manyhands wrote it."""
+    """A record from plain data.
+
+    Raises:
+        UserError: it is damaged, or a newer manyhands wrote it.
+    """
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         raise UserError("a newer manyhands wrote what this network is", where, ("update manyhands",))

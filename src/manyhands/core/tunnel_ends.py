@@ -52,7 +52,11 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Lets another machine's port be reached on its address of loopback here. Raises RunError: it can't be."""
+    """Lets another machine's port be reached on its address of loopback here.
+
+    Raises:
+        RunError: it can't be.
+    """
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:

@@ -49,7 +49,8 @@ def _refuse(listener: socket.socket) -> None:
 def closed_once_formed(backend: str = "") -> Generator[None]:
     """What begins to listen within the block listens to nobody after it, where the block forms a group of gloo.
 
-    NCCL and its like connect later, so theirs stay open.
+    Args:
+        backend: of the group; NCCL and its like connect later, so theirs stay open.
     """
     # With this word of gloo's own connections come when they are first needed.
     later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}
@@ -67,8 +68,10 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
 def close_meeting(port: int, machines: Sequence[Collection[str]]) -> None:
     """On the process that holds the store, once all have met: nobody comes any more, and who doesn't belong goes.
 
-    `port` is the store's, `machines` are addresses of each other machine that processes are on. Where one of them isn't
-    seen (it is behind another's address), nobody that is connected is taken for a stranger.
+    Args:
+        port: of the store.
+        machines: addresses of each other machine that processes are on. Where one of them isn't seen (it is behind
+            another's address), nobody that is connected is taken for a stranger.
     """
     own, theirs = [], []
     for _, one in _connections():

@@ -11,8 +11,12 @@ from manyhands.run.load import load_worker
 def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     """What a checkpoint holds: format, step, mesh, and each tensor with its shape, type, cut and size.
 
-    `reference` is a run folder ("best" or "last" of it), a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file.
-    Raises UserError: there is none, or it is damaged.
+    Args:
+        reference: a run folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file.
+        which: "best" or "last", for a run folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
     """
     path = resolve_checkpoint(reference, which)
     if is_pickled(path):
@@ -23,8 +27,11 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
 def merge_checkpoint(reference: Path, target: Path, *, which: str) -> tuple[str, ...]:
     """Writes a checkpoint whole: a new folder, or the weights alone as a .safetensors, .pth or .pt file.
 
-    Gives what was left out, as sentences. Raises ManyhandsError: the target is there already, the source is damaged, or
-    the disk is full.
+    Returns:
+        What was left out, as sentences.
+
+    Raises:
+        ManyhandsError: the target is there already, the source is damaged, or the disk is full.
     """
     files = load_worker("checkpoints")
     files.refuse_existing(target)
@@ -34,8 +41,11 @@ def merge_checkpoint(reference: Path, target: Path, *, which: str) -> tuple[str,
 def reshard_checkpoint(reference: Path, target: Path, *, plan: Path, which: str) -> tuple[str, ...]:
     """Writes a new checkpoint folder that is cut as a plan says.
 
-    Gives what was left out, as sentences. Raises ManyhandsError: the target is there already, the plan doesn't fit, the
-    source is damaged, or the disk is full.
+    Returns:
+        What was left out, as sentences.
+
+    Raises:
+        ManyhandsError: the target is there already, the plan doesn't fit, the source is damaged, or the disk is full.
     """
     files = load_worker("checkpoints")
     files.refuse_existing(target)

@@ -41,9 +41,13 @@ class Leftover:
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
     """Everything that can go: what is made anew when it is needed, what killed processes left, and the runs named.
 
-    Only this user's own; nothing that a process works with now. A run goes only where it is named. Gives what was
-    found, and what is kept although it could go, with the reason. Raises UserError: a word names no run, or one that
-    goes on.
+    Only this user's own; nothing that a process works with now. A run goes only where it is named.
+
+    Returns:
+        What was found, and what is kept although it could go, with the reason.
+
+    Raises:
+        UserError: a word names no run, or one that goes on.
     """
     at_work = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
     kept: list[str] = []
@@ -120,7 +124,11 @@ def _is_old(state: os.stat_result) -> bool:
 
 
 def _run(word: str) -> Path:
-    """The folder of a run that may go. Raises UserError: there is none, or it goes on."""
+    """The folder of a run that may go.
+
+    Raises:
+        UserError: there is none, or it goes on.
+    """
     folder = find_run(word)
     try:
         lock = claim(folder, new_holder())

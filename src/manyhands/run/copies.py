@@ -17,7 +17,10 @@ CARRY_S, LAST_S = 0.4, 120.0
 class RecordsCopy:
     """Carries the records from the head's folder, which has them all, to one machine.
 
-    `folder` is the run folder there; `sender` looks for what is new here.
+    Args:
+        link: to it.
+        folder: the run folder there.
+        sender: looks for what is new here.
     """
 
     def __init__(self, link: AgentConnection, folder: str, sender: Sender) -> None:
@@ -43,8 +46,11 @@ def copy_of_records(
 ) -> RecordsCopy | None:
     """Who is to have the records too: the first machine but rank 0's that has a disk of its own; None where none has.
 
-    `links` are in the order of ranks, `opened` the run folder on each; `estranged` are names of those whose own records
-    may be others than ours, and are kept aside.
+    Args:
+        folder: the run folder here.
+        links: the machines, in the order of ranks.
+        opened: the run folder on each.
+        estranged: names of those whose own records may be others than ours, and are kept aside.
     """
     if not (opened[0].shared or opened[0].own):
         return None

@@ -54,7 +54,8 @@ def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
     """What ends the block, where no process trains, is in the run's diary: a failure, or the user's wish to stop.
 
-    Raises ManyhandsError: the user stopped it.
+    Raises:
+        ManyhandsError: the user stopped it.
     """
     try:
         yield

@@ -68,8 +68,12 @@ class Diagnosis:
 def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Diagnosis:
     """Examines the machines that the job names, or this one alone.
 
-    `say` is told what is open on the machines meanwhile. Raises UserError: the job names its machines in a way that
-    can't be read.
+    Args:
+        job: what they shall do.
+        say: told what is open on the machines meanwhile.
+
+    Raises:
+        UserError: the job names its machines in a way that can't be read.
     """
     machines = machines_of(job.cluster)
     survey = _survey_machines(job, machines, say) if machines else _survey_here(job)
@@ -142,7 +146,11 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) 
 def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
     """Tries out everything between the machines that answer; why the others don't is noted.
 
-    With `measure` clocks and the speed of links too, which takes seconds.
+    Args:
+        job: what they shall do.
+        crew: the agents of those that answer.
+        machines: all.
+        measure: clocks and the speed of links too, which takes seconds.
     """
     names = [link.machine.name for link in crew.links]
     facts = dict(zip(names, crew.facts, strict=True))

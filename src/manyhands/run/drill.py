@@ -90,8 +90,12 @@ def drill(
 ) -> Iterator[Verdict]:
     """Tries one fault after the other, each on a run of its own, beside one without a fault.
 
-    `words` are of `manyhands train`; the seed decides when each fault comes, and on which process; `tell` hears what is
-    being done; `keep` is a new folder for all of it, None: nothing is kept.
+    Args:
+        words: of `manyhands train`.
+        faults: to try.
+        seed: decides when each comes, and on which process.
+        tell: what is being done.
+        keep: a new folder for all that is done; None: nothing is kept.
     """
     given = to_words(words)
     with nullcontext(_new(keep)) if keep else scratch("drill") as folder:

@@ -71,7 +71,9 @@ class DrilledRun:
     def command(self, *words: str, where: Path | None = None) -> "subprocess.Popen[bytes]":
         """Starts any command of ours, with the fault in its environment; what it says is added.
 
-        It starts in the folder `where`, if that is there.
+        Args:
+            words: of it.
+            where: the folder to start it in, if it is there.
         """
         variables = self.plant.as_variable() if self.plant else {}
         environment = {**os.environ, **variables, "MANYHANDS_LANG": "en", "DRILL_FOLDER": str(self.folder)}
@@ -221,7 +223,8 @@ def _network() -> Path:
 def to_words(words: Sequence[str]) -> list[str]:
     """The words of `manyhands train` for the user's: on two processes and digits where nothing else is said.
 
-    Raises UserError: they name a run folder, or a checkpoint, which a drill leaves alone.
+    Raises:
+        UserError: they name a run folder, or a checkpoint, which a drill leaves alone.
     """
     for word in words:
         if word.partition("=")[0] in {"--out", "--resume", "--init", "--json", "--dry-run", "--show-config"}:

@@ -37,7 +37,8 @@ def no_hosts() -> str:
 class Hosts:
     """n1, n2 and n3, which see each other and this machine, and share its disk.
 
-    `folder` is a new one, for their keys.
+    Args:
+        folder: a new one, for their keys.
     """
 
     names = tuple(f"n{number}" for number in range(1, COUNT + 1))

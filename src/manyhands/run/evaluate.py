@@ -24,9 +24,18 @@ from manyhands.run.task import take_part_or_start
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluates a run's checkpoint, or a file: on the split that the run evaluated, or on the data that flags name.
 
-    A plain folder of class folders is evaluated whole. `reference` is a run folder ("best" or "last" of it), a
-    checkpoint, or a .pth.tar, .pth or .safetensors file. Gives checkpoint, data, count, loss, top1, top5, per_class and
-    confusion, as plain data. Raises ManyhandsError: there is no such run, or the evaluation failed.
+    A plain folder of class folders is evaluated whole.
+
+    Args:
+        reference: a run folder, a checkpoint, or a .pth.tar, .pth or .safetensors file.
+        which: "best" or "last", for a run folder.
+        flags: changes to the run's job, by dotted key.
+
+    Returns:
+        checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data.
+
+    Raises:
+        ManyhandsError: there is no such run, or the evaluation failed.
     """
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
     _announce_code(job, path, {key for key, value in flags.items() if value is not None})
@@ -65,8 +74,11 @@ def _is_own_data(reference: Path, name: str) -> bool:
 def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
     """Evaluates a checkpoint, or the network as the job makes it, on the processes that the job names.
 
-    Gives what `evaluate_run` does; None on processes other than the first. Raises ManyhandsError: the evaluation
-    failed.
+    Returns:
+        What `evaluate_run` does; None on processes other than the first.
+
+    Raises:
+        ManyhandsError: the evaluation failed.
     """
     found = _evaluate(job, path, {})
     return {**found, "data": f"the evaluation split of {job.data.name}"} if found else None
@@ -122,7 +134,8 @@ def _following(job: Job, folder: RunFolder) -> Job:
 def resolve_checkpoint(reference: Path, which: str) -> Path:
     """The checkpoint folder or file that is meant; says which damaged ones were passed over for it.
 
-    Raises UserError: there is none, or it lies on another machine.
+    Raises:
+        UserError: there is none, or it lies on another machine.
     """
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():

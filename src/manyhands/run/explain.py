@@ -48,7 +48,8 @@ class ExplainedValue:
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
     """The values, in the order that they depend on each other.
 
-    Raises UserError: it can't be told, as training couldn't start.
+    Raises:
+        UserError: it can't be told, as training couldn't start.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})

@@ -40,7 +40,12 @@ class Exposure:
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
-    """Asks the machines that the job names, or this one. `say` is told what is open on the machines meanwhile."""
+    """Asks the machines that the job names, or this one.
+
+    Args:
+        job: what would run.
+        say: told what is open on the machines meanwhile.
+    """
     machines = machines_of(job.cluster)
     if not machines:
         return Exposure({HERE: open_ports()}, {}, (ALONE,))

@@ -14,7 +14,11 @@ from manyhands.run.recovery import Recovery
 class Here:
     """The agent of this machine, which stays for further starts, and its orders.
 
-    The orders hold `more`, what the task needs besides.
+    Args:
+        folder: the run folder.
+        meeting: who takes part.
+        watch: what the head wants to hear of.
+        more: what the task needs besides.
     """
 
     def __init__(self, folder: RunFolder, meeting: Meeting, watch: Watch, more: dict[str, Any]) -> None:

@@ -41,7 +41,9 @@ class JoinTold(Message):
 class FrontDoor:
     """The head's end of the socket. Nothing here waits.
 
-    `admit` is given each machine that is asked for and whom to tell; raises ManyhandsError for one that can't come.
+    Args:
+        folder: the run's.
+        admit: is given each machine that is asked for and whom to tell; raises ManyhandsError for one that can't come.
     """
 
     def __init__(self, folder: Path, admit: Callable[[Machine, Tell], None]) -> None:
@@ -169,8 +171,13 @@ def join_here(run: str, host: str) -> str:
 def join_from_here(target: str, host: str, options: ClusterOptions) -> int:
     """Has a run elsewhere take up this machine: asks over ssh where its head is. Gives the exit code.
 
-    `target` is HEAD:RUN, `host` how the head reaches this machine; empty for this user at the address that it is seen
-    at from there. `options` say how the head is reached. Raises UserError: the head can't be reached.
+    Args:
+        target: HEAD:RUN.
+        host: how the head reaches this machine; empty for this user at the address that it is seen at from there.
+        options: of the cluster: how the head is reached.
+
+    Raises:
+        UserError: the head can't be reached.
     """
     head, _, run = target.rpartition(":")
     (machine,) = hostfile.read_list(head, "HEAD:RUN").machines

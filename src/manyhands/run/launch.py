@@ -44,8 +44,14 @@ def launch(
 ) -> Outcome:
     """Trains on several machines, the first of which has rank 0.
 
-    `begun` is called often with the run folder, once the run trains; the first cause of a failure is in what is raised.
-    Raises ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
+    Args:
+        job: what to do.
+        machines: where.
+        quiet: no progress on standard error.
+        begun: called often with the run folder, once the run trains.
+
+    Raises:
+        ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
     """
     refuse_doubles(machines)
     if len(machines) not in job.cluster.machines_wanted:
@@ -94,7 +100,8 @@ def launch(
 def _absent(job: Job, folder: RunFolder, crew: Crew, machines: Sequence[Machine], screen: Screen) -> Sequence[Machine]:
     """Who doesn't answer, where a run that has saved can go on without, as `--elastic` says.
 
-    Raises RunError: one is needed that doesn't answer.
+    Raises:
+        RunError: one is needed that doesn't answer.
     """
     there = [link.machine for link in crew.links]
     goes_on = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
@@ -167,7 +174,8 @@ def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
 def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequence[RunOpened]) -> None:
     """No machine's folder of this name may be in use, or hold what was saved by a run that isn't this one.
 
-    Raises UserError: one does; its checkpoints would be taken for this run's.
+    Raises:
+        UserError: one does; its checkpoints would be taken for this run's.
     """
     goes_on = job.run.out and job.checkpoint.resume != "never"
     for link, answer in zip(crew.links, opened, strict=True):
@@ -190,7 +198,8 @@ def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequenc
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: RunOpened) -> None:
     """A run that has saved must not begin anew because the first machine has lost, or never had, what was saved.
 
-    Raises UserError: there is no checkpoint where rank 0 looks for one.
+    Raises:
+        UserError: there is no checkpoint where rank 0 looks for one.
     """
     saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     link = crew.links[0]

@@ -108,10 +108,20 @@ def show_logs(
 ) -> None:
     """Shows what the processes wrote, each line with its rank where there are several.
 
-    What lies on other machines is read over ssh. One rank alone, or all (None); so many of each one's `last` lines, or
-    all (0); with `follow` on until the run ends. `show` is given the lines, `say` told where nothing can be shown;
-    `settings` are options of the cluster, by dotted key, that the user gives now. Raises UserError: there is no such
-    rank; RunError: the machine that has its file can't be asked.
+    What lies on other machines is read over ssh.
+
+    Args:
+        folder: the run.
+        rank: one process alone; None for all.
+        last: so many lines of each; 0 for all.
+        follow: go on until the run ends.
+        show: is given the lines.
+        say: is told where nothing can be shown.
+        settings: options of the cluster, by dotted key, that the user gives now.
+
+    Raises:
+        UserError: there is no such rank.
+        RunError: the machine that has its file can't be asked.
     """
     places = read_places(folder)
     _check_rank(folder, places, rank)
@@ -201,7 +211,8 @@ def log_files(folder: RunFolder) -> list[LogFile]:
 def read_places(folder: RunFolder) -> list[LogPlace]:
     """Where the machines of the run keep their files; empty where all are in the run folder.
 
-    Raises UserError: the file that says so is damaged.
+    Raises:
+        UserError: the file that says so is damaged.
     """
     path = folder.machines
     try:

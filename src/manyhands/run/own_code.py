@@ -17,14 +17,19 @@ from manyhands.core.trained import TrainedNetwork, find_record
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:
-    """What a checkpoint, or the run that it lies in, says of its network. Raises UserError: that is damaged."""
+    """What a checkpoint, or the run that it lies in, says of its network.
+
+    Raises:
+        UserError: that is damaged.
+    """
     return find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 
 def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
     """Says what a run that goes on will run of its own job.toml: code files, and ways of reaching other machines.
 
-    Raises UserError: the folder or the code is another user's, or only a program of the user's has what is trained.
+    Raises:
+        UserError: the folder or the code is another user's, or only a program of the user's has what is trained.
     """
     _refuse_objects(folder, loaded)
     try:

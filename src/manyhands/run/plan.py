@@ -19,9 +19,17 @@ if TYPE_CHECKING:
 def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) -> "tuple[Planned, tuple[Path, Path]]":
     """Finds the plan for a job and writes it.
 
-    `wishes` are of its plan, as `PlanRequest` has them, pins as they were written; with `force` an older plan is
-    written over. Gives what was found, and both files: `out`, and its picture beside it. Raises ManyhandsError: a wish
-    can't be fulfilled, or timing failed.
+    Args:
+        job: what is to be trained.
+        wishes: of its plan, as `PlanRequest` has them; pins as they were written.
+        out: the plan's file; its picture lies beside it.
+        force: write over an older plan.
+
+    Returns:
+        What was found, and both files.
+
+    Raises:
+        ManyhandsError: a wish can't be fulfilled, or timing failed.
     """
     with _uncollected():
         return load_worker("plan_search").search_plan(job, wishes, out, run_by_agent, force=force)
@@ -30,8 +38,14 @@ def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) 
 def predict_growth(job: Job, wishes: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
     """Predicts throughput, efficiency and cost of a job on several numbers of machines.
 
-    `wishes` are as `GrowthRequest` has them; the picture goes to `out`, if it isn't None, with `force` over an older
-    one. Raises UserError: a wish can't be fulfilled, or the picture can't be written there.
+    Args:
+        job: what is to be trained.
+        wishes: as `GrowthRequest` has them.
+        out: where the picture goes; None for none.
+        force: write over an older one.
+
+    Raises:
+        UserError: a wish can't be fulfilled, or the picture can't be written there.
     """
     from manyhands.report.growth import draw_growth, refuse_file
 
@@ -59,7 +73,8 @@ def _uncollected() -> Iterator[None]:
 def show_plan(path: Path, flags: Mapping[str, Any]) -> "Shown":
     """Reads a plan and looks at its network: what flags name, else the plan's own.
 
-    Raises UserError: it is no plan, or doesn't fit the network.
+    Raises:
+        UserError: it is no plan, or doesn't fit the network.
     """
     return load_worker("plan_show").show_plan(path, flags)
 
@@ -67,7 +82,11 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> "Shown":
 def verify_plan(shown: "Shown") -> dict[str, Any]:
     """Proves on real processes of this machine that a plan computes what one process does, in double precision.
 
-    Gives worst, where, compared and holds; see `planner.trial.Proof`. Raises ManyhandsError: the processes failed.
+    Returns:
+        worst, where, compared and holds; see `planner.trial.Proof`.
+
+    Raises:
+        ManyhandsError: the processes failed.
     """
     return run_by_agent(*shown.verification())["proofs"]["plan"]
 

@@ -26,10 +26,16 @@ def predict_files(
 ) -> Iterator[tuple[Path, Guesses]]:
     """The most likely classes of each picture, with their probabilities; needs nothing but the checkpoint.
 
-    `pictures` are files, and folders of which all pictures are meant; `model` is the network's name, where the run
-    doesn't say it. `processes` share the pictures, None: this one, or those of a launcher. A `device` of None is the
-    CPU, or what several processes take by themselves. Raises UserError: a picture is missing or broken, or the
-    checkpoint can't be used without more.
+    Args:
+        reference: a run folder, or a checkpoint.
+        pictures: files, and folders of which all pictures are meant.
+        which: "best" or "last", for a run folder.
+        model: the network's name, where the run doesn't say it.
+        processes: to share the pictures; None: this one, or those of a launcher.
+        device: where to compute; None: the CPU, or what several processes take by themselves.
+
+    Raises:
+        UserError: a picture is missing or broken, or the checkpoint can't be used without more.
     """
     files = list_pictures(pictures)
     path = resolve_checkpoint(reference, which)
@@ -53,7 +59,8 @@ def predict_files(
 def list_pictures(named: Iterable[Path]) -> list[Path]:
     """Files as they are named; of a folder all pictures in it, at any depth, by name.
 
-    Raises UserError: there is no such file, or a folder holds no picture.
+    Raises:
+        UserError: there is no such file, or a folder holds no picture.
     """
     from manyhands.data.decode import PICTURE_SUFFIXES
 

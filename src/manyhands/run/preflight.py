@@ -20,8 +20,10 @@ MOMENTARY = {"cpu", "jobs"}
 def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[Address]:
     """What the doctor sees without measuring anything, and the addresses that all machines reach each other at.
 
-    There are none where the machines are to be joined through ssh, or nothing else joins them. Raises RunError:
-    training would fail; what the doctor found is in it.
+    There are none where the machines are to be joined through ssh, or nothing else joins them.
+
+    Raises:
+        RunError: training would fail; what the doctor found is in it.
     """
     if len(crew.links) == 1:
         return [Address("", LOOPBACK)]
@@ -56,7 +58,8 @@ def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
 def judge(job: Job, crew: Crew, machine: Machine, facts: Facts) -> None:
     """Compares what a machine says of itself with what is known of those that take part.
 
-    Raises RefusedError: training with it would fail.
+    Raises:
+        RefusedError: training with it would fail.
     """
     known = {link.machine.name: own for link, own in zip(crew.links, crew.facts, strict=True) if not link.closed}
     machines = [*(link.machine for link in crew.links if not link.closed), machine]

@@ -10,7 +10,8 @@ from manyhands.run.watch import find_run
 def read_named(word: str) -> RunData | None:
     """The run of this name; None where there is none, so that the word may be a data set's.
 
-    Raises UserError: what is there can't be read.
+    Raises:
+        UserError: what is there can't be read.
     """
     try:
         folder = find_run(word)

@@ -24,7 +24,8 @@ _SECTIONS = ("cluster.", "run.")
 def check_script(loaded: LoadedJob) -> None:
     """Looks at what can be known before anything is started.
 
-    Raises UserError: there is no such script here, or an option was given that no script would hear of.
+    Raises:
+        UserError: there is no such script here, or an option was given that no script would hear of.
     """
     job = loaded.job
     script = job.run.script[0]
@@ -62,7 +63,8 @@ def stopping(job: Job, usual: str) -> str:
 def note_end(job: Job, folder: RunFolder, ending: Ending) -> None:
     """Writes into the run's diary how it ended, where that isn't a failure, whose first cause is found elsewhere.
 
-    Raises ManyhandsError: the user stopped it.
+    Raises:
+        ManyhandsError: the user stopped it.
     """
     kind = "stopped" if ending.interrupted else "finished" if ending.ok else ""
     if kind:
@@ -85,7 +87,9 @@ def result_lines(folder: RunFolder, job: Job) -> list[str]:
 class Echo:
     """Shows on standard output what rank 0 writes from now on, byte by byte as it is this user's own program's.
 
-    `log` is its file, in the run folder here; with `quiet` nothing is shown.
+    Args:
+        log: its file, in the run folder here.
+        quiet: show nothing.
     """
 
     def __init__(self, log: Path, *, quiet: bool) -> None:

@@ -22,10 +22,18 @@ NOT_HANDED_ON = ("submit.", "cluster.on", "cluster.processes", "cluster.hosts", 
 def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
     """Hands the job over.
 
-    `submit` of the job says on how much; `on` is "slurm" or "kubernetes". The processes read `job_file`, which the user
-    named, too on Slurm. A dry run only writes what would be handed over. Gives the script or manifest, or what the
-    scheduler said. Raises UserError: something is missing for it, or the scheduler's program isn't here; RunError: the
-    scheduler refused it.
+    Args:
+        job: what to do; `submit` says on how much.
+        job_file: the file that the user named, if any; on Slurm the processes read it too.
+        on: "slurm" or "kubernetes".
+        dry_run: only write what would be handed over.
+
+    Returns:
+        The script or manifest, or what the scheduler said.
+
+    Raises:
+        UserError: something is missing for it, or the scheduler's program isn't here.
+        RunError: the scheduler refused it.
     """
     if on == "slurm":
         text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]

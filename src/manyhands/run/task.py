@@ -20,8 +20,11 @@ from manyhands.run.train import failure_of, place_of
 def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
     """Does a worker's task in this process, where a launcher made it one of a group, else in processes of our own.
 
-    Gives what the task returned; nothing on processes of a group other than the first. Raises ManyhandsError: the task
-    failed.
+    Returns:
+        What the task returned; nothing on processes of a group other than the first.
+
+    Raises:
+        ManyhandsError: the task failed.
     """
     membership = place_of(job).membership
     if membership is None:
@@ -38,8 +41,16 @@ def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument:
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """Runs a worker's task on the processes that the job names, on this machine, and keeps nothing of it.
 
-    `argument` has "task", and what it needs besides the job, as plain data. Gives what the first process returned.
-    Raises ManyhandsError: the task failed; KeyboardInterrupt: the user stopped it.
+    Args:
+        job: that the task is about.
+        argument: "task", and what it needs besides the job; plain data.
+
+    Returns:
+        What the first process returned.
+
+    Raises:
+        ManyhandsError: the task failed.
+        KeyboardInterrupt: the user stopped it.
     """
     with _private_folder() as folder:
         orders = orders_for(job, folder=str(folder.path), meeting=Meeting((job.cluster.processes,)), **argument)

@@ -84,9 +84,14 @@ class Outcome:
 def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meeting | None = None) -> Outcome:
     """Trains as the job says: starts processes here, or takes part in a group that somebody else formed.
 
-    `objects` are `train.job.Objects` of a user of the Python interface; `meeting` is this machine among others that
-    each start their own processes, None for what flags and environment say. The first cause of a failure is in what is
-    raised. Raises ManyhandsError: the run failed; the first cause is in it.
+    Args:
+        job: what to do.
+        quiet: no progress on standard error.
+        objects: `train.job.Objects` of a user of the Python interface.
+        meeting: this machine among others that each start their own processes; None for what flags and environment say.
+
+    Raises:
+        ManyhandsError: the run failed; the first cause is in it.
     """
     participation = Participation(None, meeting=meeting) if meeting else place_of(job)
     if job.cluster.detach:
@@ -119,12 +124,13 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
 def place_of(job: Job) -> Participation:
     """How this process takes part; where its rank can't be, those that wait for it hear so before this raises.
 
-    Raises UserError: the flags or variables contradict each other or leave something out.
+    Raises:
+        UserError: the flags or variables contradict each other or leave something out.
     """
     try:
         return participate(job.cluster)
     except RankOutsideError as outside:
-        load_worker("member").tell_of_outside(job, outside.membership, outside.what)
+        load_worker("peers").tell_of_outside(job, outside.membership, outside.what)
         raise
 
 
@@ -254,7 +260,8 @@ def _run_folder(job: Job) -> Iterator[RunFolder]:
 def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """The run folder, new or gone on with, with the whole job in it, and a lock that keeps other runs out of it.
 
-    Raises UserError: it can't be used, or holds a run that the user doesn't want to go on with.
+    Raises:
+        UserError: it can't be used, or holds a run that the user doesn't want to go on with.
     """
     if not job.run.out:
         words = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)

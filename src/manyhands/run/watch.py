@@ -30,7 +30,8 @@ QUIET_S = 2.0
 def find_running(word: str) -> Running:
     """The run that goes on and is meant: by its folder, the folder's name, or the beginning of that.
 
-    Raises UserError: none is, or several are.
+    Raises:
+        UserError: none is, or several are.
     """
     runs = running()
     found = matches(word, runs)
@@ -46,7 +47,8 @@ def find_running(word: str) -> Running:
 def find_run(word: str) -> RunFolder:
     """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of that.
 
-    Raises UserError: there is none, or there are several.
+    Raises:
+        UserError: there is none, or there are several.
     """
     for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
         if word and folder.exists():
@@ -86,7 +88,8 @@ def _unknown_run(word: str, names: Iterable[str]) -> UserError:
 def stop_detached(word: str, say: Callable[[str], None]) -> Path | None:
     """Has a run stop whose processes work here, and whose head doesn't: they save and leave, and all others with them.
 
-    Gives its folder, once they have left; None where there is no such run.
+    Returns:
+        Its folder, once they have left; None where there is no such run.
     """
     for run in (Path(word).expanduser(), RUNS / word):
         term = term_in(run / "ranks")
@@ -103,8 +106,12 @@ def stop_detached(word: str, say: Callable[[str], None]) -> Path | None:
 def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event | None:
     """Has a run save and stop, or end at once, and waits until it has.
 
-    Gives the event that ended it; None where it was ended before it could write one. Raises UserError: its head is on
-    another machine; RunError: it could not be ended.
+    Returns:
+        The event that ended it; None where it was ended before it could write one.
+
+    Raises:
+        UserError: its head is on another machine.
+        RunError: it could not be ended.
     """
     if not record.here:
         raise UserError(

@@ -60,8 +60,13 @@ def settle(
 ) -> ChosenSync:
     """Decides, alike on all processes, and says so; a collective.
 
-    The network is equal on all processes, `unused` are its trainable parameters that never get a gradient; `request` is
-    what the mode must know besides.
+    Args:
+        sync_request: what decides.
+        model: equal on all processes.
+        unused: its trainable parameters that never get a gradient.
+        world: who takes part.
+        journal: is told of the decision.
+        request: what the mode must know besides.
     """
     job, options = sync_request.job, sync_request.job.sync
     if world.alone or not leaves_a_choice(sync_request.mode) or options.method == EXACT:
@@ -109,7 +114,8 @@ def leaves_a_choice(mode: str) -> bool:
 def _asked(job: Job, mode: str) -> Cost | None:
     """What the user has said whole, so that nothing needs to be measured.
 
-    Raises UserError: that doesn't go with the rest of the job.
+    Raises:
+        UserError: that doesn't go with the rest of the job.
     """
     method = job.sync.method
     if method not in methods():
@@ -134,8 +140,11 @@ def ruled_out(job: Job, mode: str) -> dict[str, str]:
 def kept_cost(kept: Any, job: Job, processes: int, mode: str = "") -> Cost | None:
     """What was decided before a run was stopped, unless the job or the number of processes says otherwise now.
 
-    `kept` is what the checkpoint says of it: anything, if somebody else made it. Job and processes are as they are now;
-    an empty mode is the usual one.
+    Args:
+        kept: what the checkpoint says of it; anything, if somebody else made it.
+        job: as it is now.
+        processes: likewise.
+        mode: the parallel mode in force; empty for the usual one.
     """
     if not isinstance(kept, dict) or kept.get("processes") != processes:
         return None

@@ -29,8 +29,12 @@ def explain_left_out(
 ) -> RunError:
     """The error for an update whose loss or gradient isn't finite; all that share its gradients call it, and say alike.
 
-    `bad` is this process's part whose loss isn't finite. With `closely` the first tensor that isn't finite is looked
-    for, which runs the network once more.
+    Args:
+        updater: of the update, whose gradients are there.
+        bad: this process's part whose loss isn't finite.
+        update: of this process.
+        step: its number.
+        closely: look for the first tensor that isn't finite, which runs the network once more.
     """
     network, world = updater.network, updater.world
     mine = None
@@ -134,7 +138,10 @@ def _of_gradient(name: str, rank: int, step: int) -> RunError:
 def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -> RunError:
     """The error for what is looked at every so often (losses on accelerators, what is saved): all call it at once.
 
-    The network's parameters and buffers are looked through; `measured` is by this process.
+    Args:
+        network: its parameters and buffers are looked through.
+        world: who takes part.
+        measured: by this process.
     """
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     everybody: list[list[float]] = gather_plain(mine, world)

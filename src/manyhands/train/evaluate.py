@@ -72,7 +72,9 @@ class Interrupted(Exception):  # noqa: N818 - a wish, not an error
 class StopRequest:
     """Lets all processes stop at the same block of an evaluation, whoever of them was asked to.
 
-    `asked` is true where this process was asked.
+    Args:
+        world: who takes part.
+        asked: true where this process was asked.
     """
 
     def __init__(self, world: World, asked: Callable[[], object]) -> None:
@@ -82,7 +84,8 @@ class StopRequest:
     def heed(self, done: int) -> None:
         """To be called before each block, `done` of which are behind; every second or so it is a collective.
 
-        Raises Interrupted: on all processes alike.
+        Raises:
+            Interrupted: on all processes alike.
         """
         if done < self._next:
             return
@@ -159,9 +162,14 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluates; the network is left in the mode it was in.
 
-        `autocast` is entered for the length of it; `asked` is true where somebody has asked this process to stop, and
-        there on all processes, or on none. Raises RunError: the samples counted are not exactly those of the split;
-        Interrupted: somebody was asked to stop, which all processes have agreed on.
+        Args:
+            model: the network.
+            autocast: entered for the length of it.
+            asked: true where somebody has asked this process to stop; on all processes, or on none.
+
+        Raises:
+            RunError: the samples counted are not exactly those of the split.
+            Interrupted: somebody was asked to stop, which all processes have agreed on.
         """
         started = time.perf_counter()
         # Not inference_mode: what a sharded network's first pass sets up under it could never be trained.
@@ -265,7 +273,10 @@ def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     """The mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
 
     Itself, its mirror image, both shifted by a pixel, with half of the weight: what Jordan 2024 (arXiv:2404.00498)
-    evaluates with. Raises UserError: of what is no picture there is one view alone.
+    evaluates with.
+
+    Raises:
+        UserError: of what is no picture there is one view alone.
     """
     if count == 1:
         return main_and_auxiliary(model(pictures))[0]

@@ -37,7 +37,11 @@ class UpdateShare:
 class Feed:
     """Gives each update's micro-batches, from any step of any epoch on.
 
-    `rank` is this process's place among those that samples are shared among.
+    Args:
+        order: which samples make up each update.
+        cut: how an update is shared.
+        loader: samples to pixels.
+        rank: this process's place among those that samples are shared among.
     """
 
     def __init__(self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int) -> None:

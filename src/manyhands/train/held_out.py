@@ -23,8 +23,10 @@ BEST, LAST = "test-best", "test-last"
 def test_once(trainer: Trainer, stop: StopSignal) -> None:
     """Evaluates what was held out, unless that was done for these weights before; a collective.
 
-    The network holds the last weights before and after it, whatever happens in between. Raises Interrupted: all
-    processes have agreed to stop; the test is made when the run goes on.
+    The network holds the last weights before and after it, whatever happens in between.
+
+    Raises:
+        Interrupted: all processes have agreed to stop; the test is made when the run goes on.
     """
     if trainer.test is None or not broadcast_plain(not _is_done(trainer), trainer.world):
         return

@@ -67,7 +67,9 @@ def seen_failures(folder: RunFolder) -> tuple[int, float]:
 class SaveInterval:
     """Seconds between checkpoints, as rank 0's clock counts them: what it says all learn with the next status.
 
-    The folder's diary tells of earlier starts.
+    Args:
+        folder: of the run, whose diary tells of earlier starts.
+        world: how many machines there are.
     """
 
     def __init__(self, folder: RunFolder, world: World) -> None:

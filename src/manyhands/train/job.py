@@ -57,8 +57,17 @@ def build(
 ) -> Trainer:
     """Builds all parts; a collective where there are several processes.
 
-    `mode` is resolved; `plan` is for modes that follow one; `splits` are the job's data, where that was opened before.
-    Raises UserError: data, model and job don't fit together.
+    Args:
+        job: what the user asked for.
+        folder: where the run is kept.
+        world: who takes part.
+        mode: the parallel mode, resolved.
+        objects: what the user brings instead of names.
+        plan: how ops are split, for modes that follow a plan.
+        splits: the job's data, where that was opened before.
+
+    Raises:
+        UserError: data, model and job don't fit together.
     """
     objects = objects or Objects()
     journal = Journal(folder, world.rank)

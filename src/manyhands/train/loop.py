@@ -24,7 +24,11 @@ from manyhands.train.trainer import Trainer
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains until the job is done or somebody asks to stop. Gives "finished", or "stopped" with everything saved."""
+    """Trains until the job is done or somebody asks to stop.
+
+    Returns:
+        "finished", or "stopped" with everything saved.
+    """
     with listening() as stop, trainer.heart.beating(lambda: trainer.phase):
         try:
             ended = _train(trainer, stop)

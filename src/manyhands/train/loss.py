@@ -60,7 +60,11 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
     """The loss that a job or its user names.
 
     A loss of the user's own may return one value per sample [n] or their mean []. torch's cross-entropy and negative
-    log-likelihood are taken apart. `own`, from Python, wins over the name in the options.
+    log-likelihood are taken apart.
+
+    Args:
+        options: the train section.
+        own: the user's loss from Python; it wins over the name in the options.
     """
     if own is not None or options.loss == OBJECT:
         return _of_function(brought("train.loss", options.loss, own))
@@ -134,7 +138,8 @@ def _beside(tensor: Tensor, weight: Tensor) -> Tensor:
 def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
     """The sum [] of a loss of the user's own, which gives one value per sample or their mean.
 
-    Raises UserError: it gives something else.
+    Raises:
+        UserError: it gives something else.
     """
     loss: Any = function(output, labels)
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):

@@ -53,7 +53,13 @@ def look_first(model: nn.Module, job: Job, samples: DataSetup, world: World) -> 
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
-    """The job of a network whose weights come from a checkpoint: nothing is fetched or read for them before."""
+    """The job of a network whose weights come from a checkpoint: nothing is fetched or read for them before.
+
+    Args:
+        job: as the user has it.
+        size: of the pictures, in pixels.
+        objects: what the user brought instead of names.
+    """
     settled = job.model.model_copy(update={"weights": ""}) if objects.model is not None else settle(job.model, size)
     return job.model_copy(update={"model": settled})
 
@@ -66,7 +72,8 @@ def read_any(path: Path) -> Snapshot:
 def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
     """Gives a network the weights of a file, a checkpoint or a run; a last layer for other classes stays as it is.
 
-    Raises UserError: there is no such file, or it is of another network.
+    Raises:
+        UserError: there is no such file, or it is of another network.
     """
     path, passed_over = choose(reference, "best")
     for note in passed_over:
@@ -89,7 +96,8 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
 def refuse_other_head(saved: dict[str, Tensor], model: nn.Module, classes: int, where: str) -> None:
     """Refuses to go on with another tool's network that tells other classes apart than the data has.
 
-    Raises UserError: it fits but for its last layer.
+    Raises:
+        UserError: it fits but for its last layer.
     """
     head = _other_head(saved, model.state_dict(), classes)
     if head:

@@ -32,7 +32,8 @@ class Objects:
 def metric_words(given: Any) -> tuple[str, ...] | None:
     """What a job says of metrics that a user of Python gives: objects by name, or words as in a job.
 
-    Raises UserError: they are something else.
+    Raises:
+        UserError: they are something else.
     """
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
@@ -51,8 +52,13 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
 def brought(key: str, word: str, given: Any) -> Any:
     """What the user brings in the place of a name: from Python, or from their file; None where a job names one of ours.
 
-    `word` is what the job says for the option `key`; what is `given` from Python wins. Raises UserError: the file has
-    no such object, or it was one of a program that has ended.
+    Args:
+        key: of the option.
+        word: what the job says.
+        given: from Python; it wins.
+
+    Raises:
+        UserError: the file has no such object, or it was one of a program that has ended.
     """
     if given is not None:
         return given

@@ -72,8 +72,11 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """SGD or AdamW, whose weight decay leaves biases and norms alone unless asked; or the user's own.
 
-    `sharded` is true where the mode shares out parameters; `own`, the user's function from Python, wins over the name
-    in the options.
+    Args:
+        model: the network, under its mode.
+        options: the train section.
+        sharded: True where the mode shares out parameters.
+        own: the user's function, from Python; it wins over the name in the options.
     """
     if make := own_maker(options, own):
         return make_own(make, model)

@@ -37,7 +37,8 @@ class OwnMetric:
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """What is added up [k] of logits [n, C] and labels int64 [n].
 
-        Raises UserError: the user's function gives something else.
+        Raises:
+            UserError: the user's function gives something else.
         """
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
         given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -64,7 +65,11 @@ class OwnMetric:
             raise UserError(what, _WHERE, ("compute(sums) returns one number",)) from error
 
     def figure(self, sums: Tensor, count: int) -> float:
-        """The figure of sums [k] over so many samples. Raises UserError: it isn't a finite number."""
+        """The figure of sums [k] over so many samples.
+
+        Raises:
+            UserError: it isn't a finite number.
+        """
         figure = self.number(sums, count)
         if not math.isfinite(figure):
             mend = ("such as 0 where there is nothing to divide by: torch.nan_to_num", "or leave it out")
@@ -75,8 +80,15 @@ class OwnMetric:
 class FigureSums:
     """What all metrics of an evaluation add up, side by side; each is tried on made-up outputs first.
 
-    The network has at least so many `outputs`; labels are below `classes`; the dtype is of the sums. Raises UserError:
-    a metric fails, or gives what isn't one value per sample or sums.
+    Args:
+        metrics: of the user's own.
+        outputs: of the network, at least.
+        classes: labels are below.
+        device: where evaluations are computed.
+        dtype: of sums.
+
+    Raises:
+        UserError: a metric fails, or gives what isn't one value per sample or sums.
     """
 
     def __init__(self, metrics: Sequence[OwnMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
@@ -129,8 +141,13 @@ def make_metrics(
 ) -> tuple[OwnMetric, ...]:
     """The user's metrics, from Python or from their files.
 
-    `words` are file.py:name, or object:name for what was an object in Python, `given` by name. With `live_only` objects
-    of a program that has ended are passed over. Raises UserError: a file has no such function, or an object isn't here.
+    Args:
+        words: of the job: file.py:name, or object:name for what was an object in Python.
+        given: those objects, by name.
+        live_only: pass over objects of a program that has ended.
+
+    Raises:
+        UserError: a file has no such function, or an object isn't here.
     """
     found: list[OwnMetric] = []
     for word in words:

@@ -25,7 +25,8 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimizer | None:
     """The user's function, from Python or from their file; None where the job names an optimizer of ours.
 
-    Raises UserError: the file has no such function, or it was an object of a program that has ended.
+    Raises:
+        UserError: the file has no such function, or it was an object of a program that has ended.
     """
     make: Any = brought(_WHERE, options.optimizer, given)
     if make is not None and not callable(make):
@@ -37,7 +38,8 @@ def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimiz
 def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     """The user's optimizer of a network's trainable parameters, each group's learning rate noted.
 
-    Raises UserError: the function gives something else, or an optimizer that can't be used.
+    Raises:
+        UserError: the function gives something else, or an optimizer that can't be used.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
@@ -96,8 +98,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Gives the user's optimizer its saved state by parameter name.
 
-    `saved` is as `restore_optimizer` takes it, the optimizer as it was just made. Gives a sentence that says what
-    starts anew; empty if nothing does.
+    Args:
+        saved: as `restore_optimizer` takes it.
+        model: the network whose parameters they are.
+        optimizer: as it was just made.
+
+    Returns:
+        A sentence that says what starts anew; empty if nothing does.
     """
     groups, entries = saved.get("param_groups", []), saved["state"]
     kind = type(optimizer).__name__

@@ -37,8 +37,14 @@ def make_schedule(
 ) -> SetRates:
     """What sets the rates; one of the user's own is tried for the first update.
 
-    The optimizer is as it was just made; one of the user's own has its own peak rate. `own`, from Python, wins over the
-    name in the options. Raises UserError: the user's function isn't what `train.schedule` may be.
+    Args:
+        optimizer: whose rates are set, as it was just made.
+        options: the train section; an optimizer of the user's own has its own peak rate.
+        steps_per_epoch: updates in an epoch.
+        own: the user's function, from Python; it wins over the name in the options.
+
+    Raises:
+        UserError: the user's function isn't what `train.schedule` may be.
     """
     function, options = brought(_WHERE, options.schedule, own), with_own_rate(options, optimizer)
     if function is None:
@@ -155,7 +161,8 @@ class OwnScheduler:
     def go_on(self, saved: str, step: int) -> None:
         """Is put where it was when `saved` was made, where that fits a run that has made so many updates.
 
-        Raises Exception: nobody has saved this; see `reading_of`.
+        Raises:
+            Exception: nobody has saved this; see `reading_of`.
         """
         found = _SavedScheduler.model_validate(json.loads(saved))
         before, now = found.as_made, found.now

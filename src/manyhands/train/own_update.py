@@ -56,7 +56,8 @@ class OwnUpdate:
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels of each; what follows runs in the job's precision, up to `backward`.
 
-        Raises UserError: the loop's body left `backward` or the optimizer's step out.
+        Raises:
+            UserError: the loop's body left `backward` or the optimizer's step out.
         """
         updater, parts = self._updater, self._update.micro_batches
         updater.begin(self._step)
@@ -81,8 +82,12 @@ class OwnUpdate:
     def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
         """Adds the gradients of a micro-batch's mean loss, with what it is of the whole update's.
 
-        `loss` is []; `weight` is what the samples count for in it, where it is a weighted mean. Gives the sum [] of
-        losses that this process reports, and what its samples count for [].
+        Args:
+            loss: [].
+            weight: what the samples count for in it, where it is a weighted mean.
+
+        Returns:
+            The sum [] of losses that this process reports, and what its samples count for [].
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)

@@ -40,7 +40,9 @@ class Watcher:
     def mine(self, seconds: float, steps: int) -> list[float]:
         """Numbers to be added up over all processes: each one's seconds a step, and of the last exchange.
 
-        `seconds` and `steps` are since the last agreement.
+        Args:
+            seconds: since the last agreement.
+            steps: made in that time.
         """
         waited_s, self._waited_s = self.timed.waited_s - self._waited_s, self.timed.waited_s
         self._stood_s = waited_s
@@ -66,7 +68,10 @@ class Watcher:
     def name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
         """Says so where training has stood still much longer than it does usually, as where a link was cut.
 
-        `waited_s` is how long this process stood still while all told their numbers.
+        Args:
+            waited_s: how long this process stood still while all told their numbers.
+            step: updates made.
+            journal: is told.
         """
         stood_s = self._stood_s + waited_s
         # The first time counts how unequally processes have started.

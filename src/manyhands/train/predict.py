@@ -21,7 +21,8 @@ BLOCK = 32
 def guess(trained: Trained, pictures: Sequence[Any], most: int = 5) -> Iterator[Guesses]:
     """The most likely classes of each picture, with their probabilities, in the order of the pictures.
 
-    Raises UserError: a picture can't be read or doesn't suit the network.
+    Raises:
+        UserError: a picture can't be read or doesn't suit the network.
     """
     for start in range(0, len(pictures), BLOCK):
         yield from _block(trained, pictures[start : start + BLOCK], most)

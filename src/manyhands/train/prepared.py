@@ -14,7 +14,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
     """The user's optimizer, with their groups and state, in a loop over micro-batches.
 
     `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
-    `finish` makes the update if its gradients are all there; `unfinished` is true within an update.
+
+    Args:
+        inner: the user's own.
+        finish: makes the update if its gradients are all there.
+        unfinished: true within an update.
     """
 
     def __init__(

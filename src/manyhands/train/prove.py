@@ -29,7 +29,12 @@ BETTER_LOSS = 'give torch.nn.CrossEntropyLoss(weight=…) itself, or one value p
 def settle_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
     """The loss function as it adds up, or with a sentence for plan.json where it doesn't; a collective.
 
-    Labels are below `classes`; rank 0's finding counts.
+    Args:
+        loss_fn: as the user gave it.
+        outputs: of the network.
+        classes: labels are below.
+        world: who takes part; rank 0's finding counts.
+        dtype: of outputs.
     """
     if loss_fn.own is None:
         return loss_fn
@@ -91,7 +96,8 @@ def _probabilities(values: Tensor) -> Tensor:
 def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
     """How the gradient of a batch comes from those of its parts.
 
-    Raises ValueError: the loss or its gradient isn't finite, so that it isn't made for such outputs; or it draws.
+    Raises:
+        ValueError: the loss or its gradient isn't finite, so that it isn't made for such outputs; or it draws.
     """
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):

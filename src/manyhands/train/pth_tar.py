@@ -68,8 +68,10 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
 def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
     """Refuses to go on from main.py's file with another network or rates than it was trained with.
 
-    main.py takes all of these from the file, whatever its flags say; here the job says them. Raises UserError: the file
-    and the job differ.
+    main.py takes all of these from the file, whatever its flags say; here the job says them.
+
+    Raises:
+        UserError: the file and the job differ.
     """
     if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
         return

@@ -61,7 +61,9 @@ def prune_rank_states(trainer: Trainer) -> None:
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
     """Gives every process back what it alone had at a checkpoint, where all find theirs; a collective.
 
-    The trainer's network has been given the checkpoint's, which may lie on another machine's disk.
+    Args:
+        trainer: whose network has been given the checkpoint's, and how far it had come.
+        checkpoint: the folder, which may lie on another machine's disk.
     """
     if not trainer.synchronizer.own:
         return

@@ -38,9 +38,16 @@ class Resumable:
 def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
     """The state that the job says to go on from, or None for a fresh start; equal on all processes.
 
-    Rank 0 decides. A process that doesn't see the same files (another machine) is given rank 0's state. With
-    `in_pieces` each process is to read its own pieces later, where all see the checkpoint. Raises UserError: the named
-    state is missing, torn, or holds code.
+    Rank 0 decides. A process that doesn't see the same files (another machine) is given rank 0's state.
+
+    Args:
+        job: says where to look.
+        folder: of the run.
+        world: who takes part.
+        in_pieces: each process is to read its own pieces later, where all see the checkpoint.
+
+    Raises:
+        UserError: the named state is missing, torn, or holds code.
     """
     found = None
     # Another machine may not have what rank 0 has; then it is given it below.
@@ -138,7 +145,8 @@ def check_position(
 ) -> None:
     """Places a foreign or changed run at the start of an epoch, or refuses what can't be placed.
 
-    Raises UserError: the checkpoint lies within an epoch of other batches than this job's.
+    Raises:
+        UserError: the checkpoint lies within an epoch of other batches than this job's.
     """
     state = snapshot.state
     if state.get("foreign"):
@@ -163,8 +171,12 @@ def check_position(
 def refuse_later_checkpoints(folder: Path, step: int) -> None:
     """Refuses to go on below checkpoints of later steps: those would win over every new one, which is then lost.
 
-    `step`, where the run is about to go on, is counted in this job's updates. Raises UserError: a later checkpoint is
-    there, since the run is turned back or its batch was changed.
+    Args:
+        folder: where this run's checkpoints are kept.
+        step: where the run is about to go on, counted in this job's updates.
+
+    Raises:
+        UserError: a later checkpoint is there, since the run is turned back or its batch was changed.
     """
     later = [path for path in layout.step_folders(folder) if (layout.step_of(path) or 0) > step]
     path = newest(folder)[0] if later else None

@@ -59,8 +59,10 @@ class RehearsalResult:
 def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:
     """Runs the network once on `count` samples on this process alone and leaves it as it was.
 
-    What it draws follows from the job's seed, so all processes find the same. Raises UserError: the network's output
-    doesn't fit the data.
+    What it draws follows from the job's seed, so all processes find the same.
+
+    Raises:
+        UserError: the network's output doesn't fit the data.
     """
     model, batch = rehearsal.model, first_samples(rehearsal.loader, count)
     seed, device = derive(rehearsal.job.train.seed, "rehearse"), batch.labels.device.type
@@ -91,8 +93,10 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
 def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, float]:
     """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
 
-    The network is left as it was. A large share is timed on a part of it. Gives seconds of the whole update, and of its
-    backward pass.
+    The network is left as it was. A large share is timed on a part of it.
+
+    Returns:
+        Seconds of the whole update, and of its backward pass.
     """
     # Of a pass of micro_batch it is known that it fits into memory.
     count, model = min(share, MOST_TIMED, rehearsal.job.train.micro_batch or share), rehearsal.model

@@ -9,7 +9,8 @@ from manyhands.train.trainer import Trainer
 def tell_of_replaced(trainer: Trainer) -> None:
     """Tells of the pictures that others were given for since the last time; a collective.
 
-    Raises RunError: they are too many by now; alike on all processes.
+    Raises:
+        RunError: they are too many by now; alike on all processes.
     """
     mine = trainer.feed.loader.replaced
     found = {name for names in gather_plain(mine, trainer.world) for name in names}

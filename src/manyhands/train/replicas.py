@@ -12,8 +12,12 @@ from manyhands.parallel.plain import broadcast_plain, gather_plain
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
     """The ranks that write checkpoints, each with those of its machine, equal on all processes; a collective.
 
-    Rank 0, and the first one of a machine that doesn't see rank 0's disk. With `in_pieces` each process writes its own
-    piece, which needs a disk that all share.
+    Rank 0, and the first one of a machine that doesn't see rank 0's disk.
+
+    Args:
+        folder: of the run.
+        world: who takes part.
+        in_pieces: each process writes its own piece, which needs a disk that all share.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}

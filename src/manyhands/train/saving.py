@@ -37,7 +37,8 @@ from manyhands.train.trainer import Trainer
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     """Evaluates on all processes and records it; True when it is the best so far.
 
-    Raises Interrupted: all processes have agreed to stop; the evaluation is owed then.
+    Raises:
+        Interrupted: all processes have agreed to stop; the evaluation is owed then.
     """
     progress, started = trainer.progress, time.perf_counter()
     trainer.phase = "evaluate"
@@ -135,8 +136,11 @@ def save(trainer: Trainer) -> None:
 def settle(trainer: Trainer, *, written: int | None = None) -> None:
     """Waits for the save that goes on and learns how it ended; a collective. Nothing where none goes on.
 
-    A full disk or the like costs the checkpoint, not the run, and is said loudly. `written` is how many processes have
-    written their part, where it isn't to be waited for.
+    A full disk or the like costs the checkpoint, not the run, and is said loudly.
+
+    Args:
+        trainer: whose save it is.
+        written: how many processes have written their part, where it isn't to be waited for.
     """
     saver, started = trainer.saver, time.perf_counter()
     step = saver.step
@@ -223,7 +227,8 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
 def save_last(trainer: Trainer) -> None:
     """Saves where a run ends: what isn't saved now is lost, so here a failure is the run's.
 
-    Raises RunError: there is no checkpoint of the run's last step; on all processes alike.
+    Raises:
+        RunError: there is no checkpoint of the run's last step; on all processes alike.
     """
     save(trainer)
     settle(trainer)

@@ -17,7 +17,8 @@ _INNER = "_schedulers"  # those that one is made of
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Its state as data that JSON gives back as it was; functions and counters are constants of its making.
 
-    Raises UserError: it keeps something else.
+    Raises:
+        UserError: it keeps something else.
     """
     found = dict[str, Any]()
     for name, value in scheduler.state_dict().items():
@@ -34,7 +35,8 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Puts a scheduler where it was, by what `scheduler_state` has given of it; the rest stays as it was made.
 
-    Raises Exception: this is no state of it; see `reading_of`.
+    Raises:
+        Exception: this is no state of it; see `reading_of`.
     """
     given = {name: from_plain_data(value) for name, value in state.items()}
     _refuse_state_of_another(scheduler, given)
@@ -67,7 +69,10 @@ def _refuse_state_of_another(scheduler: LRScheduler, given: Mapping[str, Any]) -
 def refuse_other_kinds(found: Mapping[str, Any], made: Mapping[str, Any], taken: Callable[[str], bool]) -> None:
     """Raises ValueError where values by name can't take the place of what is there.
 
-    `made` is what is there, as plain data; `taken` says whether a name that isn't among it stands for something else.
+    Args:
+        found: the values.
+        made: what is there, as plain data.
+        taken: whether a name that isn't among it stands for something else.
     """
     for name, value in found.items():
         if not _fits(value, from_plain_data(made[name])) if name in made else taken(name):

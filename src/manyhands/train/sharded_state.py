@@ -37,8 +37,16 @@ def save_sharded(
 ) -> Path:
     """Commits a checkpoint of what all processes hold; a collective.
 
-    `snapshot` holds this process's pieces. With `pieces` each process writes its own; else each writer all. Raises
-    RunError: it could not be saved (`SaveError` if the disk is at fault); on all processes alike.
+    Args:
+        folder: the checkpoints folder.
+        step: updates made so far.
+        snapshot: this process's pieces.
+        network: that is cut.
+        peers: who takes part.
+        pieces: each process writes its own; else each writer all.
+
+    Raises:
+        RunError: it could not be saved (`SaveError` if the disk is at fault); on all processes alike.
     """
     save = save_pieces if pieces else save_whole
     return save(folder, step, snapshot, network_layout_of(network), peers)
@@ -47,7 +55,13 @@ def save_sharded(
 def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
     """Reads this process's pieces of a checkpoint into the network and its optimizer, one tensor after another.
 
-    The source is of the same network; with None the optimizer's state is left out. Gives what `restore_optimizer` says.
+    Args:
+        source: the checkpoint, of the same network.
+        network: whose parameters this process holds pieces of.
+        optimizer: gains the saved state; None to leave that out.
+
+    Returns:
+        What `restore_optimizer` says.
     """
     with torch.no_grad():
         for name, tensor in network.inner.state_dict().items():
@@ -64,8 +78,14 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
     """Gives an optimizer its saved state by parameter name; what it doesn't train is left out.
 
     What wasn't saved (of a parameter that was frozen then, say) starts anew, and so does what another optimizer saved.
-    `saved` is a state dict by names, with whole tensors, or pieces where the network is cut. Gives a sentence that says
-    what starts anew although something was saved; empty if nothing does.
+
+    Args:
+        saved: a state dict by names, with whole tensors, or pieces where the network is cut.
+        network: whose parameters they are, under any mode.
+        optimizer: of these.
+
+    Returns:
+        A sentence that says what starts anew although something was saved; empty if nothing does.
     """
     if is_own(optimizer):
         return restore_own(saved, network.inner, optimizer)

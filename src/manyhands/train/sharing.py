@@ -31,10 +31,16 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
 ) -> tuple[Order, BatchSharing]:
     """Which samples make up an update, and how processes share them.
 
-    `mode` is in force, the network under it; the journal is told of shares that aren't equal. With `own` each process
-    trains by itself, so that BatchNorm's groups are its own. `most` samples a process took in one pass when the run
-    began; 0 where that isn't known. `kept` are shares of the checkpoint that the run goes on from, none where they were
-    equal; None for a fresh start.
+    Args:
+        job: says how many.
+        splits: the data.
+        world: who takes part.
+        mode: the parallel mode in force.
+        network: under it.
+        journal: told of shares that aren't equal.
+        own: each process trains by itself, so that BatchNorm's groups are its own.
+        most: samples that a process took in one pass when the run began; 0 where that isn't known.
+        kept: shares of the checkpoint that the run goes on from, none where they were equal; None for a fresh start.
     """
     options = job.train
     sharing = network.replicas(world.size)

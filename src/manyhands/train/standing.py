@@ -46,7 +46,9 @@ class Standing:
     def mine(self, seconds: float, steps: int) -> list[float]:
         """Numbers to be added up over all processes: seconds that this one stood still, and all seconds.
 
-        `seconds` and `steps` are since the last agreement.
+        Args:
+            seconds: since the last agreement.
+            steps: made in that time.
         """
         before, self._own_s = self._own_s, time.thread_time()
         busy_s = self.compute_s * steps if self.compute_s else self._own_s - before

@@ -123,10 +123,18 @@ def restore(
 ) -> tuple[Progress, str]:
     """Puts a snapshot into live objects, under any parallel mode.
 
-    The snapshot's tensors are not looked at where there is a `source`, the checkpoint opened for reading in pieces, for
-    cut networks. With None the optimizer's state is left out; `where` is for errors. Gives how far it had come, and
-    what of the optimizer's state starts anew (`restore_optimizer`). Raises UserError: the snapshot is of another
-    network.
+    Args:
+        snapshot: the state; its tensors are not looked at where there is a source.
+        network: under its mode.
+        optimizer: of its parameters; None to leave its state out.
+        where: the checkpoint, for errors.
+        source: the checkpoint opened for reading in pieces, for cut networks.
+
+    Returns:
+        How far it had come, and what of the optimizer's state starts anew (`restore_optimizer`).
+
+    Raises:
+        UserError: the snapshot is of another network.
     """
     known = {field.name for field in fields(Progress)}
     progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})

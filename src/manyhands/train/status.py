@@ -70,8 +70,11 @@ class EpochMean:
 class StatusRound:
     """The collective of every half second or so: decides when (equally on every process) and carries it out.
 
-    `every_s` is about how often; `save_every_s` are seconds between checkpoints by rank 0's clock, infinite for none by
-    time; at a `multiple` of steps a slow link is free.
+    Args:
+        world: who takes part.
+        every_s: about how often.
+        save_every_s: seconds between checkpoints by rank 0's clock; infinite for none by time.
+        multiple: of steps, at which a slow link is free.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -105,9 +108,13 @@ class StatusRound:
     ) -> Status:
         """Adds up what all processes measured; a collective.
 
-        `measured`, `stop` (somebody asked for it), `written` (its part of the save that goes on) and `replaced`
-        (pictures that couldn't be read) are of this process; `extra` gives more numbers to add up, from the seconds and
-        steps since the last round.
+        Args:
+            measured: by this process.
+            step: updates made.
+            stop: somebody asked this process to stop.
+            written: this process has written its part of the save that goes on.
+            extra: gives more numbers to add up, from the seconds and steps since the last round.
+            replaced: pictures of this process that couldn't be read.
         """
         now = time.perf_counter()
         more = extra(now - self._last, step - self._last_step) if extra else []

@@ -50,8 +50,11 @@ def listening() -> Iterator[StopSignal]:
 def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
     """Ends this process at the user's wish also where its main thread waits for ever and hears no signal.
 
-    Where an agent of ours watches, it does that. `hung` says why no save will come, or an empty string where one may;
-    `last_words` is told that reason, or an empty string at a second wish, before this process ends.
+    Where an agent of ours watches, it does that.
+
+    Args:
+        hung: why no save will come, or an empty string where one may.
+        last_words: told that reason, or an empty string at a second wish, before this process ends.
     """
     if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
         yield

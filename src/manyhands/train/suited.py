@@ -98,9 +98,11 @@ class SuitedShares:
 def suited(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
     """Samples of a batch for each process, so that all end at about the same time.
 
-    `speeds_s` are seconds that each takes for a sample; each gets one of the batch at least, and at most as many as fit
-    into its memory (`most`, together at least the batch). Groups of BatchNorm of `group` samples (0: none) are kept
-    whole where that costs little.
+    Args:
+        speeds_s: seconds that each takes for a sample.
+        batch: samples; at least one for each process.
+        group: samples of BatchNorm's groups, which are kept whole where that costs little; 0 where there are none.
+        most: samples that fit into each process's memory; together at least the batch.
     """
     fine = _dealt(speeds_s, [1] * batch, most)
     if not group:

@@ -50,7 +50,9 @@ def _beside(world: World) -> str | None:
 def places_of(world: World, job: Job) -> Places:
     """Finds who averages in every update and who leads them; a collective.
 
-    `sync.within` of auto takes machines together if there are several and one has several processes.
+    Args:
+        world: who takes part.
+        job: of sync.within: auto takes machines together if there are several and one has several processes.
     """
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
@@ -67,8 +69,14 @@ def make_synchronizer(
 ) -> Synchronizer:
     """What carries out a method for a network that is equal on all processes; a collective.
 
-    `cost` has the method, with its pace and codec where it has them; `unused` are names of trainable parameters that
-    got no gradient when the network was tried; `places` say who belongs together, `steps` are updates of the whole run.
+    Args:
+        cost: the method, with its pace and codec where it has them.
+        job: says the rest.
+        model: the network.
+        unused: names of trainable parameters that got no gradient when the network was tried.
+        world: who takes part.
+        places: who belongs together.
+        steps: updates of the whole run.
     """
     if world.alone:
         return Synchronizer()

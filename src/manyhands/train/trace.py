@@ -32,7 +32,9 @@ _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
     """Makes so many updates as the job wants traced, and some before; returns "finished".
 
-    `epoch` is the rest of the current epoch's updates.
+    Args:
+        trainer: as `fit` has it.
+        epoch: the rest of the current epoch's updates.
     """
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []

@@ -75,7 +75,8 @@ class BeforeMode:
 def put_under_mode(before: BeforeMode) -> UnderMode:
     """Proves that all start from the same, settles how they will agree, and has the network run; a collective.
 
-    Raises UserError: network, data, mode and sync method don't fit together.
+    Raises:
+        UserError: network, data, mode and sync method don't fit together.
     """
     model, world, plan = before.model, before.world, before.plan
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(before.mode) else leave_batch_norms()
@@ -137,8 +138,10 @@ def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> Chos
 def _start_equal(before: BeforeMode) -> None:
     """Proves that all processes start from the same network, or (if asked to) gives them rank 0's.
 
-    Of a network that its author has split over a grid, what is cut is left out: the pieces differ. Raises UserError:
-    the processes have other tensors, or train others.
+    Of a network that its author has split over a grid, what is cut is left out: the pieces differ.
+
+    Raises:
+        UserError: the processes have other tensors, or train others.
     """
     model, world, grid, always = before.model, before.world, before.grid, before.job.parallel.parameter_broadcast
     cut = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
@@ -151,7 +154,8 @@ def _start_equal(before: BeforeMode) -> None:
 def grid_of(job: Job, world: World, mode: str) -> Grid | None:
     """The processes as the network's author sees them, where a mode takes a mesh; one axis dp unless the job says more.
 
-    Raises UserError: the mesh doesn't have as many places as there are processes.
+    Raises:
+        UserError: the mesh doesn't have as many places as there are processes.
     """
     if not takes_mesh(mode):
         return None

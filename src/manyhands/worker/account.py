@@ -26,8 +26,14 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     """Writes job.toml, env.json, network.json and plan.json, and an event for each option that this session changes.
 
     Where an earlier session has trained, that comes only once this one has too: until then the folder says what holds.
-    `ranks` are each process's `own_environment`; `about` is what else plan.json is to say. Raises UserError: options
-    were changed, and no update is left that they could act on.
+
+    Args:
+        trainer: `train.trainer.Trainer`, built.
+        ranks: each process's `own_environment`.
+        about: what else plan.json is to say.
+
+    Raises:
+        UserError: options were changed, and no update is left that they could act on.
     """
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained = folder.has_trained()

@@ -14,7 +14,8 @@ __all__ = ["check_names", "is_plain_folder"]
 def check_names(job: Job) -> None:
     """Looks up the data set, network, mode and method that a job names; reads no data and builds nothing.
 
-    Raises UserError: one of them doesn't exist.
+    Raises:
+        UserError: one of them doesn't exist.
     """
     find_choice(job.data.name)
     describe(job.model, job.data.image_size or 32)

@@ -34,7 +34,13 @@ T = TypeVar("T")
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     """The entry of a process that manyhands' own agent started.
 
-    `scratch` is the agent's folder for records, `agent` its process id. Gives what the task returned, as plain data.
+    Args:
+        orders: what to do.
+        scratch: the agent's folder for records.
+        agent: its process id.
+
+    Returns:
+        What the task returned, as plain data.
     """
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
@@ -65,7 +71,8 @@ def train_here(
 ) -> dict[str, Any]:
     """Joins the group, builds the parts, trains, and leaves.
 
-    Raises Failed: something went wrong; its record is in the run folder.
+    Raises:
+        Failed: something went wrong; its record is in the run folder.
     """
     from manyhands.train.stopping import ended_where_deaf
 
@@ -213,7 +220,11 @@ def load_objects(argument: dict[str, Any]) -> Any:
 def evaluate_here(
     job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint over all processes. Raises Failed: something went wrong."""
+    """Evaluates a checkpoint over all processes.
+
+    Raises:
+        Failed: something went wrong.
+    """
 
     def evaluate(world: Any) -> dict[str, Any]:
         from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
@@ -228,7 +239,11 @@ def evaluate_here(
 def predict_here(
     job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Says what is on pictures, shared out among all processes. Raises Failed: something went wrong."""
+    """Says what is on pictures, shared out among all processes.
+
+    Raises:
+        Failed: something went wrong.
+    """
 
     def predict(world: Any) -> dict[str, Any]:
         from manyhands.train.predict import guess_together
@@ -245,7 +260,8 @@ def plan_here(
 ) -> dict[str, Any]:
     """Times plans, proves one, or measures the link between the processes: see `plan_trials`.
 
-    Raises Failed: something went wrong.
+    Raises:
+        Failed: something went wrong.
     """
 
     def try_plans(world: Any) -> dict[str, Any]:
@@ -259,7 +275,11 @@ def plan_here(
 def add_up_here(
     job: Job, membership: Membership, folder: RunFolder, _argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """The doctor's sum: see `collective`. Raises Failed: something went wrong."""
+    """The doctor's sum: see `collective`.
+
+    Raises:
+        Failed: something went wrong.
+    """
     from manyhands.worker.collective import check_sum
 
     started = time.monotonic()

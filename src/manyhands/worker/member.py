@@ -26,8 +26,10 @@ OUR_HEAD, MET = "manyhands", "met"
 class GroupMember:
     """What a process has got so far of a run or task of several; other threads look at it too.
 
-    `folder` is the run folder; on ranks above 0 that no head of ours has started, rank 0's once they have met. `phase`
-    is what it is about to do, for a failure's record.
+    Args:
+        membership: its place.
+        folder: the run folder; on ranks above 0 that no head of ours has started, rank 0's once they have met.
+        phase: what it is about to do, for a failure's record.
     """
 
     def __init__(self, membership: Membership, folder: RunFolder, phase: str) -> None:
@@ -39,8 +41,11 @@ class GroupMember:
     def join(self, job: Job, options: str, say: Say, *, ends_with_rank_0: bool = True) -> Any:
         """Meets the others.
 
-        `options` are what all must have alike; without `ends_with_rank_0` rank 0 may rightly be done before this
-        process.
+        Args:
+            job: the settings.
+            options: what all must have alike.
+            say: is told what the user should know.
+            ends_with_rank_0: False where rank 0 may rightly be done before this process.
         """
         from manyhands.parallel.group import join
 

@@ -45,9 +45,13 @@ def opened(
 ) -> Iterator[Session]:
     """A session at a place among the processes.
 
-    `program` is the same on all processes; `folder` is the run folder, on ranks above 0 rank 0's once they have met;
-    None for none. With `scheduled` the job moves the learning rate; `metrics` are figures of the user's own that are
-    objects.
+    Args:
+        job: the settings.
+        membership: the place.
+        program: the same on all of them.
+        folder: the run folder, on ranks above 0 rank 0's once they have met; None for none.
+        scheduled: the job moves the learning rate.
+        metrics: figures of the user's own that are objects.
     """
     mine, here = GroupMember(membership, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"

@@ -24,8 +24,12 @@ _SHARE_S, _FEWER_S = 10.0, 4.0
 class Costs:
     """Times on this machine, each taken once.
 
-    `between` is the link where each process has a machine like this one, None where all share this one. Without
-    `measured` nothing is timed.
+    Args:
+        job: on all its processes.
+        network: channels, size, classes and batch.
+        device: where ops run.
+        between: the link where each process has a machine like this one; None where all share this one.
+        measured: False to time nothing.
     """
 
     job: Job

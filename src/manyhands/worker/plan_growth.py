@@ -69,7 +69,12 @@ class Growth:
 def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost on several numbers of machines of one process each.
 
-    The wishes are as `GrowthRequest` has them. Raises UserError: a wish can't be fulfilled.
+    Args:
+        job: what is to be trained.
+        wishes: as `GrowthRequest` has them.
+
+    Raises:
+        UserError: a wish can't be fulfilled.
     """
     request = GrowthRequest(**wishes)
     check_method(job.sync.method)

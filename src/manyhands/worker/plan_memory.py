@@ -18,7 +18,12 @@ _GIB = 1 << 30
 def memory_of_fewest(job: Job, found: SearchResult, network: dict[str, Any], model: nn.Module, *, apart: bool) -> str:
     """A sentence on what each process takes once a run is as small as `--elastic` lets it be; empty where it stays.
 
-    `found` are plans for all its processes; with `apart` each has a machine of its own.
+    Args:
+        job: as the user wrote it.
+        found: plans for all its processes.
+        network: its figures.
+        model: the network.
+        apart: each process has a machine of its own.
     """
     count, batch = found.wish.world_size, network["batch"]
     most = job.cluster.machines_wanted.stop - 1 if ":" in job.cluster.elastic else 1

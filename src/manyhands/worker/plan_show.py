@@ -63,8 +63,12 @@ class Shown:
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     """Reads a plan and looks at its network.
 
-    `flags` are a job's values by dotted key; where data or a network is named, that one is looked at. Raises UserError:
-    it is no plan, or doesn't fit the network.
+    Args:
+        path: of plan.json.
+        flags: a job's values by dotted key; where data or a network is named, that one is looked at.
+
+    Raises:
+        UserError: it is no plan, or doesn't fit the network.
     """
     plan = read_plan(path)
     job, network = _remade(plan, flags, str(path))

@@ -23,7 +23,14 @@ def plan_sync(
 ) -> dict[str, Any]:
     """What ways of agreeing cost in the mode data, as JSON data; allreduce as the plan of that mode is priced.
 
-    `data` is the plan of the mode data, `link` is between two processes; for `pass_s` see `sync.costs.LinkCase`.
+    Args:
+        job: on all its processes.
+        network: its figures.
+        data: the plan of the mode data.
+        links: of each mesh.
+        model: the network.
+        link: between two processes.
+        pass_s: see `sync.costs.LinkCase`.
     """
     trained = [one for one in model.parameters() if one.requires_grad]
     own = links(data.mesh)

@@ -24,7 +24,10 @@ _RATE = 1e-6
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
     """A job's network in training, the same wherever it is made.
 
-    `network` has channels, size and classes of the data.
+    Args:
+        job: names it.
+        network: channels, size and classes of the data.
+        device: where it goes.
     """
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})

@@ -79,8 +79,16 @@ def settle_precision(
 
     A run that has trained keeps what it has, and one that goes on from another's checkpoint what that was trained in.
     Else the kinds of machines decide, each by a measurement that it keeps, of one process on one thread, so that the
-    number of processes makes no difference. Without `measure` nothing may be timed, and what is known counts; `say` is
-    told before something is timed here.
+    number of processes makes no difference.
+
+    Args:
+        job: as the user has it.
+        folder: where the run is kept.
+        world: who takes part.
+        mode: the parallel mode in force.
+        objects: what the user brings instead of names.
+        measure: False where nothing may be timed; what is known counts.
+        say: is told before something is timed here.
     """
     kept = broadcast_plain(_kept(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(kept, _values(job), strict=True)))

@@ -21,8 +21,10 @@ from manyhands.parallel.options import USUAL_MODE
 def preload(orders: Orders | None = None) -> None:
     """Imports torchvision, and with it torch's compiler, where workers are going to use either, or nobody knows yet.
 
-    Both take as long as torch itself. A worker that needs one after all imports it then. Raises RunError: torchvision
-    can't be imported.
+    Both take as long as torch itself. A worker that needs one after all imports it then.
+
+    Raises:
+        RunError: torchvision can't be imported.
     """
     importlib.import_module(f"manyhands.parallel.modes.{USUAL_MODE}")
     if orders is None or not _does_without(orders):

@@ -31,8 +31,12 @@ BY_HAND = "--init"
 class RollCall:
     """This process's part in calling the roll.
 
-    `present` is what each process said of itself when all met, by rank; `pulse` says how far this process is; `say`
-    tells the user who is missing, called on each late process that was started by hand, else on one.
+    Args:
+        store: of all processes.
+        membership: this process's place.
+        present: what each process said of itself when all met, by rank.
+        pulse: says how far this process is.
+        say: tells the user who is missing; called on each late process that was started by hand, else on one.
     """
 
     def __init__(

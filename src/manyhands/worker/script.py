@@ -20,7 +20,8 @@ from manyhands.core.tunnel_ends import tunnel_ends
 def main(words: list[str]) -> None:
     """Runs the script.
 
-    `words` are the agent's folder for records, the folder for logs, the agent's process id, the script, its words.
+    Args:
+        words: the agent's folder for records, the folder for logs, the agent's process id, the script, its words.
     """
     scratch, logs, agent, script, *own = words
     rank = begin(scratch, logs, int(agent))

@@ -51,7 +51,11 @@ class Crew:
         self.facts[:] = [self.facts[number] for number in kept]
 
     def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
-        """Asks every machine its own question. Raises RunError: a machine is gone, or its request failed."""
+        """Asks every machine its own question.
+
+        Raises:
+            RunError: a machine is gone, or its request failed.
+        """
         answers: list[A] = []
         for answer in ask_all(self.links, requests, timeout_s):
             if isinstance(answer, RunError):
@@ -72,7 +76,8 @@ class Crew:
     def require_all(self) -> None:
         """Refuses to go on without the machines that no agent answers from.
 
-        Raises RunError: names them, and says how to mend it.
+        Raises:
+            RunError: names them, and says how to mend it.
         """
         if not self.contacts:
             return
@@ -96,9 +101,12 @@ def assembled(
 ) -> Iterator[Crew]:
     """Starts an agent on each machine and has it say who it is; all are ended with the block.
 
-    Each but this machine is reached over ssh. `logs` is a folder for what agents write to their standard error,
-    `wanted` what they are asked for beside the general facts; `on_stop` is called where the user ends the block, before
-    the agents have left.
+    Args:
+        machines: each but this one is reached over ssh.
+        options: of the cluster.
+        logs: folder for what the agents write to their standard error.
+        wanted: what the agents are asked for beside the general facts.
+        on_stop: called where the user ends the block, before the agents have left.
     """
     refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
@@ -129,7 +137,11 @@ def allow_open_files(count: int) -> None:
 
 
 def refuse_doubles(machines: Sequence[Machine]) -> None:
-    """Machines are told apart by their names. Raises UserError: one is named twice."""
+    """Machines are told apart by their names.
+
+    Raises:
+        UserError: one is named twice.
+    """
     names = [machine.name for machine in machines]
     twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
     if twice:
@@ -174,7 +186,8 @@ def clock_offset(there: float, asked: float) -> float:
 def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[list[int], list[str]]:
     """Has every machine import torch, and learns the number of processes where it is left to the machine.
 
-    Gives processes on each machine, and the kind of device there.
+    Returns:
+        Processes on each machine, and the kind of device there.
     """
     requests = [Prepare(size, options.threads, options.device) for size in sizes]
     answers: list[Prepared] = crew.ask(requests, PREPARE_S)

@@ -20,8 +20,10 @@ def code_files(folder: Path) -> tuple[dict[str, str], list[str]]:
     """The folder's code by relative path, in base64, and what the user should know of what was left behind.
 
     What git ignores is left out where the folder is a git work tree; hidden folders, environments and runs always, and
-    what may hold passwords or keys, or leads out of the folder. Raises UserError: there is more than a head should
-    carry.
+    what may hold passwords or keys, or leads out of the folder.
+
+    Raises:
+        UserError: there is more than a head should carry.
     """
     found: dict[str, str] = {}
     left: dict[str, list[str]] = {}

@@ -30,7 +30,8 @@ def write_code(folder: Path, files: Mapping[str, bytes]) -> None:
 def checked_files(files: Mapping[str, str]) -> dict[str, bytes]:
     """The files of a head's code by their path, which must stay inside the folder.
 
-    Raises UserError: one doesn't, or isn't whole, or there is too much.
+    Raises:
+        UserError: one doesn't, or isn't whole, or there is too much.
     """
     found: dict[str, bytes] = {}
     for name, text in files.items():

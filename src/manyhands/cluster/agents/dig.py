@@ -81,9 +81,14 @@ class _Login:
 def join_through_ssh(crew: Crew, options: ClusterOptions, head: Tunnels) -> Way:
     """Makes a way through ssh between any two machines of a crew.
 
-    The agents hold the tunnels until they are opened anew; `head` are the head's own, used where they are needed and
-    `options` allow it. Raises NoWayError: two don't reach each other; RunError: a machine is gone, or can't have
-    tunnels.
+    Args:
+        crew: their agents, which hold the tunnels until they are opened anew.
+        options: of the cluster; whether the head's machine may pass on what others send.
+        head: the head's own tunnels; used where they are needed and allowed.
+
+    Raises:
+        NoWayError: two don't reach each other.
+        RunError: a machine is gone, or can't have tunnels.
     """
     head.close()
     digging = _Digging(crew, options, head)

@@ -389,7 +389,10 @@ def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = N
 def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEnded:
     """Runs one generation of workers to its end.
 
-    `head` is obeyed meanwhile; the store takes over `listener`, on the first machine.
+    Args:
+        orders: what to start.
+        head: who is obeyed meanwhile.
+        listener: the socket that the store takes over; on the first machine.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.

@@ -15,8 +15,11 @@ _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POL
 def ended_with_head(descriptor: int, clean_up: Callable[[], None]) -> Generator[None]:
     """Ends this process as soon as the other end of a descriptor is closed, until the block is left.
 
-    Nothing is read from it. The thread has ended with the block, so that workers can be forked then. `clean_up` is
-    called before the process ends.
+    Nothing is read from it. The thread has ended with the block, so that workers can be forked then.
+
+    Args:
+        descriptor: of the conversation's input.
+        clean_up: called before the process ends.
     """
     if not hasattr(select, "poll"):
         yield

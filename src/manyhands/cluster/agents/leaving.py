@@ -19,7 +19,8 @@ QUIET_S, MOST_S = 30.0, 600.0
 class Leaving:
     """Gives processes time to leave, which those that save have as long as they get on.
 
-    In `scratch` they say that they save.
+    Args:
+        scratch: where they say that they save.
     """
 
     def __init__(self, scratch: Path) -> None:

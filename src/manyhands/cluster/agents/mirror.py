@@ -27,7 +27,10 @@ PIECE_BYTES = 1 << 20
 class Sender:
     """Looks for what is new in the run folder of this machine.
 
-    `held` are bytes of each growing file that the head has already; with `output` what rank 0 writes is sent too.
+    Args:
+        folder: the run folder here.
+        held: bytes of each growing file that the head has already.
+        output: send what rank 0 writes too.
     """
 
     def __init__(self, folder: Path, held: dict[str, int], *, output: bool = False) -> None:
@@ -75,6 +78,9 @@ class Receiver:
     """Writes what comes from the machine of rank 0 into the head's run folder.
 
     Where the disk here is full pieces wait in memory, so that neither the run ends nor its records have holes.
+
+    Args:
+        folder: the run folder here.
     """
 
     def __init__(self, folder: Path) -> None:

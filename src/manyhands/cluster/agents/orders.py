@@ -46,8 +46,15 @@ def orders_for(
 ) -> Orders:
     """The orders to one machine's agent.
 
-    `meeting` says who takes part, and which of them that machine is; `folder` is absolute; an empty `device` is what
-    the job says; `environment` is for the workers; `more` is plain data that the task needs besides.
+    Args:
+        job: what it is about.
+        task: one of the worker's.
+        folder: the run folder on that machine, by its absolute path.
+        meeting: who takes part, and which of them that machine is.
+        device: kind of device there; empty for what the job says.
+        environment: variables for the workers.
+        generation: counts the starts of a run's processes.
+        more: what the task needs besides; plain data.
     """
     return Orders(
         {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more},

@@ -41,8 +41,13 @@ def _set_threads() -> None:
 def begin(scratch: str, logs: str, agent: int) -> int:
     """What any process that an agent has started does first.
 
-    `scratch` is the agent's folder for records, `logs` where the process writes what it says, `agent` the agent's
-    process id. Gives the process's rank.
+    Args:
+        scratch: the agent's folder for records.
+        logs: where the process writes what it says.
+        agent: the agent's process id.
+
+    Returns:
+        The process's rank.
     """
     rank = int(os.environ["RANK"])
     _die_with_parent(agent)

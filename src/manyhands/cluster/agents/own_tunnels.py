@@ -45,8 +45,12 @@ class Tunnels:
     def dig(self, commands: Mapping[str, Sequence[str]], patience_s: float) -> dict[str, str]:
         """Starts ssh commands that make tunnels.
 
-        All of them together have `patience_s`. Gives the last words of those that don't stand, by name; these have
-        ended.
+        Args:
+            commands: by a name for each.
+            patience_s: for all of them together.
+
+        Returns:
+            The last words of those that don't stand, by name; these have ended.
         """
         return self._add([self._start(words, name) for name, words in commands.items()], STANDS, patience_s)
 

@@ -34,7 +34,12 @@ def look_at(pid: int) -> dict[str, Any]:
 
 
 class Pulses:
-    """Looks after the processes of this machine. In `scratch` they leave their pulses; `pids` are by rank."""
+    """Looks after the processes of this machine.
+
+    Args:
+        scratch: where they leave their pulses.
+        pids: by rank.
+    """
 
     def __init__(self, scratch: Path, pids: Mapping[int, int]) -> None:
         self._scratch, self._pids = scratch, pids

@@ -23,7 +23,8 @@ NO_PYTHON = "manyhands: no python here has manyhands"
 def ssh_words(options: ClusterOptions) -> list[str]:
     """The user's ssh command with what keeps it from asking questions or waiting for ever.
 
-    Raises UserError: cluster.ssh is no command.
+    Raises:
+        UserError: cluster.ssh is no command.
     """
     try:
         words = shlex.split(options.ssh)
@@ -100,7 +101,11 @@ def _quoted(path: str) -> str:
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
     """Reads ssh's own last words.
 
-    ssh's exit code is 255 for its own failures, None while it runs; `said` is the end of its standard error.
+    Args:
+        machine: who should have answered.
+        exit_code: of ssh; 255 for its own failures, None while it runs.
+        said: the end of its standard error.
+        options: of the cluster.
     """
     name = machine.name
     reach = reached_by(machine, options)

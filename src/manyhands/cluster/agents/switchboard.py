@@ -28,7 +28,11 @@ _LISTENS = "0A"
 
 
 class Switchboard:
-    """The connections of one machine."""
+    """The connections of one machine.
+
+    Args:
+        ends: its address and its folder.
+    """
 
     def __init__(self, ends: TunnelEnds) -> None:
         self._ends = ends

@@ -38,8 +38,14 @@ class TunnelError(Exception):
 class SshTunnels:
     """Connections over ssh that carry forwards, by the machine's name.
 
-    `folder` has a short path and is for this user alone; the sockets are there. `meanwhile` is called a few times a
-    second while connections are opened. Raises TunnelError: one can't be opened; none is left.
+    Args:
+        machines: where they lead.
+        options: of the cluster.
+        folder: a short path that only this user can enter, for their sockets.
+        meanwhile: called a few times a second while they are opened.
+
+    Raises:
+        TunnelError: one can't be opened; none is left.
     """
 
     def __init__(
@@ -97,7 +103,8 @@ class SshTunnels:
     def there(self, name: str, to: str) -> int:
         """Has a free port of the machine's loopback lead to a place here; gives the port.
 
-        Raises TunnelError: the machine's ssh server doesn't forward.
+        Raises:
+            TunnelError: the machine's ssh server doesn't forward.
         """
         said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not said.isdecimal():
@@ -107,7 +114,8 @@ class SshTunnels:
     def here(self, name: str, listen: str, to: str) -> None:
         """Has a place here lead to one of the machine's. That the machine's ssh server allows it shows when it is used.
 
-        Raises TunnelError: nothing can listen here.
+        Raises:
+            TunnelError: nothing can listen here.
         """
         self._forward(name, "-L", f"{listen}:{to}")
 

@@ -44,8 +44,12 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 class QuickNet(LooksFirst):
     """The network.
 
-    `widths` are channels of the three groups; the smaller `scale`, by which the last layer's outputs are multiplied,
-    the slower that layer learns.
+    Args:
+        channels: of a picture.
+        size: of a picture, in pixels.
+        num_classes: outputs.
+        widths: channels of the three groups.
+        scale: what the last layer's outputs are multiplied by: the smaller, the slower that layer learns.
     """
 
     def __init__(
