@@ -1,7 +1,9 @@
 """An update of a small network is mostly Python: how much of it there is, and that leaving some out changes nothing."""
 
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,10 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.step import Updater
+from manyhands.train.step import StepSums, Updater
 
 # Those of the network and the loss, some 30, are among them.
-MOST_CALLS = 135
+MOST_CALLS = 122
 
 
 def _network():
@@ -31,19 +33,77 @@ def _mixed(kinds):
     return nn.ModuleList(nn.Linear(37, 5, dtype=kind) for kind in kinds)
 
 
-def test_an_update_makes_few_calls():
-    options, model = TrainOptions(), _network()
+def _updater(model):
+    options = TrainOptions()
     optimizer = make_optimizer(model, options, sharded=False)
-    update = Updater(ParallelNetwork(model, model), optimizer, make_loss_fn(options), options, World(), lambda _: None)
+    return Updater(ParallelNetwork(model, model), optimizer, make_loss_fn(options), options, World(), lambda _: None)
+
+
+def test_an_update_makes_few_calls():
+    update = _updater(_network())
     batch = Batch(torch.randn(2, 1, 4, 4), torch.tensor([1, 2]), torch.arange(2))
     share = UpdateShare([LoadedMicroBatch(Share(0, 2, (), ()), batch, (0, 2))], 2)
     calls = []
-    for step in range(3):  # the first one imports
+    for number in range(3):  # the first one imports
         calls.clear()
         sys.setprofile(lambda frame, kind, _: calls.append(frame.f_code.co_qualname) if kind == "call" else None)
-        update(share, step)
+        update(share, number)
         sys.setprofile(None)
     assert len(calls) <= MOST_CALLS, calls
+
+
+class _Draws(nn.Module):
+    def forward(self, inputs):
+        return inputs * random.random() + np.random.rand()
+
+
+class _Writes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2)
+
+
+def _drawn(model, step):
+    _updater(model).begin(step)
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_what_is_drawn_follows_from_the_step_unless_nobody_draws_it():
+    of_torch = _network()
+    for others in (_network().append(_Draws()), _network().append(nn.Dropout())):
+        others[-1].register_forward_hook(lambda *_: None)
+        assert _drawn(others, 1) == _drawn(others, 1) != _drawn(others, 2)
+    first, again = _drawn(of_torch, 1), _drawn(of_torch, 1)
+    assert first[2] == again[2] != _drawn(of_torch, 2)[2]
+    assert first[:2] != again[:2]  # nobody asks for these, so they take no time
+
+
+def test_a_function_that_writes_to_its_gradient_spoils_no_later_one():
+    model, found = _network(), []
+    gradients = Gradients(ParallelNetwork(model, model), World())
+    for _ in range(3):
+        model.zero_grad()
+        gradients.backward_of(_Writes.apply(model(torch.ones(5, 16)).sum()), 0.3)
+        found.append([one.grad.clone() for one in model.parameters()])
+    assert all(torch.equal(one, first) for each in found for one, first in zip(each, found[0], strict=True))
+
+
+@pytest.mark.parametrize("most", [1, 1 << 16])
+def test_what_was_measured_since_a_mark_is_forgotten(monkeypatch, most):
+    monkeypatch.setattr("manyhands.train.step.COUNTED_AT_ONCE", most)
+    sums, right, wrong = StepSums(), torch.eye(3), torch.eye(3).flip(1)
+    labels = torch.arange(3)
+    sums.guess(right, labels)
+    mark = sums.mark()
+    sums.guess(wrong, labels)
+    sums.guess(right, labels)
+    sums.back(mark)
+    sums.guess(right, labels)
+    assert sums.take()[1] == 6
 
 
 @pytest.mark.parametrize("weight", [0.3, torch.tensor(0.3, dtype=torch.float64)])

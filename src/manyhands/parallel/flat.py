@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,13 @@ class FlatGradients:
         into = self._into[turn]
         if self._other:
             # a + b is b + a, to the bit: each of two adds the other's to its own, which is still in its cache.
-            given = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._parameters]
+            for one in self._parameters:
+                if one.grad is None:
+                    one.grad = torch.zeros_like(one)
+            given: list[Any] = [one.grad for one in self._parameters]
             torch._foreach_copy_(into, given)
             self._sums.meet()
             torch._foreach_add_(given, self._other[turn])
-            for one, gradient in zip(self._parameters, given, strict=True):
-                one.grad = gradient
             return
         given = [
             view.zero_() if one.grad is None else one.grad for one, view in zip(self._parameters, into, strict=True)
@@ -72,6 +74,7 @@ class FlatNetwork(ParallelNetwork):
 
     sums: SharedSums | None = None
     flats: list[FlatGradients] = field(init=False)
+    _no_grad: torch.no_grad = field(default_factory=torch.no_grad)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,14 +89,14 @@ class FlatNetwork(ParallelNetwork):
 
     @override
     def finish_gradients(self) -> None:
-        with torch.no_grad():
+        with self._no_grad:
             for flat in self.flats:
                 flat.add_up()
 
     @override
     def flat_gradients(self) -> list[Tensor]:
         flat = [one.values for one in self.flats]
-        return flat if all(map(len, flat)) else []
+        return flat if all(one.numel() for one in flat) else []
 
     @override
     def release(self) -> None:

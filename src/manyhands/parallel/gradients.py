@@ -21,7 +21,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
     """A context in which forward computes in a precision, by its name in a job, on a device such as "cuda:0"."""
     kind = AUTOCAST.get(precision)
-    return torch.autocast(device.partition(":")[0], dtype=kind) if kind else contextlib.nullcontext()
+    return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _AS_IT_IS
 
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
@@ -35,6 +35,10 @@ class MicroBatchResult:
 
 
 def _nothing(result: MicroBatchResult) -> None: ...
+
+
+# Made once: each is made in every update else.
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Gradients:
@@ -59,6 +63,7 @@ class Gradients:
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
         self.on_card = world.device.startswith("cuda")
         self.spoilt: Tensor | None = None  # 1.0 [] where the last update was left out on the card; see `unscale`
+        self._begin, self._goes_with = torch.ones(()), (1.0, torch.float32, torch.device("cpu"))
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
         self._scale = network.gradient_scale * (1 if mean else network.replicas(world.size))
 
@@ -92,7 +97,7 @@ class Gradients:
         False makes gradients NaN, by which all processes hear of it.
         """
         assert self._loss_fn is not None
-        with contextlib.nullcontext() if last else self.network.no_sync():
+        with _AS_IT_IS if last else self.network.no_sync():
             inputs, labels = self.network.begin(part)
             with self.autocast():
                 loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
@@ -115,9 +120,18 @@ class Gradients:
             (self.scaler.scale(loss) if self.scaler else loss).backward()
         else:
             # What loss.backward(weight) does, without its checks, which import sympy: a third of a second.
-            start = weight.to(loss) if isinstance(weight, Tensor) else loss.new_full((), weight)
+            start = weight.to(loss) if isinstance(weight, Tensor) else self._begins_with(loss, weight)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         CLOCK.backward_ends()
+
+    def _begins_with(self, loss: Tensor, weight: float) -> Tensor:
+        """A weight as a loss's gradient [], which is the last update's as a rule."""
+        goes_with = weight, loss.dtype, loss.device
+        if type(loss) is not Tensor:
+            return loss.new_full((), weight)
+        if goes_with != self._goes_with or self._begin._version:  # written to by a function of the user's
+            self._goes_with, self._begin = goes_with, loss.new_full((), weight)
+        return self._begin
 
     def finish(self) -> None:
         """Waits for what backward has not put in place yet; after an update's last micro-batch."""

@@ -7,17 +7,33 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
+# Whose layers draw from torch's generators alone.
+_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
 
 
-def seed_generators(seed: int, device: str) -> None:
-    """Seeds torch's generators, random's and numpy's; `device` is a kind, such as cpu."""
+def draws_from_torch_alone(model: nn.Module) -> bool:
+    """True where nothing of the user's takes part in a forward pass: layers that are torch's or ours, without hooks."""
+    return all(map(_is_known, model.modules()))
+
+
+def _is_known(layer: nn.Module) -> bool:
+    own = vars(layer)
+    changed = "forward" in own or any(own[name] for name in own if name.endswith("_hooks"))
+    return not changed and all(kind.__module__.startswith(_KNOWN) for kind in type(layer).__mro__[:-1])
+
+
+def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
+    """Seeds torch's generators, and unless nobody draws from them random's and numpy's; `device` is such as cpu."""
     if device == "cpu":
         # torch.manual_seed would also note a whole traceback for each kind of accelerator that isn't in use.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    if not torch_alone:
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager

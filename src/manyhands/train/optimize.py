@@ -48,20 +48,22 @@ def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
     kinds: set[Any] = set()
     for group in optimizer.param_groups:
         used = [one for one in group["params"] if one.grad is not None]
+        gradients = [one.grad for one in used]
         kept = [optimizer.state[one].get("momentum_buffer") for one in used] if group["momentum"] else []
-        kinds.update((one.dtype, one.device, one.grad.dtype, one.grad.layout) for one in used)
+        kinds.update([(one.dtype, one.device, its.dtype, its.layout) for one, its in zip(used, gradients, strict=True)])
         if not group["fused"] or any(one is None for one in kept):
             return False
         if used:
-            calls.append((used, [one.grad for one in used], kept, {name: group[name] for name in _SGD_TAKES}))
+            calls.append((used, gradients, kept, {name: group[name] for name in _SGD_TAKES}))
     if len(kinds) > 1 or hasattr(optimizer, "found_inf") or any(kind[-1] != torch.strided for kind in kinds):
         return False
-    with torch.no_grad():
+    with _NO_GRAD:
         for used, gradients, kept, numbers in calls:
             torch._fused_sgd_(used, gradients, kept, is_first_step=False, **numbers)
     return True
 
 
+_NO_GRAD = torch.no_grad()
 _SGD_TAKES = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
 # By their own names, so that an optimizer can be pickled.
 SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)

@@ -21,7 +21,7 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss, explain_piece
-from manyhands.train.draws import seed_generators
+from manyhands.train.draws import draws_from_torch_alone, seed_generators
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import LossFn, something
 
@@ -38,7 +38,7 @@ class StepSums:
     first_bad: Tensor | float = math.inf
     first_spoilt: Tensor | float = math.inf  # the same of gradients, where the card itself left that update out
     _correct: float | Tensor = 0.0
-    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # begun anew, not cleared: a mark holds it
 
     def guess(self, logits: Tensor, labels: Tensor) -> None:
         """Notes logits [n, C] and labels int64 [n]; small ones are counted many passes at once, which costs less."""
@@ -61,17 +61,18 @@ class StepSums:
 
     def mark(self) -> tuple[Any, ...]:
         """What was measured so far, for `back`."""
-        return self.loss, self.samples, self._correct, [*self._guesses]
+        return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
 
     def back(self, mark: tuple[Any, ...]) -> None:
         """Forgets what was measured since a mark."""
-        self.loss, self.samples, self._correct, self._guesses = mark
+        self.loss, self.samples, self._correct, self._guesses, guesses = mark
+        del self._guesses[guesses:]
 
     def _count(self) -> None:
         if self._guesses:
             logits, labels = (torch.cat(tensors) for tensors in zip(*self._guesses, strict=True))
             self._correct = self._correct + (logits.argmax(1) == labels).sum()
-            self._guesses.clear()
+            self._guesses = []
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,9 @@ class Updater:
         )
         self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
         self.under_way = UnderWay(network)
+        # Seeding the others' generators costs a small network a fiftieth of its update.
+        by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
+        self._torch_alone = by_us and draws_from_torch_alone(network.inner)
         # A card tells later, fp16's scaler has rules of its own, and a loop of the user's may look at the gradients.
         self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
         self._bad: LoadedMicroBatch | None = None
@@ -188,7 +192,7 @@ class Updater:
 
     def begin(self, step: int) -> None:
         """Makes ready for the micro-batches of update number `step`: what is drawn, the learning rate, no gradients."""
-        seed_generators(mix(self._seed ^ step), self.device)
+        seed_generators(mix(self._seed ^ step), self.device, torch_alone=self._torch_alone)
         self.set_rates(step)
         for parameter in self.parameters:
             parameter.grad = None
@@ -253,7 +257,9 @@ class Updater:
         """False where the loss isn't finite, which all are to hear of by way of the gradients."""
         if found.count:
             self.note(part, step, found.loss if shown is None else found.loss * shown, found.count)
-            self.measured.guess(found.logits, found.labels[: len(found.logits)])
+            rows = found.logits.size(0)
+            alike = rows == found.labels.size(0)
+            self.measured.guess(found.logits, found.labels if alike else found.labels[:rows])
         return self._bad is None
 
     def note(self, part: LoadedMicroBatch, step: int, loss: Tensor, count: int) -> None:
