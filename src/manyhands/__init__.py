@@ -3,12 +3,13 @@
 The names below are the whole public interface; they are loaded when first used, since torch takes a second.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from manyhands.core.version import __version__ as __version__
 
+# Not typing's own, whose import takes longer than all else that comes before a command heeds Ctrl-C.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from manyhands.checkpoint.options import CheckpointOptions
     from manyhands.config.job import ClusterOptions, Job, RunOptions, SubmitOptions, TrainOptions
     from manyhands.core.errors import ManyhandsError, RunError, UserError
@@ -83,7 +84,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    import importlib
+
     if name not in _HOMES:
         raise AttributeError(f"module manyhands has no attribute {name}")
     if not name.endswith("Error"):

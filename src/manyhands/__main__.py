@@ -1,29 +1,29 @@
 """python -m manyhands, which is also how torchrun starts it, and the script `manyhands`."""
 
+import _signal  # pyright: ignore[reportMissingImports] - what `signal` is made of, without enum
 import sys
-from pathlib import Path
+
+HEEDED = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+# Ctrl-C while the command is imported ends it without a word, since nothing has begun; so this comes before all else.
+if HEEDED:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def start() -> None:
-    """Runs the command. Ctrl-C while it is imported ends it without a word, since nothing has begun."""
-    import signal
-
+    """Runs the command."""
     from manyhands.core.early_agent import start_early
 
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heeded:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     start_early(sys.argv[1:])
     from manyhands.cli.main import main
 
-    if heeded:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+    main(heeds_ctrl_c=HEEDED)
 
 
 if __name__ == "__main__":
     # `python -m` puts the current folder first on the path, where others may be able to write; what of it is the
     # user's own code is named by its file, and found by that. Nothing that may lie there is imported before.
-    if not sys.flags.safe_path and sys.path and sys.path[0] == str(Path.cwd()):
+    import os
+
+    if not sys.flags.safe_path and sys.path and sys.path[0] == os.getcwd():  # noqa: PTH109 - pathlib takes long to import
         del sys.path[0]
     start()

@@ -57,6 +57,14 @@ def test_ctrl_c_before_anything_has_begun_ends_without_a_word():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+def test_little_is_imported_before_ctrl_c_is_heeded():
+    """What is imported by then, a traceback tells of if Ctrl-C comes in its midst."""
+    code = "import sys; before = set(sys.modules); import manyhands.__main__; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    own = {"manyhands", "manyhands.__main__", "manyhands.core", "manyhands.core.version"}
+    assert set(done.stdout.split()) <= own, done.stderr
+
+
 def test_what_could_not_be_written_is_a_failure():
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "manyhands", "train", "--show-config"]

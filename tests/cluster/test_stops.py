@@ -25,7 +25,7 @@ from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.registry import Running
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
 from manyhands.report.read import read_run
-from manyhands.run.diary import ends_noted, interrupted
+from manyhands.run.diary import ends_noted, interrupted, note_replaced
 from manyhands.run.train import conclude, failure_of, saved_step
 from manyhands.run.why import explained
 
@@ -227,6 +227,20 @@ def test_who_takes_part_in_a_run_that_goes_on_and_who_was_taken_up_is_told(tmp_p
     assert not explained(read_run(tmp_path)).machines
 
 
+def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.job.write_text("")
+    append(folder.events, Event(time=1.0, kind="saved", step=8, message="s"))
+    append(folder.events, Event(time=2.0, kind="stopped", step=8, message="saved"))
+    note_replaced(folder, "stopped from n2, or taken over by another head")
+    found = explained(read_run(tmp_path))
+    assert found.cause == "stopped from n2, or taken over by another head"
+    assert "typed there" in found.do[0]
+    append(folder.events, Event(time=time.time(), kind="resumed", step=8, message="r"))
+    append(folder.events, Event(time=time.time(), kind="stopped", step=9, message="saved"))
+    assert "it was asked to" in explained(read_run(tmp_path)).cause
+
+
 def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_ends_at_once(tmp_path):
     """Neither ssh nor the machine says that it has gone: both ends of the line are a process that never answers."""
     process = subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -266,7 +280,10 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
     heard = tmp_path / "heard"
     ended = said(tmp_path, WorkersStarted(0, [1]), WorkersEnded(failed={0: -9}, host="n2"))
     links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
-    ending = supervise_once(links, [Orders({}, str(tmp_path), Meeting((1, 1)))] * 2, Watch(evicts=True))
+    told = []
+    watch = Watch(evicts=True, on_warning=told.append)
+    ending = supervise_once(links, [Orders({}, str(tmp_path), Meeting((1, 1)))] * 2, watch)
+    assert told == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
     assert ending.failed == {0: -9}
     assert list(ending.lost) == ["n1"]
     assert not links[0].closed

@@ -168,3 +168,26 @@ def test_a_run_without_records_yet_is_starting(tmp_path):
         assert now.state == "starting"
         about = as_object(found, now)
         assert (about["step"], about["top1"], about["processes"]) == (None, None, None)
+
+
+def test_a_run_that_is_gone_with_its_machine_is_forgotten_by_its_name_and_none_of_here(tmp_path, capsys):
+    put(record(tmp_path / "pets", host="gone-1"))
+    put(record(tmp_path / "pets", host="gone-2"))
+    put(record(tmp_path / "mine"))
+    assert ps() == 0
+    assert "manyhands ps --forget RUN" in capsys.readouterr().err
+    assert ps(forget="pets") == 0
+    assert [entry.name for entry in running()] == ["mine"]
+    for word in ("pets", "mine"):
+        with pytest.raises(UserError, match="on another machine"):
+            ps(forget=word)
+
+
+def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
+    with registered(tmp_path / "run"):
+        (found,) = running()
+        folder = RunFolder(tmp_path / "run")
+        folder.path.mkdir(exist_ok=True)
+        for kind, state in [("started", "starting"), ("stopping", "stopping"), ("regrouped", "starting")]:
+            append(folder.events, Event(time=time.time(), kind=kind, message=kind))
+            assert look(found).state == state

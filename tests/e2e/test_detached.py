@@ -41,6 +41,7 @@ def test_it_trains_on_without_its_head_and_obeys_a_stop(here):
     assert again.code == 2
     assert_one_screen(again.err)
     assert "a run is going on" in again.err
+    assert "--out" not in again.err
     os.kill(told["pid"], signal.SIGKILL)
     before = measured(here)
     wait_until(lambda: measured(here) > before + 20)

@@ -96,8 +96,8 @@ def test_what_machines_pay_that_only_ssh_reaches_stands_beside_the_direct_way(pl
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "12 samples in a pass, 12 on 3"),
-        (("-n", 4, "--link", "1gbit"), "32 samples in a pass, 8 on 4, since BatchNorm takes 32 together"),
+        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "takes 12 samples at a time, as on all 3"),
+        (("-n", 4, "--link", "1gbit"), "takes 32 samples at a time, 8 on all 4, since BatchNorm takes 32 together"),
         (("-n", 4, "--link", "1gbit", "--elastic", "off"), ""),
     ],
 )

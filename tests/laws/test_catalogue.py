@@ -54,8 +54,9 @@ def without_brackets(text):
 
 
 def untranslated(text):
-    """The lines with words of which no text of the catalogue is a part."""
-    return [line for line in text.splitlines() if re.search(r"[a-z]{3,} [a-z]{3,}", line) and "⟦" not in line]
+    """The lines with words of which no text of the catalogue is a part, but for matplotlib's on a slow machine."""
+    ours = [line for line in text.splitlines() if not line.startswith("Matplotlib is building the font cache")]
+    return [line for line in ours if re.search(r"[a-z]{3,} [a-z]{3,}", line) and "⟦" not in line]
 
 
 def test_the_catalogue_is_up_to_date():

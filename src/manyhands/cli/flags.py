@@ -3,6 +3,7 @@
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from manyhands.core.errors import UserError
 
@@ -17,7 +18,10 @@ Model = Annotated[str | None, MODEL]
 Arguments = Annotated[
     str, Parameter(name="ARGUMENTS", show=True, help="of a script of your own, behind --: train.py -n 2 -- --lr 0.1")
 ]
-Processes = Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")]
+AT_LEAST_ONE = Number(gte=1)
+Processes = Annotated[
+    int | None, Parameter(name=["-n", "--processes"], validator=AT_LEAST_ONE, help="processes on this machine")
+]
 RecipeName = Annotated[
     str | None, Parameter(name="--recipe", help="settings by name, in place of the data set's own: cifar10-fast")
 ]

@@ -18,6 +18,9 @@ def join(
         str | None, Parameter(help="the machine, as the head reaches it: n4, user@n4, ssh://n4:31234")
     ] = None,
     back: Annotated[str | None, Parameter(show=False)] = None,
+    ssh: Annotated[
+        str | None, Parameter(name="--cluster.ssh", help="with HEAD:RUN: the ssh command that reaches the head")
+    ] = None,
     set_: Settings = None,
 ) -> int:
     """Have a run that goes on take up another machine; typed there, HEAD:RUN says where its head is."""
@@ -26,7 +29,8 @@ def join(
     if ":" in run and not Path(run).exists():
         from manyhands.config.load import load_job
 
-        return join_from_here(run, host or "", load_job(settings(set_ or [])).job.cluster)
+        flags = {**settings(set_ or []), **({"cluster.ssh": ssh} if ssh else {})}
+        return join_from_here(run, host or "", load_job(flags).job.cluster)
     if not host and not back:
         raise UserError("no machine is named", "manyhands join", ("--host n4", "typed on that machine: join HEAD:RUN"))
     show(join_here(run, host or seen_at(back or "")))

@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -77,10 +78,12 @@ def _unrounded(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
     return cast(Any, cyclopts.convert(kind, tokens))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and leaves with its exit code."""
+def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) -> None:
+    """Runs one command and leaves with its exit code; `heeds_ctrl_c`: from now on Ctrl-C is to be told of."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if heeds_ctrl_c:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         require_system()
         require_language()
         code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)

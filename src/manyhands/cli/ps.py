@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from manyhands.core.shown import plain, show, show_json
+from manyhands.core.shown import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.core.registry import Running
@@ -19,12 +19,21 @@ HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
 def ps(
     *,
+    forget: Annotated[
+        str | None, Parameter(help="take a run off the list whose head is on another machine, and gone with it")
+    ] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON array")] = False,
 ) -> int:
     """List the runs that go on: where, since when, how far."""
     from manyhands.core.registry import running
     from manyhands.report.now import as_object, look
 
+    if forget:
+        from manyhands.run.watch import forget_elsewhere
+
+        for record in forget_elsewhere(forget):
+            show(f"{plain(record.run)} on {plain(record.host)} isn't listed any more")
+        return 0
     found = [(record, look(record)) for record in running()]
     if as_json:
         show_json([as_object(record, now) for record, now in found])
@@ -36,6 +45,8 @@ def ps(
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     for row in rows:
         show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if any(not record.here for record, _ in found):
+        say("a machine that is gone can't take its runs off this list: manyhands ps --forget RUN does")
     return 0
 
 

@@ -4,14 +4,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AsJson, Quiet, Settings, settings
+from manyhands.cli.flags import AT_LEAST_ONE, AsJson, Quiet, Settings, settings
 
 
 def resume(
     name: Annotated[str, Parameter(name="RUN", help="a run's folder or its short name")],
     /,
     *,
-    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="may differ from before")] = None,
+    processes: Annotated[
+        int | None, Parameter(name=["-n", "--processes"], validator=AT_LEAST_ONE, help="may differ from before")
+    ] = None,
     epochs: Annotated[int | None, Parameter(help="train longer than the job said")] = None,
     set_: Settings = None,
     as_json: AsJson = False,
@@ -21,11 +23,15 @@ def resume(
     from manyhands.cli.training import run
     from manyhands.config.load import load_job
     from manyhands.core.folder import RunFolder
+    from manyhands.core.registry import headed_here
     from manyhands.report.read import read_run
     from manyhands.run.find import find_reference
     from manyhands.run.own_code import announce_resumed
+    from manyhands.run.train import goes_on_already
 
     folder = find_reference(name)
+    if headed_here(folder):
+        raise goes_on_already(RunFolder(folder))
     read_run(folder)
     flags = {
         "run.out": str(folder), "checkpoint.resume": "auto", "cluster.processes": processes, "train.epochs": epochs,

@@ -19,6 +19,8 @@ VERSION = 1
 MACHINE_LOST = "MachineLost"
 # The same where a process was killed.
 PROCESS_ENDED = "ProcessEnded"
+# The kind of event by which a head says that machines obey another one.
+REPLACED = "head-replaced"
 # The variable that names the file for a worker's `Failure`, beside the run folder, whose disk may be full.
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 

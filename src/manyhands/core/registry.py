@@ -130,6 +130,12 @@ def running() -> list[Running]:
     return sorted(found, key=lambda record: record.time)
 
 
+def forget(records: Iterable[Running]) -> None:
+    """Takes records off the list, of heads that are gone with their machines."""
+    for record in records:
+        _path(record).unlink(missing_ok=True)
+
+
 def headed_here(run: Path) -> bool:
     """True where a process of this machine is the head of the run in a folder."""
     return any(record.here and record.run == str(run.resolve()) for record in running())

@@ -12,7 +12,7 @@ from manyhands.core.outside import read_object
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.core.registry import Running
 from manyhands.report.follow import Tail
-from manyhands.report.read import parse, parse_metrics
+from manyhands.report.read import STARTS, parse, parse_metrics
 from manyhands.report.summary import ENDS
 from manyhands.report.words import place
 
@@ -77,7 +77,8 @@ def as_object(record: Running, now: Now) -> dict[str, Any]:
 def _state(record: Running, since: list[Event], measured: bool) -> str:
     if not record.here:
         return "unknown"
-    if any(event.kind in {"stopping", "stopped"} for event in since):
+    last = next((event.kind for event in reversed(since) if event.kind in {"stopping", "stopped", *STARTS}), "")
+    if last in {"stopping", "stopped"}:
         return "stopping"
     return "running" if measured else "starting"
 

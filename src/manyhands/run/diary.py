@@ -8,7 +8,7 @@ from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import Event, Failure, append, write_json
+from manyhands.core.records import REPLACED, Event, Failure, append, write_json
 from manyhands.core.stops import saved_step, unsaved
 
 
@@ -19,6 +19,11 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
     _note(folder, Event(time=time.time(), kind=kind, step=step, message=error.what, data={"rankless": True}))
     return error
+
+
+def note_replaced(folder: RunFolder, told: str) -> None:
+    """That this head is obeyed no more; how the run goes on is in its new head's folder."""
+    _note(folder, Event(time=time.time(), kind=REPLACED, step=saved_step(folder), message=told))
 
 
 def note_cause(folder: RunFolder, cause: Failure) -> None:

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import platform
 import socket
 import subprocess
 from collections.abc import Callable, Generator
@@ -181,7 +182,7 @@ def join_from_here(target: str, host: str, options: ClusterOptions) -> int:
     """
     head, _, run = target.rpartition(":")
     (machine,) = hostfile.read_list(head, "HEAD:RUN").machines
-    back = ["--host", host] if host else ["--back", getpass.getuser()]
+    back = ["--host", host] if host else ["--back", f"{getpass.getuser()}@{platform.node()}"]
     script = python_script(options, Path.cwd(), (SAFE, "-m", "manyhands", "join", run, *back))
     command = [*ssh_words(options), *port_words(machine), "--", machine.host, script]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
@@ -192,9 +193,19 @@ def join_from_here(target: str, host: str, options: ClusterOptions) -> int:
     return done.returncode
 
 
-def seen_at(user: str) -> str:
-    """How this machine, where a head is, sees the one that this command was typed on, over ssh."""
+def seen_at(back: str) -> str:
+    """How this machine, where a head is, sees the one that this command was typed on, over ssh.
+
+    By the name that it has for itself, where that leads to the address which it comes from; else by the address.
+
+    Args:
+        back: USER@NAME, as that machine says.
+    """
     address = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
     if not address:
         raise UserError("who asks is not known: this is no ssh session", "--back", ("--host NAME",))
+    user, _, name = back.partition("@")
+    with suppress(OSError, UnicodeError):  # a name that only that machine has
+        if name and address in {str(found[4][0]) for found in socket.getaddrinfo(name, None)}:
+            return back
     return f"{user}@{in_brackets(address)}"

@@ -23,7 +23,7 @@ from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
 from manyhands.core.stops import saved_step
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted
+from manyhands.run.diary import ends_noted, note_replaced
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.join import front_door
 from manyhands.run.logs import reach_of, read_places
@@ -94,6 +94,8 @@ def launch(
                     squad.heed(ending)
                 if squad.copy:
                     squad.copy.finish()
+                if ending.replaced:
+                    note_replaced(folder, ending.replaced)
         return conclude(job, folder, ending)
 
 

@@ -1,6 +1,7 @@
 """Starts a training run and watches it to its end, whatever way its processes meet."""
 
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -278,6 +279,12 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     return folder, lock
 
 
+def goes_on_already(folder: RunFolder, *more: str) -> UserError:
+    """What is said of a folder that a run is at work in."""
+    mend = (f"wait for its end, or stop it: manyhands stop {shlex.quote(str(folder.path))}", *more)
+    return UserError(f"a run is going on in {folder.path}", "--out" if more else "", mend)
+
+
 def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     folder.ranks.mkdir(exist_ok=True)
     takes_over = takes_over and not headed_here(folder.path)
@@ -286,8 +293,7 @@ def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
             raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
         lock = claim(folder, new_holder(), *((TAKE_OVER_S, TAKE_OVER_S) if takes_over else ()))
     except Timeout:
-        mend = ("wait for its end, or stop it: manyhands stop RUN", "or another --out")
-        raise UserError(f"a run is going on in {folder.path}", "--out", mend) from None
+        raise goes_on_already(folder, "or another --out") from None
     if not run_id(folder):
         set_run_id(folder)
     folder.failures.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import Event
-from manyhands.core.registry import Running, goes_on, headed_here, running, signal_head
+from manyhands.core.registry import Running, forget, goes_on, headed_here, running, signal_head
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.report.now import look
 from manyhands.report.read import no_run
@@ -42,6 +42,19 @@ def find_running(word: str) -> Running:
     ended = find_run(word).path
     mend = ("manyhands ps lists the runs that go on", f"{going_on(ended)} goes on with it")
     raise UserError(f"the run in {ended} isn't going on", "RUN", mend)
+
+
+def forget_elsewhere(word: str) -> list[Running]:
+    """Takes runs off the list whose heads are on other machines: all that the word means, as none can be told apart.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = matches(word, [record for record in running() if not record.here])
+    if not found:
+        raise UserError(f'no run that "{word}" may mean has its head on another machine', "--forget", ("manyhands ps",))
+    forget(found)
+    return found
 
 
 def find_run(word: str) -> RunFolder:

@@ -9,7 +9,7 @@ from pathlib import Path
 from manyhands.core.claim import agents_work
 from manyhands.core.errors import shortened
 from manyhands.core.going_on import going_on, tells_how
-from manyhands.core.records import MACHINE_LOST, Event, Failure
+from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure
 from manyhands.core.registry import Running, running
 from manyhands.core.shown import plain
 from manyhands.core.stops import saved_step
@@ -73,7 +73,9 @@ def why(word: str) -> Why:
     """
     run = read_run(find_reference(word))
     place = str(run.folder.path.resolve())
-    return explained(run, next((head for head in running() if head.run == place), None))
+    heads = [head for head in running() if head.run == place]
+    # One that was lost with its machine, and whose place another has taken, stays listed.
+    return explained(run, max(heads, key=lambda head: (head.here, head.time), default=None))
 
 
 def explained(run: RunData, head: Running | None = None) -> Why:
@@ -101,6 +103,10 @@ def explained(run: RunData, head: Running | None = None) -> Why:
         if state == "stopped" and not end.data.get("rankless"):
             took += "; all was saved"
             cause = "it was asked to (Ctrl-C, manyhands stop, a signal), or the command that watched it had gone"
+        last = next((event for event in reversed(run.events) if event.kind in {REPLACED, *summary.STARTS}), None)
+        if last and last.kind == REPLACED:
+            cause = plain(last.message)
+            do = [f"manyhands why {folder}, typed there, says how it goes on", *(f"{line}, here again" for line in do)]
         return Why(folder, state, f"{folder} {how} {took}", cause, done=done, do=do)
     if state == "killed":
         cause = (

@@ -25,9 +25,10 @@ def passes_of_fewest(cut: BatchSharing, least: int, batch: int) -> tuple[int, st
     try:
         then = cut.on_fewer(least, batch)
     except UserError as error:
-        return 0, f"the run can't go on: {error.what}"
-    why = f", since BatchNorm takes {cut.group} together (train.norm_group)" if then > most else ""
-    return then, f"{then} samples in a pass, {most} on {cut.processes}{why}"
+        return 0, f"can't go on: {error.what}"
+    why = f", since BatchNorm takes {cut.group} together (train.norm_group)"
+    beside = f"{most} on all {cut.processes}{why}" if then > most else f"as on all {cut.processes}"
+    return then, f"takes {then} samples at a time, {beside}"
 
 
 def held_bytes(device: str) -> int:
@@ -46,5 +47,8 @@ def tell_of_fewest(trainer: Trainer) -> None:
         return
     _, passes = passes_of_fewest(cut, least, min(order.batch, order.length))
     held = held_bytes(world.device)
-    told = f"rank 0 has held {held / 2**30:.2g} GiB so far; on {least} of {world.size} processes (--elastic): {passes}"
+    told = (
+        f"should machines be lost, down to {least} of {world.size} processes (--elastic), each process {passes}; "
+        f"rank 0 has held {held / 2**30:.2g} GiB so far"
+    )
     trainer.journal.event("note", told, trainer.progress.step, held_bytes=held)

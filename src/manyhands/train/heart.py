@@ -33,10 +33,11 @@ class Heart:
 
     Attributes:
         expected_s: what the first update may take, where that is known.
+        linked: it exchanges with processes of other machines.
     """
 
     def __init__(self) -> None:
-        self.expected_s = 0.0
+        self.expected_s, self.linked = 0.0, False
         self._updates_s: deque[float] = deque(maxlen=_KEPT)
         self._at, self._step, self._waiting = time.monotonic(), 0, False
 
@@ -58,7 +59,7 @@ class Heart:
         """What is to be said of so many seconds of standing still; nothing where that is usual."""
         if took_s <= _CUT_S or len(self._updates_s) < _ENOUGH or took_s <= _CUT * (usual_s := self._usual_s()):
             return ""
-        return stood_still(took_s, usual_s)
+        return stood_still(took_s, usual_s, linked=self.linked)
 
     def hung(self) -> str:
         """Why nothing more is to be expected of this process; empty where it may yet get on. Takes a second."""
@@ -134,9 +135,10 @@ def shut_connections() -> None:
                             connection.shutdown(socket.SHUT_RDWR)
 
 
-def stood_still(took_s: float, usual_s: float) -> str:
-    """What is said of a pause that is much longer than usual."""
-    return f"training stood still for {took_s:.3g} s, for the link or another process (usual: {usual_s:.2g} s)"
+def stood_still(took_s: float, usual_s: float, *, linked: bool = True) -> str:
+    """What is said of a pause that is much longer than usual; `linked`: several machines take part."""
+    waited = "the link or another process" if linked else "another process"
+    return f"training stood still for {took_s:.3g} s, for {waited} (usual: {usual_s:.2g} s)"
 
 
 def collectives_begun() -> int:

@@ -78,7 +78,7 @@ class Watcher:
         usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
         self._stalls_s = [*self._stalls_s[-4:], stood_s]
         if stood_s > max(_STALL_S, _STALL * usual_s):
-            journal.event("stall", stood_still(stood_s, usual_s), step, seconds=stood_s)
+            journal.event("stall", stood_still(stood_s, usual_s, linked=len({*self.hosts}) > 1), step, seconds=stood_s)
 
     def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
         slowest = max(range(len(speeds)), key=speeds.__getitem__)

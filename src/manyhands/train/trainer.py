@@ -82,6 +82,7 @@ class Trainer:
     def __post_init__(self) -> None:
         """Begins to watch the loss, and lets those who watch processes know them."""
         self.divergence = Divergence(len(self.classes))
+        self.heart.linked = self.world.local_size < self.world.size
         weighs = self.job.checkpoint.every == "auto" and self.world.is_main and self.folder is not NOWHERE
         self.interval = SaveInterval(self.folder, self.world) if weighs else None
         if self.standing:

@@ -13,6 +13,8 @@ from manyhands.train.fewest import fewest_processes, passes_of_fewest
 from manyhands.worker.plan_trials import norm_group
 
 _GIB = 1 << 30
+# What a process takes on a CPU before it has a network: Python, torch, and what gloo holds.
+_PROCESS_GIB = 0.4
 
 
 def memory_of_fewest(job: Job, found: SearchResult, network: dict[str, Any], model: nn.Module, *, apart: bool) -> str:
@@ -38,5 +40,7 @@ def memory_of_fewest(job: Job, found: SearchResult, network: dict[str, Any], mod
     # Memory grows with the samples of a pass: between those of now, and all that so few processes have of an update.
     now, widest = cut.largest_share(batch), -(-batch // least)
     more = (whole - here) * max(0, samples - now) / max(1, widest - now)
-    takes = f"{(here + more) / _GIB:.2g} GiB each, on all {here / _GIB:.2g}"
-    return f"data parallel on {least} of {count} processes (--elastic) takes {takes}: {passes}"
+    own = 0.0 if found.wish.accelerator else _PROCESS_GIB
+    takes = f"{own + (here + more) / _GIB:.3g} GiB each, on all {own + here / _GIB:.3g}"
+    takes += f", {own} of it without a network" if own else ""
+    return f"data parallel on {least} of {count} processes (--elastic) takes {takes}; each process {passes}"

@@ -30,6 +30,7 @@ class Ending:
     evicted: dict[int, str] = field(default_factory=dict[int, str])
     hung: str = ""  # why the processes could not do what was asked for, and were killed
     interrupted: int = 0  # how often the user (or the system) asked for a stop
+    replaced: str = ""  # what is told where the machines obey a later head
     regrouped: bool = False  # True when the head had the processes save and leave, to start them on other machines
     broken: str = ""  # an agent's own traceback, if one failed itself
     refused: ManyhandsError | None = None  # what an agent could not do as it was ordered, in words for the user

@@ -120,7 +120,7 @@ class _Head:
         self._started: set[AgentConnection] = set()
         self._watch = watch
         self._kill_at = self._end_at = float("inf")
-        self._told_failure = self._replaced = False
+        self._told_failure = False
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
 
     def hear(self, link: AgentConnection) -> None:
@@ -140,9 +140,9 @@ class _Head:
                 self._tell_of(message)
             case StillLeaving():
                 self._wait_for_leavers()
-            case HeadReplaced() if not self._replaced:
-                self._replaced = True
-                self._watch.on_warning(f"stopped from {link.machine.name}, or taken over by another head")
+            case HeadReplaced() if not self.ending.replaced:
+                self.ending.replaced = f"stopped from {link.machine.name}, or taken over by another head"
+                self._watch.on_warning(self.ending.replaced)
             case FilePiece():
                 self._watch.on_file(message)
             case WorkersEnded():
@@ -156,7 +156,7 @@ class _Head:
 
     def obey(self, wishes: int) -> None:
         """Passes on the user's wish to stop, or a later head's."""
-        wishes = max(wishes, int(self._replaced))
+        wishes = max(wishes, int(bool(self.ending.replaced)))
         if wishes == self.ending.interrupted:
             return
         before, self.ending.interrupted = self.ending.interrupted, wishes
@@ -284,7 +284,10 @@ class _Head:
             self.ending.broken = f"it {how_it_ended(code)}"
         else:
             said = link.said(1).strip() or f"ssh {how_it_ended(code)}"
-            self.ending.lost[link.machine.name] = how or f"the connection ended ({said})"
+            self.ending.lost[link.machine.name] = how = how or f"the connection ended ({said})"
+            if not self.ending.interrupted:
+                self._told_failure = True
+                self._watch.on_warning(f"{link.machine.name} is lost: {how}; cleaning up")
         self._gone(link)
 
     def _take_in(self, link: AgentConnection, ended: WorkersEnded) -> None:
