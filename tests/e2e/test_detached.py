@@ -68,6 +68,23 @@ def test_what_fails_before_it_trains_is_said_on_the_terminal(here):
     wait_until(lambda: not marked(str(here)))
 
 
+# Ctrl-C comes between the two, when the command has become two processes.
+AT_ONCE = """
+import os, signal, time
+from manyhands.run.background import Background
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75 if os.getsid(0) == os.getpid() else 1))
+background = Background()
+if background.elsewhere:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(background.wait(as_json=False))
+time.sleep(60)
+"""
+
+
+def test_a_stop_at_once_reaches_the_process_that_goes_on():
+    assert run(program=("-c", AT_ONCE)).code == 75
+
+
 def test_what_can_not_be_detached_is_refused(here):
     relayed = finish(forked("launch", *ENDLESS, *WHERE, "--relay"))
     alone = finish(forked("train", *ENDLESS, "--cluster.detach=true"))

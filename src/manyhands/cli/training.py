@@ -15,6 +15,7 @@ from manyhands.cluster.descriptions.own import is_here
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
+from manyhands.core.early_agent import end_early
 from manyhands.core.errors import UserError
 from manyhands.core.shown import show, show_json
 from manyhands.report.changes import refuse_changes
@@ -59,6 +60,7 @@ def run(
             show(lines)
         return 0
     if machines := _machines_to_reach(job):
+        end_early()  # this machine may take no part, and a head that is detached is another process
         from manyhands.run.background import Background
         from manyhands.run.launch import launch
 

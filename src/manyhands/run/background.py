@@ -1,13 +1,14 @@
 """The head of a detached run: a process of its own, which the command waits for until the run trains."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 from manyhands.core.going_on import going_on
 from manyhands.core.private import private_files
 from manyhands.core.shown import show, show_json
-from manyhands.core.stops import handled
+from manyhands.core.stops import STOPS, handled
 
 LOG = "head.log"
 
@@ -23,12 +24,15 @@ class Background:
         self._heard, self._tells = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        # What comes before `wait` hears it is heard then, and passed on.
+        self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         self.elsewhere = os.fork()
         if not self.elsewhere:
             os.setsid()  # neither Ctrl-C nor the terminal's end comes here
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.close(self._heard)
             self._left = False
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
     def leave(self, run: Path) -> None:
         """Lets go of the terminal; what is said from now on is in the run folder. The second time changes nothing."""
@@ -45,6 +49,7 @@ class Background:
         """Until the run trains, or has ended before that; what asks this command to stop is passed on."""
         os.close(self._tells)
         with handled(lambda number, _frame: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
             run = Path(os.fsdecode(heard.read()))
             if not run.name:
                 return os.waitstatus_to_exitcode(os.waitpid(self.elsewhere, 0)[1]) & 0xFF

@@ -17,7 +17,6 @@ from manyhands.cluster.doctor.findings import Contact, Facts
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.messages import A, Request
 from manyhands.config.job import ClusterOptions
-from manyhands.core.early_agent import end_early
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.stops import ended_like_ctrl_c
 
@@ -114,7 +113,6 @@ def assembled(
     with ended_like_ctrl_c():
         try:
             links.extend(open_agent(machine, options, logs) for machine in machines)
-            end_early()  # where this machine takes no part
             yield _greet(links, options, wanted)
         except KeyboardInterrupt:
             on_stop()
