@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from manyhands.data import jpeg_box
+from manyhands.data import jpeg_box, places
 from manyhands.data.jpeg_box import box_decoder, resized
 
 
@@ -189,7 +189,7 @@ OWN, OTHER = os.getuid(), os.getuid() + 1
     ],
 )
 def test_whose_folder_it_lies_in_and_who_writes_there_counts(mode, user, group, moved):
-    assert jpeg_box._others_move(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
+    assert places.others_move(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
 
 
 def test_more_channels_than_a_picture_has_are_refused(decoder):

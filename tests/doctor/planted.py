@@ -22,6 +22,7 @@ def machine(number, **changes):
         "python": {"version": "3.11.7", "path": "/usr/bin/python3"},
         "versions": {"manyhands": "0.1.0", "torch": "2.15.0", "torchvision": "0.29.2", "numpy": "2.4.6",
                      "nccl": "2.30.7"},
+        "compiler": True,
         "package": "aaaa",
         "drivers": {},
         "accelerators": [],

@@ -63,6 +63,7 @@ FACTS = [
     ("versions/nccl", "2.29.1", "versions", "fail", ["nccl 2.29.1"]),
     ("package", "bbbb", "versions", "fail", ["other source files", "n2"]),
     ("python/version", "3.12.1", "versions", "warn", ["3.12.1", "3.11.7"]),
+    ("compiler", False, "versions", "warn", ["n2 has no C++ compiler"]),
     ("data/exists", False, "data", "fail", ["n2 has no data at /data"]),
     ("data/hash", "0000", "data", "fail", ["n2 has 10 files", "n1 has 10 files", "names or sizes"]),
     ("memory/free", 100 * MIB, "memory", "warn", ["n2 100 MiB"]),

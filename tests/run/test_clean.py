@@ -57,6 +57,7 @@ def litter(home):
     return {
         "goes": [
             put(cache, "code", "0123", "net.py"),
+            put(cache, "compiled", "fxgraph", "a.so"),
             put(cache, "decoded", "a.npy"),
             put(cache, "unpacked", "b", "c.png"),
             put(cache, "data", ".x.gz.99.part"),
@@ -82,8 +83,8 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     assert all(path.exists() for path in everything)
     code, out, _ = cleaned(capsys, "--json")
     told = json.loads(out)
-    assert set(told["found"]) == {"code", "decoded", "unpacked", "parts", "temporary"}
-    assert told["bytes"] >= 5 * 5000
+    assert set(told["found"]) == {"code", "compiled", "decoded", "unpacked", "parts", "temporary"}
+    assert told["bytes"] >= 6 * 5000
     code, out, _ = cleaned(capsys, "--yes")
     assert code == 0
     assert " freed" in out
@@ -116,8 +117,8 @@ def test_what_processes_work_with_stays(litter, home, capsys):
         code, out, _ = cleaned(capsys, "--yes")
         assert code == 0
         assert "kept  1 of the copies of code: processes work in them" in out
-        assert "kept  decoded pictures and unpacked archives" in out
-        assert [path.exists() for path in litter["goes"]] == [True, True, True, False, False]
+        assert "kept  compiled networks, decoded pictures and unpacked archives" in out
+        assert [path.exists() for path in litter["goes"]] == [True, True, True, True, False, False]
         process.stdin.close()
 
 

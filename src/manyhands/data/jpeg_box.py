@@ -7,10 +7,8 @@ torch's: a library that makes others isn't taken, and what it doesn't know, dama
 import ctypes
 import hashlib
 import io
-import os
 import platform
 import shutil
-import stat
 import subprocess
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -19,13 +17,12 @@ from pathlib import Path
 import numpy
 import torch
 from PIL import Image
-from platformdirs import user_cache_dir
 from torch import Tensor
 from torch.nn import functional
 
 from manyhands.core.errors import UserError
 from manyhands.core.once import one_at_a_time, replacing
-from manyhands.data.places import cache_folder
+from manyhands.data.places import is_ours_alone, own_folder
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -124,42 +121,14 @@ def _library() -> Path:
         raise FileNotFoundError("cc")
     # Machines may share a home: a library is for one kind of processor.
     key = hashlib.sha256("\0".join((_SOURCE.read_text(encoding="utf-8"), *_FLAGS, _processor())).encode()).hexdigest()
-    library = _own_folder() / f"jpeg_box-{key[:20]}.so"
+    library = own_folder("native") / f"jpeg_box-{key[:20]}.so"
     with one_at_a_time(library):
-        if not _is_ours(library):
+        if not is_ours_alone(library):
             with replacing(library) as part:
                 command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(part)]
                 subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_S)
                 part.chmod(0o700)
     return library
-
-
-def _own_folder() -> Path:
-    """Where what is loaded lies: people may share a cache, and nobody runs what another could have put there."""
-    for base in (cache_folder(), Path(user_cache_dir("manyhands"))):
-        folder = base / "native"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(folder) and not any(_others_move(place.stat()) for place in folder.resolve().parents):
-            return folder
-    raise PermissionError(f"others can write to {folder}")
-
-
-def _others_move(folder: os.stat_result) -> bool:
-    """True where another than root may put something else in the place of what a folder holds."""
-    mode, user = folder.st_mode, os.getuid()
-    # Many systems give each user a group of his own, which has his number.
-    writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and folder.st_gid not in {0, user})
-    # Where a sticky bit is, as in /tmp, nobody but its owner moves what is another's.
-    return folder.st_uid not in {0, user} or bool(writable and not mode & stat.S_ISVTX)
-
-
-def _is_ours(path: Path) -> bool:
-    """True for a file or folder, no link, that is this user's own and that nobody else can write to."""
-    try:
-        state = path.lstat()
-    except FileNotFoundError:
-        return False
-    return not stat.S_ISLNK(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022
 
 
 def _processor() -> str:

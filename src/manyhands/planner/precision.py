@@ -118,7 +118,7 @@ class Trial:
     run: Callable[[], torch.Tensor]  # forward and backward; gives the loss []
 
 
-def time_variants(trials: Mapping[Variant, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
+def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
     """(seconds by variant, reasons of those that failed): the quickest of several rounds in turns, on one thread.
 
     One thread, whose own time counts on a CPU: what it takes depends neither on the number of processes nor on what

@@ -32,7 +32,7 @@ _MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private
 class Leftover:
     """Things of one kind."""
 
-    kind: str  # "code", "decoded", "unpacked", "parts", "temporary" or "run"
+    kind: str  # "code", "compiled", "decoded", "unpacked", "parts", "temporary" or "run"
     what: str  # in words for the user
     paths: tuple[Path, ...]  # to be removed
     size_bytes: int  # that they take
@@ -56,14 +56,15 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
     used = [copy for copy in copies if any(place and Path(place).is_relative_to(copy) for place in places)]
     if used:
         kept.append(f"{len(used)} of the copies of code: processes work in them")
-    pictures = {name: list(_own(cache_folder() / name)) for name in ("decoded", "unpacked")}
-    if any(pictures.values()) and (at_work or running()):
-        pictures = {name: list[Path]() for name in pictures}
-        kept.append("decoded pictures and unpacked archives: a process of yours may be reading them")
+    made = {name: list(_own(cache_folder() / name)) for name in ("compiled", "decoded", "unpacked")}
+    if any(made.values()) and (at_work or running()):
+        made = {name: list[Path]() for name in made}
+        kept.append("compiled networks, decoded pictures and unpacked archives: a process of yours may be reading them")
     found = [
         _leftover("code", "copies of code that launches brought (--sync-code)", set(copies) - set(used)),
-        _leftover("decoded", "decoded pictures, made anew when needed", pictures["decoded"]),
-        _leftover("unpacked", "unpacked archives, made anew when needed", pictures["unpacked"]),
+        _leftover("compiled", "compiled networks, made anew when needed", made["compiled"]),
+        _leftover("decoded", "decoded pictures, made anew when needed", made["decoded"]),
+        _leftover("unpacked", "unpacked archives, made anew when needed", made["unpacked"]),
         _leftover("parts", "halves of files whose writer is gone", _parts(cache_folder())),
         _leftover("temporary", f"folders of killed processes in {tempfile.gettempdir()}", _temporary()),
         *(_leftover("run", f"the run {path}", [path]) for path in map(_run, runs)),

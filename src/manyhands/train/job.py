@@ -15,6 +15,7 @@ from manyhands.parallel.apply import one_process, takes_mesh
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plan import Plan
+from manyhands.train.compiled import compiled
 from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples
 from manyhands.train.evaluators import make_evaluator, make_tester
 from manyhands.train.feed import Feed
@@ -96,8 +97,6 @@ def build(
         job, samples.splits, world, mode, network, journal, kept_shares(found), own=own, most=most
     )
     refuse_small_micro_batches(order, cut, network)
-    if job.train.compile:
-        model.compile()
     optimizer = make_optimizer(model, job.train, sharded=network.sharded, own=objects.optimizer)
     update = Updater(
         network,
@@ -143,7 +142,7 @@ def build(
     )
     if found:
         resume(trainer, found)
-    return suit(trainer)
+    return compiled(suit(trainer))
 
 
 def set_determinism(job: Job) -> None:
@@ -176,7 +175,7 @@ def refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal, 
     if job.checkpoint.pth_tar:
         mend = ("leave it out; then: manyhands checkpoint merge RUN weights.pth",)
         raise UserError("main.py's files hold a whole network, and here it is cut", "checkpoint.pth_tar", mend)
-    if job.train.compile:
+    if job.train.compile is True:
         raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
 
 

@@ -26,6 +26,7 @@ from manyhands.parallel.options import MODE_OF_PLANS
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.choose_sync import check_combination
+from manyhands.train.compiled import keep_compiled
 from manyhands.train.data_setup import open_samples
 from manyhands.train.feed import Feed
 from manyhands.train.job import refuse_uncuttable, resume, set_determinism
@@ -132,7 +133,8 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     own_statistics, kept = synced.synchronizer.own_statistics, None if found is None else []
     order, cut = order_and_cut(job, samples.splits, world, mode, network, journal, kept, own=own_statistics)
     refuse_small_micro_batches(order, cut, network)
-    if job.train.compile:
+    if job.train.compile is True:
+        keep_compiled()
         model.compile()
     if own.scheduled:
         make_own(lambda _: own.optimizer, model)
@@ -226,7 +228,7 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
         changes["precision"] = "fp64"
     elif options.precision == "auto":
         changes["precision"] = "fp32"
-    changes["channels_last"] = options.channels_last is True
+    changes |= {"channels_last": options.channels_last is True, "compile": options.compile is True}
     named = job.model.model_copy(update={"name": type(model).__name__})
     model = model.to(world.device)
     if job.train.channels_last is True:

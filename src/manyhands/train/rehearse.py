@@ -152,9 +152,13 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
 
 def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """What stands for a loss of the user's own, which isn't known: the sum [] of all outputs; and no logits [n, 0]."""
-    leaves = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
     zero = torch.zeros((), device=labels.device, requires_grad=True)
-    return sum((one.float().sum() for one in leaves), zero), labels.new_zeros(len(labels), 0)
+    return sum((one.float().sum() for one in tensors_of(output)), zero), labels.new_zeros(len(labels), 0)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """What of an output of any kind gradients come from."""
+    return [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
 
 
 def first_samples(loader: Loader, count: int) -> Batch:

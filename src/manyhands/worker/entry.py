@@ -156,7 +156,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         if world.device == "cpu" and job.cluster.device == "auto":
             _tell_of_unused_accelerators(Journal(folder, world.rank))
     objects = load_objects(argument)
-    job, decided, splits = _settle_precision(job, folder, world, mode, objects)
+    job, decided, splits = _settle_measured(job, folder, world, mode, objects)
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
@@ -179,17 +179,17 @@ def _tell_of_unused_accelerators(journal: Journal) -> None:
         journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
 
 
-def _settle_precision(
-    job: Job, folder: RunFolder, world: Any, mode: str, objects: Any
-) -> tuple[Job, dict[str, Any], Any]:
-    """The job with a precision and a layout, what plan.json says of them, and the data if it had to be opened."""
-    if not job.train.measured_precision:
-        return job, {}, None
+def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Job, Any, Any]:
+    """The job with what it leaves to a measurement, what plan.json says of it, and the data if it had to be opened."""
     from manyhands.train.objects import Objects
-    from manyhands.worker.precision import settle_precision
+    from manyhands.worker.compiling import settle_compile
+    from manyhands.worker.precision import SettledPrecision, settle_precision
 
-    say = functools.partial(Journal(folder, world.rank).event, "note")
-    settled = settle_precision(job, folder, world, mode, objects or Objects(), say=say)
+    say, objects = functools.partial(Journal(folder, world.rank).event, "note"), objects or Objects()
+    settled = SettledPrecision(job)
+    if job.train.measured_precision:
+        settled = settle_precision(job, folder, world, mode, objects, say=say)
+    settled = settle_compile(settled, folder, world, mode, objects, say=say)
     for sentence in settled.said:
         say(sentence)
     return settled.job, settled.about, settled.splits

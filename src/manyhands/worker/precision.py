@@ -15,7 +15,7 @@ from torch import nn
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.find import resolve
 from manyhands.checkpoint.plain_files import read_plain
-from manyhands.config.job import DECIDED_ONCE, Job, TrainOptions
+from manyhands.config.job import MEASURED, Job, TrainOptions
 from manyhands.config.load import written_values
 from manyhands.core.devices import computes_bf16
 from manyhands.core.errors import UserError
@@ -24,6 +24,7 @@ from manyhands.core.plugins import code_digests
 from manyhands.core.seeds import derive
 from manyhands.core.trained import find_record
 from manyhands.core.world import World
+from manyhands.data.loader import Batch
 from manyhands.data.splits import Splits
 from manyhands.data.transforms import Pixels
 from manyhands.parallel.apply import takes_mesh
@@ -96,13 +97,13 @@ def settle_precision(
         return SettledPrecision(now, about={"resolved": _resolved(job, now)})
     wished = WishedPrecision(now.train.precision, now.train.channels_last)
     splits = open_splits(job, world, objects)
-    measurement = _Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
+    measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
     mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
     everybody = [KindOfMachine(**one) for one in gather_plain(mine.as_plain(), world)]
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
         variants = wished.variants(bf16=all(one.bf16 for one in everybody))
-        found = _measured(measurement, mine, variants, say if measure else None).as_plain()
+        found = measured(measurement, mine, variants, say if measure else None).as_plain()
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
     taken, said = choose_variant(wished, kinds)
     settled = _with(job, taken.precision, taken.channels_last)
@@ -127,7 +128,7 @@ def _with(job: Job, precision: str, channels_last: bool | str) -> Job:
 
 
 def _resolved(asked: Job, settled: Job) -> dict[str, Any]:
-    pairs = zip(DECIDED_ONCE, _values(asked), _values(settled), strict=True)
+    pairs = zip(MEASURED, _values(asked), _values(settled), strict=True)
     return {key: value for key, wish, value in pairs if wish == "auto"}
 
 
@@ -137,7 +138,7 @@ def _kept(folder: RunFolder, job: Job) -> list[Any] | None:
         return _kept_by(job.checkpoint.resume)
     written = written_values(folder.job)
     known = TrainOptions.model_fields
-    precision, channels_last = (written.get(key, "auto") for key in DECIDED_ONCE)
+    precision, channels_last = (written.get(key, "auto") for key in MEASURED)
     named = precision in get_args(known["precision"].annotation)
     return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
 
@@ -154,7 +155,7 @@ def _kept_by(resume: str) -> list[Any] | None:
 
 
 @dataclass(frozen=True)
-class _Measurement:
+class Measurement:
     """What is measured: a job's network on a device, with the first samples of its data."""
 
     job: Job
@@ -166,7 +167,7 @@ class _Measurement:
     def key(self) -> str:
         """All that the seconds depend on but the kind of machine."""
         job, objects = self.job, self.objects
-        words: list[Any] = [self._network(), self._count(), job.train.loss, job.train.label_smoothing]
+        words: list[Any] = [self.facts(), self.count(), job.train.loss, job.train.label_smoothing]
         words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.own_code))]
         if isinstance(objects.model, nn.Module):
             shapes = [[name, list(one.shape), str(one.dtype)] for name, one in objects.model.named_parameters()]
@@ -178,18 +179,13 @@ class _Measurement:
         own = self.objects.model
         if own is not None:
             return copy.deepcopy(own).to(self.device).train()
-        return make_network(self.job, self._network(), self.device)
+        return make_network(self.job, self.facts(), self.device)
 
     def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
         """What runs each of them, on one network."""
         job = self.job
         group_batch_norms(model)
-        loaded = job.model_copy(update={"data": job.data.model_copy(update={"workers": 0, "machine_workers": 0})})
-        world, plain = World(device=self.device), _with(loaded, EXACT, channels_last=False)
-        classes = self._network()["classes"]
-        loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
-        batch = next(iter(loader.batches(0, [torch.arange(self._count())])))
-        loader.close()
+        batch, world = self.batch(self.count()), World(device=self.device)
         loss_fn, network = make_loss_fn(job.train, self.objects.loss), ParallelNetwork(model, model)
 
         def trial(variant: Variant) -> Trial:
@@ -207,23 +203,40 @@ class _Measurement:
 
         return {variant: trial(variant) for variant in variants}
 
-    def _network(self) -> dict[str, Any]:
+    def batch(self, count: int) -> Batch:
+        """The first samples, in single precision."""
+        data = self.job.data.model_copy(update={"workers": 0, "machine_workers": 0})
+        plain = _with(self.job.model_copy(update={"data": data}), EXACT, channels_last=False)
+        classes, world = self.facts()["classes"], World(device=self.device)
+        loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
+        found = next(iter(loader.batches(0, [torch.arange(count)])))
+        loader.close()
+        return found
+
+    def facts(self) -> dict[str, Any]:
         classes = len(class_names(self.job, self.splits))
         return {"channels": self.pixels.channels, "size": self.pixels.size, "classes": classes}
 
-    def _count(self) -> int:
+    def count(self) -> int:
         """Samples of a pass; the number of processes has no part in it."""
         most = max(_FEWEST, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
         return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
 
 
-def _measured(
-    measurement: _Measurement, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
+def measured(
+    measurement: Measurement,
+    kind: KindOfMachine,
+    variants: list[Variant],
+    say: Callable[[str], object] | None,
+    fewest: int = 2,
 ) -> KindOfMachine:
-    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now if `say`."""
-    if len(variants) < 2:
+    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now if `say`.
+
+    Fewer than `fewest` aren't measured.
+    """
+    if len(variants) < fewest:
         return kind
-    times, key = _on_one_thread(lambda: OpTimes(measurement.device, 0.0)), measurement.key()
+    times, key = times_of_one_thread(measurement.device), measurement.key()
     known = {str(one): times.kept(f"precision {key} {one}") for one in variants}
     if say is None or all(known.values()):
         return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
@@ -232,7 +245,7 @@ def _measured(
         with drawing(derive(measurement.job.train.seed, "precision"), device.partition(":")[0]):
             model = measurement.network()
             variants = _worth_timing(model, variants)
-            if len(variants) < 2:
+            if len(variants) < fewest:
                 return kind
             say("timing this network in the precisions and layouts that it may train in; the seconds are kept")
             seconds, failed = time_variants(measurement.trials(model, variants), device)
@@ -245,24 +258,19 @@ def _measured(
 
 
 def _worth_timing(model: nn.Module, variants: list[Variant]) -> list[Variant]:
-    """Without the layout where the network has no convolution, and without bf16 where it is small besides."""
+    """Without the layout where the network has no convolution, and none where it is small besides."""
     numbers = list(model.parameters())
     if any(one.ndim == 4 for one in numbers):
         return variants
     small = sum(one.numel() for one in numbers) < _SMALL
-    plain = variants[0]
-    return [
-        one
-        for one in variants
-        if one.channels_last == plain.channels_last and (one.precision == plain.precision or not small)
-    ]
+    return [] if small else [one for one in variants if one.channels_last == variants[0].channels_last]
 
 
-def _on_one_thread(make: Callable[[], OpTimes]) -> OpTimes:
+def times_of_one_thread(device: str) -> OpTimes:
     """What is kept is of one thread, as it is measured."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return make()
+        return OpTimes(device, 0.0)
     finally:
         torch.set_num_threads(threads)

@@ -16,7 +16,14 @@ PACKAGES: dict[str, tuple[Severity, str]] = {
 
 def run(survey: Survey) -> list[DoctorFinding]:
     """One finding for each program that differs; NCCL comes with torch, so torch explains it."""
-    found = [*_unfit(survey), *_packages(survey), *_python(survey), *_drivers(survey), *_same_number(survey)]
+    found = [
+        *_unfit(survey),
+        *_no_compiler(survey),
+        *_packages(survey),
+        *_python(survey),
+        *_drivers(survey),
+        *_same_number(survey),
+    ]
     versions = fact(survey, "versions")
     if not found and len(versions) > 1:
         shown = next(iter(versions.values()))
@@ -35,6 +42,16 @@ def _unfit(survey: Survey) -> list[DoctorFinding]:
             mend = (_install(survey, host, f"torch=={torch} torchvision"),)
             found.append(DoctorFinding("versions", "fail", (host,), f"{host}: {misfit}", mend, f"misfit:{host}"))
     return found
+
+
+def _no_compiler(survey: Survey) -> list[DoctorFinding]:
+    """Machines on which nothing can be compiled."""
+    without = tuple(host for host, there in fact(survey, "compiler").items() if not there)
+    if not without:
+        return []
+    what = f"{who(without)} has no C++ compiler: no network is compiled, which long runs gain by"
+    mend = (on_host(survey, without[0], "sudo apt-get install g++"),)
+    return [DoctorFinding("versions", "warn", without, what, mend, "compiler")]
 
 
 def _packages(survey: Survey) -> list[DoctorFinding]:

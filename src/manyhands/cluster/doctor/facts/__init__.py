@@ -18,7 +18,7 @@ from manyhands.cluster.doctor.facts.devices import HIDING, accelerators, cards, 
 from manyhands.cluster.doctor.facts.files import code, dataset
 from manyhands.cluster.doctor.facts.load import load, memory, other_jobs, places
 from manyhands.cluster.doctor.facts.network import default_interface, firewall_rules, interfaces, own_name
-from manyhands.cluster.doctor.facts.software import package_hash, torchvision_misfit, versions
+from manyhands.cluster.doctor.facts.software import has_compiler, package_hash, torchvision_misfit, versions
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.core.cores import cores
 from manyhands.core.machine import this_machine
@@ -43,6 +43,7 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "python": lambda: {"version": platform.python_version(), "path": sys.executable},
         "versions": versions,
         "torchvision": torchvision_misfit,
+        "compiler": has_compiler,
         "package": package_hash,
         "drivers": driver_versions,
         "accelerators": accelerators,

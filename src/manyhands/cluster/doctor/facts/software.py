@@ -1,7 +1,9 @@
 """Versions, without importing what they are of."""
 
 import hashlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -34,6 +36,11 @@ def torchvision_misfit() -> str:
     said = tried.stderr.strip().rpartition("\n")[2]
     misfit = f"torchvision {found['torchvision']} is made for torch {made_for} and can't be used with {torch}: {said}"
     return misfit if tried.returncode else ""
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, as torch.compile wants one."""
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))))
 
 
 def package_hash() -> str:
