@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cli.main import main
 from manyhands.config.load import load_job
 
 COMMAND = "from manyhands.cli.main import main\ntry:\n    main({})\nexcept SystemExit:\n    pass"
@@ -63,6 +64,20 @@ def test_little_is_imported_before_ctrl_c_is_heeded():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     own = {"manyhands", "manyhands.__main__", "manyhands.core", "manyhands.core.version"}
     assert set(done.stdout.split()) <= own, done.stderr
+
+
+def test_how_join_reaches_the_head_is_in_its_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["join", "--help"])
+    assert "--cluster.ssh" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["train", "digits"], ["resume", "run"], ["eval", "run"]])
+def test_no_processes_are_none(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "-n", "0"])
+    assert ended.value.code == 2
+    assert '"0"' in capsys.readouterr().err
 
 
 def test_what_could_not_be_written_is_a_failure():

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Settings, settings
+from manyhands.cli.flags import settings
 from manyhands.core.errors import EXIT_OK, UserError
 from manyhands.core.shown import show
 
@@ -18,10 +18,10 @@ def join(
         str | None, Parameter(help="the machine, as the head reaches it: n4, user@n4, ssh://n4:31234")
     ] = None,
     back: Annotated[str | None, Parameter(show=False)] = None,
-    ssh: Annotated[
-        str | None, Parameter(name="--cluster.ssh", help="with HEAD:RUN: the ssh command that reaches the head")
+    set_: Annotated[
+        list[str] | None,
+        Parameter(name="--set", negative="", help="how HEAD is reached: --cluster.ssh 'ssh -i key' …"),
     ] = None,
-    set_: Settings = None,
 ) -> int:
     """Have a run that goes on take up another machine; typed there, HEAD:RUN says where its head is."""
     from manyhands.run.join import join_from_here, join_here, seen_at
@@ -29,8 +29,7 @@ def join(
     if ":" in run and not Path(run).exists():
         from manyhands.config.load import load_job
 
-        flags = {**settings(set_ or []), **({"cluster.ssh": ssh} if ssh else {})}
-        return join_from_here(run, host or "", load_job(flags).job.cluster)
+        return join_from_here(run, host or "", load_job(settings(set_ or [])).job.cluster)
     if not host and not back:
         raise UserError("no machine is named", "manyhands join", ("--host n4", "typed on that machine: join HEAD:RUN"))
     show(join_here(run, host or seen_at(back or "")))
