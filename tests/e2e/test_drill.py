@@ -12,6 +12,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.run.drill import FAULTS, chosen_faults
 from manyhands.run.drill_attempt import to_words, without_processes
+from manyhands.run.drill_hosts import no_hosts
 from tests.docs.pages import ROOT
 from tests.e2e.command import marked, run
 
@@ -42,6 +43,12 @@ def test_where_root_is_needed_it_is_said(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     lacking = {fault.row for fault in FAULTS if "root" in fault.lacks()}
     assert {3, 4, 5, 8, 9, 10} <= lacking
+
+
+def test_tools_are_found_where_a_user_that_has_become_root_lacks_them_in_the_path(monkeypatch):
+    found = no_hosts()
+    monkeypatch.setenv("PATH", "")
+    assert no_hosts() == found
 
 
 def test_words_for_machines_say_no_number_of_processes():

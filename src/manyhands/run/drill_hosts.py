@@ -28,7 +28,7 @@ def no_hosts() -> str:
     if sys.platform != "linux" or os.geteuid() or missing:
         return "needs Linux, root (sudo), ip of iproute2, and sshd"
     probe = f"mhdrill-{os.getpid()}-n0"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False)
+    made = subprocess.run([_tool("ip"), "netns", "add", probe], capture_output=True, check=False)
     if made.returncode == 0:
         _run("ip", "netns", "del", probe)
     return "needs a system that lets root make network namespaces" if made.returncode else ""
@@ -69,7 +69,7 @@ class Hosts:
         sshd = (_tool("sshd"), "-D", "-e", "-f", str(self.folder / f"{name}.conf"))
         with (self.folder / f"{name}.log").open("ab") as log:
             subprocess.Popen(
-                ["ip", "netns", "exec", _space(name), "unshare", "--uts", "sh", "-c", script, name, *sshd],
+                [_tool("ip"), "netns", "exec", _space(name), "unshare", "--uts", "sh", "-c", script, name, *sshd],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -144,7 +144,7 @@ def _cable(name: str) -> str:
 
 
 def _processes(space: str) -> set[int]:
-    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+    found = subprocess.run([_tool("ip"), "netns", "pids", space], capture_output=True, text=True, check=False)
     return {int(word) for word in found.stdout.split()}
 
 
@@ -163,8 +163,8 @@ def _clear(owner: int) -> None:
     for path in NAMESPACES.glob(f"mhdrill-{owner}-*"):
         _kill_all(path.name)
         for command in (("link", "del", f"mhd{owner}{path.name.rpartition('-')[2]}"), ("netns", "del", path.name)):
-            subprocess.run(["ip", *command], capture_output=True, check=False)
-    subprocess.run(["ip", "link", "del", f"mhd{owner}br"], capture_output=True, check=False)
+            subprocess.run([_tool("ip"), *command], capture_output=True, check=False)
+    subprocess.run([_tool("ip"), "link", "del", f"mhd{owner}br"], capture_output=True, check=False)
 
 
 def _clear_dead() -> None:
