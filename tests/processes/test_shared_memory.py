@@ -23,13 +23,21 @@ from manyhands.parallel.flat import FlatNetwork
 from manyhands.parallel.modes import data
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.shared_memory import SLOT_BYTES, SharedSums, open_shared_sums
+from manyhands.parallel.shared_memory import MOST_TRIES, SLOT_BYTES, SharedSums, open_shared_sums, tries_after
 from manyhands.train.failing import is_consequence
 from manyhands.train.heart import collectives_begun
 from tests.processes.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+
+
+def test_who_was_far_once_and_comes_near_again_is_tried_for_again():
+    tries = MOST_TRIES
+    for waited_s, reached in ((0.1, 1), (1e-4, MOST_TRIES)):
+        for _ in range(20):
+            tries = tries_after(tries, waited_s)
+        assert tries == reached
 
 
 def _opened(world, group=None, slot_bytes=SLOT_BYTES):

@@ -52,7 +52,7 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class RequestFailed(Message):
-    """A request failed."""
+    """Why what was asked for could not be done."""
 
     what: str  # one sentence
     where: str = ""  # what it is about; empty for the machine itself

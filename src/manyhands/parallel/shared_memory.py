@@ -36,8 +36,9 @@ SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
 _PATIENCE_S = 1800.0
 # How long a process sleeps before it looks whether the one it waits for still lives.
 _LOOK_NS = 50_000_000
-# Tries before it sleeps, some 30 us; fewer where they didn't help, as with more processes than cores.
-_MOST_TRIES = 64
+# Tries before it sleeps, some 200 us; to be woken takes 30 and more.
+MOST_TRIES = 512
+_SHORT_S = 0.0005
 # A semaphore's place, a cache line; glibc's take 32 bytes.
 _PLACE_BYTES = 64
 _MEMFD = "manyhands-"
@@ -149,12 +150,10 @@ class SharedSums:
                 self._wait(place, semaphore)
 
     def _wait(self, place: int, semaphore: ctypes.c_void_p) -> None:
+        began = time.monotonic()
         for _ in range(self._tries):
             if not _QUICK.sem_trywait(semaphore):
-                self._tries = min(2 * self._tries, _MOST_TRIES)
                 return
-        self._tries = max(self._tries // 2, 1)
-        began = time.monotonic()
         while not _came(semaphore):
             if self._has_gone(place):
                 if not _QUICK.sem_trywait(semaphore):  # it came, and left then
@@ -163,6 +162,7 @@ class SharedSums:
             if time.monotonic() - began > self._timeout_s:
                 told = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
                 raise RuntimeError(told)
+        self._tries = tries_after(self._tries, time.monotonic() - began)
 
     def _has_gone(self, place: int) -> bool:
         try:
@@ -170,6 +170,14 @@ class SharedSums:
         except BlockingIOError:
             return False
         return True
+
+
+def tries_after(tries: int, waited_s: float) -> int:
+    """How often is tried from now on, where so many tries didn't do and it took so long in all.
+
+    More where a few more would have done; fewer where others are far, as with more processes than cores.
+    """
+    return min(2 * tries, MOST_TRIES) if waited_s < _SHORT_S else max(tries // 2, 1)
 
 
 def open_shared_sums(world: World, group: Any = None, slot_bytes: int = SLOT_BYTES) -> SharedSums | str:
