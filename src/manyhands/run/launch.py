@@ -149,11 +149,11 @@ def _ready(
     machines = OnMachines(job, crew, sizes, devices, addresses, folder, receiver, screen.say, again, newcomers)
     if not addresses:
         _refuse_devices(job, devices)
-    opened = machines.open_folders(output=bool(job.run.script))
+    opened = machines.folders.open(output=bool(job.run.script))
     _refuse_another_run(job, folder, crew, opened)
     if job.checkpoint.resume == "auto" and not job.run.script:
         machines.go_on_from_newest(absent)
-    _refuse_lost_checkpoints(job, folder, crew, machines.opened[0])
+    _refuse_lost_checkpoints(job, folder, crew, machines.folders.opened[0])
     if job.cluster.sync_code:
         newcomers.code = _share_code(crew, screen)
     return machines

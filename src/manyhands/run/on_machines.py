@@ -1,9 +1,7 @@
 """Starts a run's processes on its machines; after a fault on those that are left, and on those that come back."""
 
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +10,15 @@ from manyhands.cluster.agents.code import with_absolute_paths
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.dig import NoWayError, Way, join_through_ssh
 from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.agents.mirror import Receiver, pieces_of
+from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.own_tunnels import Tunnels
-from manyhands.cluster.agents.protocol import Bind, KeepRecords, OpenRun, RunOpened
+from manyhands.cluster.agents.protocol import Bind
 from manyhands.cluster.agents.store_way import ASK_S, StorePlaces, StoreWay
 from manyhands.cluster.agents.way_price import price_of
 from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
 from manyhands.cluster.descriptions.machines import with_machines
 from manyhands.config.job import Job
-from manyhands.core.claim import new_holder, run_id
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.stops import saved_step
@@ -29,6 +26,7 @@ from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.tunnel_ends import VARIABLE
 from manyhands.parallel.ports import loopback_interface
 from manyhands.run.copies import RecordsCopy, copy_of_records
+from manyhands.run.folders_of_run import REPLACED, FoldersOfRun
 from manyhands.run.newcomers import Newcomer, Newcomers, PartTaken, RefusedError
 from manyhands.run.recovery import (
     Company,
@@ -42,13 +40,6 @@ from manyhands.run.recovery import (
 )
 from manyhands.run.train import LOOPBACK
 from manyhands.run.who_where import describe, write_places
-
-# Records that wait for a slow line.
-RECORDS_S = 120.0
-OPEN_S = 30.0
-# Processes of a detached run make way for a new head.
-TAKE_OVER_S = 200.0
-REPLACED = "another head has taken the run over"
 
 
 class OnMachines(Company):
@@ -67,6 +58,7 @@ class OnMachines(Company):
         newcomers: who is to take part and does not yet.
 
     Attributes:
+        folders: the run folder on each machine.
         hear: lets those speak who ask for another machine.
         copy: has a second machine keep the records, where there is one that is to.
     """
@@ -84,7 +76,7 @@ class OnMachines(Company):
         look_over: Callable[[Crew], list[Address]],
         newcomers: Newcomers,
     ) -> None:
-        self.crew, self._folder, self._receiver, self._say = crew, folder, receiver, say
+        self.crew, self._folder, self._say = crew, folder, say
         self._cluster, self._script = job.cluster, bool(job.run.script)
         self._look_over, self.newcomers, self._setbacks = look_over, newcomers, Setbacks()
         names = [link.machine.name for link in crew.links]
@@ -93,17 +85,13 @@ class OnMachines(Company):
         self._addresses = dict(zip(names, addresses, strict=True)) if addresses else {}
         self._through_ssh: Way | None = None
         self.head_tunnels = Tunnels()
-        self._holder = new_holder()
-        self._term = newcomers.term = term_in(folder.ranks).head if job.cluster.detach else 0
+        newcomers.term = term_in(folder.ranks).head if job.cluster.detach else 0
+        self.folders = FoldersOfRun(crew, folder, receiver, newcomers)
         self.hear: Callable[[], object] = lambda: None
-        self.opened: list[RunOpened] = []
-        self._parts: dict[str, PartTaken] = {}
         self._trial: list[Newcomer] = []
         self._joined: list[Machine] = []  # by the user's wish, since the job began
         self.copy: RecordsCopy | None = None
-        self._estranged: set[str] = set()  # whose records of the run may be others than ours
         self._measured = 0  # bytes of metrics that were there before this start
-        self._before: int | None = None  # the newest step that was saved before this run's first start
 
     @property
     def sizes(self) -> list[int]:
@@ -117,59 +105,6 @@ class OnMachines(Company):
         if self._through_ssh:
             return [Address(loopback_interface(), self._through_ssh.ends[name].address) for name in names]
         return [self._addresses.get(name, Address("", LOOPBACK)) for name in names]
-
-    def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> list[RunOpened]:
-        """The run folder on every machine, at the same place in its work folder; a shared one is known by a token.
-
-        Args:
-            output: the first machine sends what rank 0 prints, too.
-            records: it sends the records.
-            anew: all of them, since those that are here may be others; they are kept aside.
-        """
-        with self._recognised() as token:
-            requests = [
-                self._open_request(link, token, records=records and number == 0, output=output, anew=anew)
-                for number, link in enumerate(self.crew.links)
-            ]
-            self.opened = self.crew.ask(requests, TAKE_OVER_S if self._term else OPEN_S)
-        highest = max(answer.term for answer in self.opened)
-        if highest > self._term > 0 and self._before is None:
-            self._term = self.newcomers.term = highest + 1
-            return self.open_folders(output=output, records=records, anew=anew)
-        if highest > self._term > 0:
-            raise RunError(REPLACED)
-        self._before = self._saved if self._before is None else self._before
-        return self.opened
-
-    @contextmanager
-    def _recognised(self) -> Iterator[str]:
-        """A token by which machines see that the head's own run folder is theirs."""
-        token = f".shared-{secrets.token_hex(8)}"
-        marker = self._folder.ranks / token
-        marker.touch()
-        try:
-            yield token
-        finally:
-            marker.unlink()
-
-    def _open_request(
-        self, link: AgentConnection, token: str, *, records: bool, output: bool, anew: bool = False
-    ) -> OpenRun:
-        place = str(self._folder.path.absolute()) if link.here else self._place(link.machine.name)
-        run, held = run_id(self._folder), {} if anew else self._receiver.held()
-        return OpenRun(place, token, self._holder, run, records=records, held=held, output=output, term=self._term)
-
-    def _place(self, name: str) -> str:
-        """The run folder on a machine: as it was opened there, or as seen from the work folder."""
-        if name in self._parts:
-            return self._parts[name].folder
-        path = self._folder.path.absolute()
-        return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-    @property
-    def _saved(self) -> int:
-        """The newest step that is saved on any machine; -1 for none."""
-        return max(answer.saved for answer in self.opened)
 
     def too_few(self) -> str:
         """Why the run can't go on with the machines that are left; nothing where it can."""
@@ -227,8 +162,7 @@ class OnMachines(Company):
             raise UserError(f"{what} keeps the machines that it began with")
         if self.room < 1:
             raise UserError(f"{self._left} machines take part, and {wanted} wants no more")
-        place = self._place(machine.name)
-        self.newcomers.add(Newcomer(machine, self._parts.get(machine.name, PartTaken(place)), tell, asked_for=True))
+        self.newcomers.add(Newcomer(machine, self.folders.part_of(machine.name), tell, asked_for=True))
 
     def heed(self, ending: Ending) -> None:
         """Sets aside a machine that fails again and again, and leaves out those with which there is no start."""
@@ -256,9 +190,8 @@ class OnMachines(Company):
     def _wait_for(self, link: AgentConnection, pause_s: float) -> None:
         """A machine that takes no part now is to do so again: after a pause, or once it is back."""
         name, now = link.machine.name, time.monotonic()
-        waiting = next((one for one in self._trial if one.link is link), None) or Newcomer(
-            link.machine, self._parts.get(name, PartTaken(self._place(name)))
-        )
+        waiting = next((one for one in self._trial if one.link is link), None)
+        waiting = waiting or Newcomer(link.machine, self.folders.part_of(name))
         waiting.since, waiting.not_before = now, now + pause_s
         if link.closed:
             waiting.close()
@@ -276,7 +209,7 @@ class OnMachines(Company):
         self.newcomers.refuse(one, error)
 
     def _leave_out(self, name: str) -> None:
-        self._estranged.add(name)
+        self.folders.estranged.add(name)
         self.crew.keep(lambda link: link.machine.name != name)
 
     def orders(self, recovery: Recovery, way: StoreWay) -> list[Orders]:
@@ -287,11 +220,11 @@ class OnMachines(Company):
             pass
         self._joined += [one.machine for one in self._trial if one.asked_for]
         job = job.model_copy(update={"cluster": with_machines(job.cluster, self._joined)})
-        if self._saved != self._before:  # what the head has not heard of, too
+        if self.folders.saved != self.folders.before:  # what the head has not heard of, too
             job = gone_on_with(job)
         self._note_start(number)
-        if self._term:
-            raise_term(self._folder.ranks, Term(self._term, number))
+        if self.newcomers.term:
+            raise_term(self._folder.ranks, Term(self.newcomers.term, number))
         for line in describe(self.crew, self.sizes, self.addresses, places, self._through_ssh):
             self._say(line)
         if self._through_ssh and not number:
@@ -309,10 +242,10 @@ class OnMachines(Company):
                     environment={**address.environment(), **self._tunnels_of(link)},
                     generation=number,
                 ),
-                term=self._term,
+                term=self.newcomers.term,
             )
             for machine, (link, answer, address, end) in enumerate(
-                zip(self.crew.links, self.opened, self.addresses, places.ends, strict=True)
+                zip(self.crew.links, self.folders.opened, self.addresses, places.ends, strict=True)
             )
         ]
 
@@ -376,9 +309,7 @@ class OnMachines(Company):
         """Opens the run folder on a machine that has come; why that can't be is said."""
         assert one.link
         try:
-            with self._recognised() as token:
-                request = self._open_request(one.link, token, records=False, output=False)
-                answer = one.link.ask(request, OPEN_S, self.crew.links)
+            answer = self.folders.open_on(one.link)
             if answer.taken:
                 raise RefusedError(f"a run is going on in its {answer.folder}")
         except LinkClosed:
@@ -410,19 +341,12 @@ class OnMachines(Company):
 
     def _regroup(self) -> None:
         """The first machine is one that has the newest checkpoint, and all records."""
-        self.open_folders(output=self._script, records=False)
-        newest, told = self._saved, saved_step(self._folder)
+        self.folders.open(output=self._script, records=False)
+        newest, told = self.folders.saved, saved_step(self._folder)
         if newest < 0 and told is not None and not self._script:
             raise LostWorkError(f"no machine that is left has a checkpoint, of which the newest is of step {told}")
-        self._give_records(*self._newest_first())
-        self.open_folders(output=self._script)
-
-    def _newest_first(self) -> tuple[AgentConnection, RunOpened]:
-        """Has the first machine be one that has the newest checkpoint; the others keep their order."""
-        order = sorted(range(len(self.opened)), key=lambda number: self.opened[number].saved < self._saved)
-        for listed in (self.crew.links, self.crew.facts, self.opened):
-            listed[:] = [listed[number] for number in order]  # type: ignore[reportUnknownMemberType]
-        return self.crew.links[0], self.opened[0]
+        self.folders.give_records(*self.folders.newest_first())
+        self.folders.open(output=self._script)
 
     def go_on_from_newest(self, absent: Sequence[Machine]) -> None:
         """At the start of a run that goes on: any machine may have its newest checkpoint, and then all records.
@@ -430,11 +354,11 @@ class OnMachines(Company):
         Args:
             absent: who doesn't answer now, and takes part once it does.
         """
-        self._estranged |= {machine.name for machine in absent}
+        self.folders.estranged |= {machine.name for machine in absent}
         for machine in absent:
-            self.newcomers.add(Newcomer(machine, PartTaken(self._place(machine.name))))
+            self.newcomers.add(Newcomer(machine, self.folders.part_of(machine.name)))
         before, told = self.crew.links[0], saved_step(self._folder)
-        first, there = self._newest_first()
+        first, there = self.folders.newest_first()
         if first is before:
             return
         self._say(
@@ -442,33 +366,23 @@ class OnMachines(Company):
         )
         behind = told is None or told < there.saved
         if not behind:
-            self._give_records(first, there)
-        self.open_folders(output=False, anew=behind)
-
-    def _give_records(self, link: AgentConnection, there: RunOpened) -> None:
-        """Rank 0 goes on with what is in the head's folder, which knows of the fault and of what came before."""
-        if link.here or there.shared:
-            return
-        # What a machine wrote last before it was lost needn't have come here, so that its own may be others.
-        held = {} if link.machine.name in self._estranged else there.held
-        for pieces in pieces_of(self._folder.path, held):
-            link.ask(KeepRecords(there.folder, pieces), RECORDS_S, self.crew.links)
-        self._estranged.discard(link.machine.name)
+            self.folders.give_records(first, there)
+        self.folders.open(output=False, anew=behind)
 
     def _note_start(self, number: int) -> None:
         """Who takes part in a start; in machines.json who has which ranks, and where its part of the run folder is."""
         names = [link.machine.name for link in self.crew.links]
-        self._parts.update(
+        self.folders.parts.update(
             (name, PartTaken(answer.folder, machine, number))
-            for machine, (name, answer) in enumerate(zip(names, self.opened, strict=True))
+            for machine, (name, answer) in enumerate(zip(names, self.folders.opened, strict=True))
         )
         self._setbacks.begin(names, saved_step(self._folder) or 0)
         self._measured = _size(self._folder.metrics)
-        self.copy = copy_of_records(self._folder, self.crew.links, self.opened, self._estranged)
+        self.copy = copy_of_records(self._folder, self.crew.links, self.folders.opened, self.folders.estranged)
         for one in self._trial:
             one.asked_for = False
             one.tell(f"{one.name} takes part in {self._folder.path}", True)
-        write_places(self._folder, self.crew, self.sizes, self.addresses, self.opened)
+        write_places(self._folder, self.crew, self.sizes, self.addresses, self.folders.opened)
 
 
 def _size(path: Path) -> int:

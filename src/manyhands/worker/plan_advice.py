@@ -16,17 +16,11 @@ from manyhands.sync.options import AUTO
 
 @dataclass(frozen=True)
 class Advice:
-    """What is recommended.
+    """What is recommended."""
 
-    Attributes:
-        name: the row of the table.
-        reason: one or two sentences.
-        processes: how many.
-    """
-
-    name: str = ""
-    reason: str = ""
-    processes: int = 0
+    name: str = ""  # the row of the table
+    reason: str = ""  # one or two sentences
+    processes: int = 0  # how many
 
     def as_plain(self) -> dict[str, Any]:
         """As JSON data, for plan.json."""

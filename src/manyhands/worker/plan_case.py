@@ -23,25 +23,16 @@ from manyhands.worker.precision import plain_precision, settle_precision
 
 @dataclass(frozen=True)
 class JobCase:
-    """A job whose work is to be planned.
+    """A job whose work is to be planned."""
 
-    Attributes:
-        job: as the user wrote it; with a precision and a layout once it is `settled`.
-        network: channels, size, classes, batch and samples, as plain data.
-        device: that computes; a model's name where it isn't here.
-        direct: the link between machines of one process each; None where all is on one machine.
-        modelled: the device that isn't here.
-        rates: operations and bytes a second of a device that isn't here; None of one that is.
-        said: sentences on what was settled.
-    """
-
-    job: Job
-    network: dict[str, Any]
-    device: str
-    direct: LinkSpeed | None
-    modelled: DeviceModel | None
+    job: Job  # as the user wrote it; with a precision and a layout once it is `settled`
+    network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
+    device: str  # that computes; a model's name where it isn't here
+    direct: LinkSpeed | None  # the link between machines of one process each; None where all is on one machine
+    modelled: DeviceModel | None  # the device that isn't here
+    # operations and bytes a second of a device that isn't here; None of one that is
     rates: tuple[float, float] | None = None
-    said: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()  # sentences on what was settled
 
     @property
     def between(self) -> LinkSpeed | None:

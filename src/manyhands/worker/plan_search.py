@@ -42,27 +42,16 @@ NETWORK = "network"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a user asks of a plan, as it was written.
+    """What a user asks of a plan, as it was written."""
 
-    Attributes:
-        world_size: processes.
-        mesh: such as dp=2,tp=2; empty for all.
-        pins: strategies by op.
-        memory: such as 14GiB; empty for no limit.
-        link: such as 1gbit, between any two processes; empty for one machine's own.
-        fill: "search" or "data", for ops without a pin.
-        measure: time ops and the best plans on this machine.
-        device_model: the processes' devices, where they aren't this machine's; nothing is measured then.
-    """
-
-    world_size: int
-    mesh: str = ""
-    pins: Mapping[str, str] = field(default_factory=dict[str, str])
-    memory: str = ""
-    link: str = ""
-    fill: str = "search"
-    measure: bool = True
-    device_model: str = ""
+    world_size: int  # processes
+    mesh: str = ""  # such as dp=2,tp=2; empty for all
+    pins: Mapping[str, str] = field(default_factory=dict[str, str])  # strategies by op
+    memory: str = ""  # such as 14GiB; empty for no limit
+    link: str = ""  # such as 1gbit, between any two processes; empty for one machine's own
+    fill: str = "search"  # "search" or "data", for ops without a pin
+    measure: bool = True  # time ops and the best plans on this machine
+    device_model: str = ""  # the processes' devices, where they aren't this machine's; nothing is measured then
 
     def as_search(self, batch: int, norm_group: int, slots: int, *, accelerator: bool) -> SearchRequest:
         """Read and checked.
@@ -161,28 +150,18 @@ def find_plan(  # noqa: PLR0913 - each is one wish
 
 @dataclass(frozen=True)
 class Planned:
-    """A search's outcome for a job.
+    """A search's outcome for a job."""
 
-    Attributes:
-        found: plans and the pick.
-        network: channels, size, classes, batch and samples, as plain data.
-        job: that it is for.
-        links: of each mesh.
-        notes: sentences on what was left out.
-        sync: what ways of agreeing cost in the mode data, as JSON data; see `plan_sync`.
-        fewer: data parallel on fewer processes.
-        advice: what is recommended, and why.
-        other_way: data parallel where machines are joined the other way, directly or through ssh.
-    """
-
-    found: SearchResult
-    network: dict[str, Any]
-    job: Job
-    links: LinksOf
-    notes: tuple[str, ...] = ()
+    found: SearchResult  # plans and the pick
+    network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
+    job: Job  # that it is for
+    links: LinksOf  # of each mesh
+    notes: tuple[str, ...] = ()  # sentences on what was left out
+    # what ways of agreeing cost in the mode data, as JSON data; see `plan_sync`
     sync: dict[str, Any] = field(default_factory=dict[str, Any])
-    fewer: tuple[Option, ...] = ()
-    advice: Advice = field(default_factory=Advice)
+    fewer: tuple[Option, ...] = ()  # data parallel on fewer processes
+    advice: Advice = field(default_factory=Advice)  # what is recommended, and why
+    # data parallel where machines are joined the other way, directly or through ssh
     other_way: tuple[PlanCandidate, ...] = ()
 
     @property

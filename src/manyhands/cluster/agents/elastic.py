@@ -52,13 +52,14 @@ from manyhands.cluster.agents.protocol import (
     WorkersStarted,
 )
 from manyhands.cluster.agents.pulses import Pulses
+from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.messages import Message
 from manyhands.core.claim import hold_as_agent
 from manyhands.core.cores import cores
 from manyhands.core.devices import device_kind
 from manyhands.core.outside import parse_json
 from manyhands.core.pulse import leave_path
-from manyhands.core.records import PROCESS_ENDED, Failure, write_json
+from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
 from manyhands.core.terms import Term, term_in
@@ -84,8 +85,9 @@ class Head(Protocol):
     """Who is obeyed while workers run."""
 
     @property
-    def wire(self) -> Any:
-        """The conversation; its `open` is False once the head is gone."""
+    def wire(self) -> Wire:
+        """The conversation."""
+        ...
 
     def tick(self) -> list[Message]:
         """What the head has commanded since the last call."""
@@ -198,7 +200,9 @@ class ElasticAgent(_Base):
                 self.exits[worker.global_rank] = exit_code
                 record = self._scratch / f"{worker.global_rank}.json"
                 if exit_code == -signal.SIGKILL and not record.is_file():
-                    self._tell_of_memory(worker.global_rank, record)
+                    rank = worker.global_rank
+                    if killed := self._memory.record(rank, self._pids_by_rank()[rank], self._pulses.last(rank)):
+                        write_json(record, killed)
                 said = _failure_in(record) if record.is_file() else None
                 self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
         if self.exits and not self._orders.script:
@@ -206,19 +210,6 @@ class ElasticAgent(_Base):
         if self._leaving.begun and self._give_time():
             return RunResult(WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
-
-    def _tell_of_memory(self, rank: int, record: Path) -> None:
-        """Leaves the record that a process couldn't leave, where the system has killed it for memory."""
-        pid = self._pids_by_rank()[rank]
-        if how := self._memory.told_of(pid):
-            pulse = self._pulses.last(rank)
-            mend = ("fewer processes on this machine", "a smaller train.micro_batch", "--parallel fsdp over several")
-            told = Failure(
-                time=time.time(), rank=rank, host=platform.node(), pid=pid, step=pulse and pulse.step,
-                phase=pulse.phase if pulse else "", error=PROCESS_ENDED, what=f"rank {rank} was killed {how}",
-                mend=list(mend),
-            )  # fmt: skip
-            write_json(record, told)
 
     def _give_time(self) -> bool:
         """Whether processes of this machine are to leave by themselves; those that don't in time are killed."""
@@ -357,10 +348,6 @@ def _failure_in(record: Path) -> Failure:
     return Failure.model_validate(parse_json(record.read_bytes(), infinite=True))
 
 
-def _held(orders: Orders) -> contextlib.AbstractContextManager[object]:
-    return hold_as_agent(Path(orders.logs), orders.meeting.machine, orders.generation)
-
-
 def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> WorkersEnded:
     """What each worker returned, or how it ended; the first that the agent saw end is among them."""
     records = [_failure_in(path) for path in Path(scratch).glob("*.json")]
@@ -398,7 +385,8 @@ def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEn
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     orders = _settle(orders, listener)
-    with scratch_folder("agent") as scratch, _held(orders):
+    held = hold_as_agent(Path(orders.logs), orders.meeting.machine, orders.generation)
+    with scratch_folder("agent") as scratch, held:
         try:
             agent = ElasticAgent(orders, listener, str(scratch), head)
             for number in ASKED:

@@ -2,9 +2,13 @@
 
 import contextlib
 import os
+import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from manyhands.core.pulse import Pulse
+from manyhands.core.records import PROCESS_ENDED, Failure
 
 _ROOT = Path("/sys/fs/cgroup")
 _LOG = Path("/dev/kmsg")
@@ -31,6 +35,16 @@ class MemoryKills:
             if group := _group_of(pid):
                 self._groups.setdefault(pid, set()).add(group)
                 self._counted.setdefault(group, _kills(group))
+
+    def record(self, rank: int, pid: int, pulse: Pulse | None) -> Failure | None:
+        """What a process couldn't leave that the system has killed for memory; None where it wasn't, or isn't known."""
+        if not (how := self.told_of(pid)):
+            return None
+        mend = ["fewer processes on this machine", "a smaller train.micro_batch", "--parallel fsdp over several"]
+        return Failure(
+            time=time.time(), rank=rank, host=platform.node(), pid=pid, step=pulse and pulse.step,
+            phase=pulse.phase if pulse else "", error=PROCESS_ENDED, what=f"rank {rank} was killed {how}", mend=mend,
+        )  # fmt: skip
 
     def told_of(self, pid: int) -> str:
         """How a process that was killed was killed for memory, for the user; empty where it wasn't, or isn't known."""

@@ -81,71 +81,41 @@ class MakeScratch(Request[FolderThere]):
 
 @dataclass(frozen=True)
 class RunOpened(Message):
-    """The run folder on a machine.
+    """The run folder on a machine."""
 
-    Attributes:
-        folder: its absolute path.
-        shared: it is the head's own.
-        checkpoints: it has some.
-        taken: another run goes on in it.
-        run: id of the run that it held; empty for none.
-        saved: the newest step that is saved there; -1 for none.
-        held: bytes of each growing file that are there.
-        own: this machine holds it, and no other.
-        term: the highest that is known there.
-    """
-
-    folder: str
-    shared: bool
-    checkpoints: bool
-    taken: bool = False
-    run: str = ""
-    saved: int = -1
-    held: dict[str, int] = field(default_factory=dict[str, int])
-    own: bool = False
-    term: int = 0
+    folder: str  # its absolute path
+    shared: bool  # it is the head's own
+    checkpoints: bool  # it has some
+    taken: bool = False  # another run goes on in it
+    run: str = ""  # id of the run that it held; empty for none
+    saved: int = -1  # the newest step that is saved there; -1 for none
+    held: dict[str, int] = field(default_factory=dict[str, int])  # bytes of each growing file that are there
+    own: bool = False  # this machine holds it, and no other
+    term: int = 0  # the highest that is known there
 
 
 @dataclass(frozen=True)
 class OpenRun(Request[RunOpened]):
-    """Make the run folder and keep other runs out of it.
+    """Make the run folder and keep other runs out of it."""
 
-    Attributes:
-        folder: its path, from the work folder.
-        token: a file in its ranks/ by which the head's own is recognised.
-        holder: the start of a run that claims it.
-        run: the run's id.
-        records: send what is written there.
-        held: bytes of each growing file that the head has already.
-        output: send what rank 0 prints, too.
-        term: of the head of a detached run; who works for less makes way.
-    """
-
-    folder: str
-    token: str
-    holder: str
-    run: str
-    records: bool = False
-    held: dict[str, int] = field(default_factory=dict[str, int])
-    output: bool = False
-    term: int = 0
+    folder: str  # its path, from the work folder
+    token: str  # a file in its ranks/ by which the head's own is recognised
+    holder: str  # the start of a run that claims it
+    run: str  # the run's id
+    records: bool = False  # send what is written there
+    held: dict[str, int] = field(default_factory=dict[str, int])  # bytes of each growing file that the head has already
+    output: bool = False  # send what rank 0 prints, too
+    term: int = 0  # of the head of a detached run; who works for less makes way
 
 
 @dataclass(frozen=True)
 class RunSeen(Message):
-    """What is in a run folder on a machine, before it is opened.
+    """What is in a run folder on a machine, before it is opened."""
 
-    Attributes:
-        run: id of the run; empty for none.
-        checkpoints: it has some.
-        busy: processes that an earlier agent of this machine has started are there still.
-        term: the highest that is known there.
-    """
-
-    run: str
-    checkpoints: bool
-    busy: bool
-    term: int = 0
+    run: str  # id of the run; empty for none
+    checkpoints: bool  # it has some
+    busy: bool  # processes that an earlier agent of this machine has started are there still
+    term: int = 0  # the highest that is known there
 
 
 @dataclass(frozen=True)
@@ -267,25 +237,16 @@ class Prepare(Request[Prepared]):
 
 @dataclass(frozen=True)
 class WorkersEnded(Message):
-    """An agent's last word: what became of its machine's processes, by rank.
+    """An agent's last word: what became of its machine's processes, by rank."""
 
-    Attributes:
-        returned: what their entry returned.
-        failed: exit codes.
-        words: the end of the logs of failed ones that left no record.
-        host: the machine's own name.
-        records: what failed ones wrote of themselves.
-        broken: the agent's own traceback.
-        ended_by: who ended them, where they neither returned nor failed.
-    """
-
-    returned: dict[int, Any] = field(default_factory=dict[int, Any])
-    failed: dict[int, int] = field(default_factory=dict[int, int])
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])  # what their entry returned
+    failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes
+    # the end of the logs of failed ones that left no record
     words: dict[int, str] = field(default_factory=dict[int, str])
-    host: str = ""
-    records: list[Failure] = field(default_factory=list[Failure])
-    broken: str = ""
-    ended_by: str = "they did not stop in time"
+    host: str = ""  # the machine's own name
+    records: list[Failure] = field(default_factory=list[Failure])  # what failed ones wrote of themselves
+    broken: str = ""  # the agent's own traceback
+    ended_by: str = "they did not stop in time"  # who ended them, where they neither returned nor failed
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,10 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class StorePlaces:
-    """Where each machine's processes find the store of one start.
+    """Where each machine's processes find the store of one start."""
 
-    Attributes:
-        ends: address and port for each machine, in the order of ranks.
-        why_open: why it doesn't listen on loopback alone; empty where it does.
-    """
-
-    ends: tuple[tuple[str, int], ...]
-    why_open: str = ""
+    ends: tuple[tuple[str, int], ...]  # address and port for each machine, in the order of ranks
+    why_open: str = ""  # why it doesn't listen on loopback alone; empty where it does
 
 
 class StoreWay:
