@@ -18,7 +18,10 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # A deadline would be an assertion about time.
-hypothesis.settings.register_profile("manyhands", deadline=None)
+# A loaded machine, which makes Unicode's tables for the first time, is no test's fault; fixtures that are the same for
+# all examples are meant.
+MEANT = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+hypothesis.settings.register_profile("manyhands", deadline=None, suppress_health_check=MEANT)
 hypothesis.settings.load_profile("manyhands")
 
 

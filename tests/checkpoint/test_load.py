@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.checkpoint import layout
@@ -15,7 +15,7 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.verify import TornCheckpointError, verify
 from manyhands.core.errors import UserError
 
-PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=150)
 
 
 @PROPERTY

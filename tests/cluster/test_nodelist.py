@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.descriptions.formats.slurm import expand_counts, expand_hosts
@@ -65,7 +65,7 @@ def test_broken_lists_are_refused(text):
 
 
 @pytest.mark.skipif(not shutil.which("scontrol"), reason="Slurm's own scontrol is not installed")
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(entry=_entries().filter(lambda entry: entry[0][-1] == "]" or "[" not in entry[0]))
 def test_scontrol_agrees(entry, tmp_path):
     text, hosts = entry

@@ -8,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.doctor.facts import gather
@@ -107,7 +107,7 @@ def test_torch_is_asked_only_where_there_is_a_card_and_somebody_wants_it(monkeyp
 
 names = st.text("abcdef", min_size=1, max_size=4)
 trees = st.dictionaries(names.map("{}.py".format), st.binary(max_size=20), min_size=1, max_size=5)
-each_anew = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+each_anew = settings(max_examples=30)
 
 
 def write(folder, files):

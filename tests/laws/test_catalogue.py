@@ -8,7 +8,7 @@ import pytest
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core import catalogue
@@ -69,7 +69,7 @@ def test_a_text_is_found_by_its_fixed_words_whatever_its_values(numbered, monkey
     texts = catalogue.read_catalogue(str(numbered))
     assert len(texts.keys) > 1000
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=300)
     @given(st.data())
     def law(data):
         key = data.draw(st.sampled_from(texts.keys))
