@@ -131,7 +131,7 @@ def place_of(job: Job) -> Participation:
     try:
         return participate(job.cluster)
     except RankOutsideError as outside:
-        load_worker("peers").tell_of_outside(job, outside.membership, outside.what)
+        load_worker("member").tell_of_outside(job, outside.membership, outside.what)
         raise
 
 
