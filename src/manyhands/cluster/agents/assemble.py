@@ -49,6 +49,11 @@ class Crew:
         self.links[:] = [self.links[number] for number in kept]
         self.facts[:] = [self.facts[number] for number in kept]
 
+    def pulse(self) -> None:
+        """Lets all machines know that their head is there, where it is time to."""
+        for link in self.links:
+            link.pulse()
+
     def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
         """Asks every machine its own question.
 

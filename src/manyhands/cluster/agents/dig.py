@@ -172,7 +172,8 @@ class _Digging:
                 {self._head.ends.towards(ends.address): ends.entrance}, self._passing(ends, self._head.ends, others)
             )
             commands[name] = login.command(self._machines[name], ends, self._options)
-        for name, said in self._head.dig(commands, DIG_S).items():
+        # Machines must not take their head's silence for its end.
+        for name, said in self._head.dig(commands, DIG_S, self._crew.pulse).items():
             raise RunError(
                 f"no tunnel leads to {name}: {said}", name, ("does its sshd allow AllowStreamLocalForwarding?",)
             )

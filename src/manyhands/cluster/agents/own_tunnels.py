@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,17 +42,21 @@ class Tunnels:
                 raise RunError(f"the switchboard of tunnels did not start: {failed['the switchboard']}")
         return str(folder)
 
-    def dig(self, commands: Mapping[str, Sequence[str]], patience_s: float) -> dict[str, str]:
+    def dig(
+        self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
+    ) -> dict[str, str]:
         """Starts ssh commands that make tunnels.
 
         Args:
             commands: by a name for each.
             patience_s: for all of them together.
+            meanwhile: called a few times a second until they stand.
 
         Returns:
             The last words of those that don't stand, by name; these have ended.
         """
-        return self._add([self._start(words, name) for name, words in commands.items()], STANDS, patience_s)
+        started = [self._start(words, name) for name, words in commands.items()]
+        return self._add(started, STANDS, patience_s, meanwhile)
 
     def ended(self) -> str:
         """What is told of the first that has ended by itself; empty while all stand."""
@@ -76,9 +80,11 @@ class Tunnels:
             process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=file, start_new_session=True)
         return _Child(name, process, Path(log))
 
-    def _add(self, started: Sequence["_Child"], word: str, patience_s: float) -> dict[str, str]:
+    def _add(
+        self, started: Sequence["_Child"], word: str, patience_s: float, meanwhile: Callable[[], object] = lambda: None
+    ) -> dict[str, str]:
         """Keeps those that say a word on a line of its own; ends the others, and gives their last words."""
-        failed = _wait_for(started, word, patience_s)
+        failed = _wait_for(started, word, patience_s, meanwhile)
         for child in failed:
             child.end()
         self._standing += [child for child in started if child not in failed]
@@ -103,7 +109,7 @@ class _Child:
                 pipe.close()
 
 
-def _wait_for(started: Sequence[_Child], word: str, patience_s: float) -> list[_Child]:
+def _wait_for(started: Sequence[_Child], word: str, patience_s: float, meanwhile: Callable[[], object]) -> list[_Child]:
     """Those that haven't said a word on a line of its own before their output, or the time, is over."""
     until, said = time.monotonic() + patience_s, dict.fromkeys(started, b"")
     waiting = list(started)
@@ -112,7 +118,8 @@ def _wait_for(started: Sequence[_Child], word: str, patience_s: float) -> list[_
             assert child.process.stdout is not None
             selector.register(child.process.stdout.fileno(), selectors.EVENT_READ, child)
         while selector.get_map() and time.monotonic() < until:
-            for key, _ in selector.select(until - time.monotonic()):
+            meanwhile()
+            for key, _ in selector.select(min(0.2, until - time.monotonic())):
                 received = os.read(key.fd, 1 << 12)
                 said[key.data] = (said[key.data] + received)[-(1 << 16) :]
                 stands = word.encode() in said[key.data].splitlines()
