@@ -126,10 +126,9 @@ def test_a_machine_joins_a_run_that_goes_on(typed, lab, here):
         before = time.time()
         said = lab.run(host, [lab.python, "-m", "manyhands", "join", *words])
         print(f"{typed}: {time.time() - before:.1f} s: {said}")
-    name = "n3" if typed == "at the head" else lab.address(3)
-    assert said == f"{name} takes part in run\n"
+    assert said == "n3 takes part in run\n"  # by the name that it has for itself, which leads to where it comes from
     trained_on(3, head)
-    third = "n3" if typed == "at the head" else f"root@{lab.address(3)}"
+    third = "n3" if typed == "at the head" else "root@n3"
     assert machines()[2] == third
     ended_as_undisturbed(head)
     assert load_job({}, file=Path("run/job.toml")).job.cluster.hosts == ("n1", "n2", third)  # as `resume` reads it
