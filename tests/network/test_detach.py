@@ -3,10 +3,12 @@
 import contextlib
 import json
 import signal
+import time
 
 import psutil
 import pytest
 
+from manyhands.cluster.agents.connection import SILENT_S
 from tests.e2e.command import QUICK, events, run, wait_until
 from tests.network.test_launch import EXACT, gone
 from tests.network.test_replicas import PLACE, apart, as_undisturbed, fetch, hosts, on, shell  # noqa: F401 - a fixture
@@ -24,6 +26,28 @@ def steps(lab):
 def trains_on(lab):
     before = len(steps(lab))
     wait_until(lambda: len(steps(lab)) > before + 2)
+
+
+def test_a_head_that_slept_finds_its_run_as_it_was(apart):  # noqa: F811
+    """As on a laptop that was closed: what it hears of its machines after, it hears late."""
+    begun = run("launch", *LONG, *hosts(apart), "--out", "run", "--detach", "--json")
+    assert begun.code == 0, begun.err
+    head = psutil.Process(json.loads(begun.out)["pid"])
+    try:
+        head.send_signal(signal.SIGSTOP)
+        time.sleep(SILENT_S + 4)  # longer than any machine may be silent
+        head.send_signal(signal.SIGCONT)
+        time.sleep(SILENT_S / 2)
+        trains_on(apart)
+        assert head.status() != psutil.STATUS_ZOMBIE
+        assert not events("run", "restarted")
+        stopped = run("stop", "run")
+        assert stopped.code == 0, stopped.err
+        gone(apart)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            head.kill()
+    assert events("run", "stopped")
 
 
 def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):  # noqa: F811

@@ -38,6 +38,8 @@ START_S = 300.0
 KILL_S = 10.0
 # A process that hangs is known by then; one that is well has heard the wish to stop, and is given the time it needs.
 HEAR_S = 2.0
+# It looks ten times a second; so long between two looks somebody stopped it, or put its machine to sleep.
+STOOD_STILL_S = 3.0
 # Who is silent for so long when the user waits for the end is named.
 AWAITED_S = 4.0
 # When one machine's processes have failed the others' see it by themselves. They are killed so long after their agents,
@@ -122,6 +124,7 @@ class _Head:
         self._kill_at = self._end_at = float("inf")
         self._told_failure = False
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
+        self._looked_at = time.monotonic()
 
     def hear(self, link: AgentConnection) -> None:
         """Takes in what a machine says."""
@@ -181,6 +184,8 @@ class _Head:
             link.pulse()
             link.flush()
         now = time.monotonic()
+        self._forgive(now - self._looked_at)
+        self._looked_at = now
         self._give_up_silent(now)
         self._say_who_is_awaited(now)
         if stands := self._stalls.to_say():
@@ -198,6 +203,12 @@ class _Head:
         if now > self._end_at:
             for link in self.running:
                 link.process.kill()
+
+    def _forgive(self, passed_s: float) -> None:
+        """Machines answer this process: while it stood still itself, silence was not theirs."""
+        if passed_s > STOOD_STILL_S:
+            for link in self.running:
+                link.heard = min(link.heard + passed_s, time.monotonic())
 
     def _give_up_silent(self, now: float) -> None:
         for link in self._long_silent(now):
