@@ -118,7 +118,11 @@ def _answer(connection: socket.socket, token: bytes) -> None:
     elif wish == COUNT:
         (seconds,) = struct.unpack("!d", _exactly(connection, 8))
         connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
-        connection.recv(1)  # until the sender has read it and breaks off
+        # What is still under way is taken until the sender has read that and breaks off: an end with bytes unread would
+        # be a reset, which on its way through ssh may overtake the answer.
+        place = bytearray(BLOCK_BYTES)
+        while connection.recv_into(place):
+            pass
 
 
 def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
