@@ -97,4 +97,4 @@ def test_an_agent_that_can_not_hear_its_head_any_more_ends_too():
     closed = BUSY.format(busy=True).replace("ended_with_head(0", "ended_with_head(77")
     done = subprocess.run([sys.executable, "-c", closed], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.endswith("cleaned up\n")
+    assert "cleaned up" in done.stdout  # two threads write here, so their lines may mix
