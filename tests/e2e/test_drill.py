@@ -83,6 +83,17 @@ def test_a_run_comes_through_and_nothing_is_left(here):
 
 
 @pytest.mark.slow
+def test_a_process_that_the_system_kills_for_its_memory_is_named_and_replaced(here):
+    (fault,) = chosen_faults("memory")
+    if lacking := fault.lacks():
+        pytest.skip(lacking)
+    ended = run("drill", "--faults", "memory", "--json")
+    assert ended.code == 0, ended.err + ended.out
+    (told,) = json.loads(ended.out)["faults"]
+    assert (told["row"], told["verdict"]) == (14, "holds")
+
+
+@pytest.mark.slow
 def test_a_run_that_a_fault_ends_is_found(here):
     ended = run(
         "drill", "digits", "mlp", "--epochs", "12", "--elastic", "off", "--faults", "kill-rank", "--keep", "kept"
