@@ -48,6 +48,19 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("key", "given", "may_be"),
+    [
+        ("train.compile", "maybe", 'true, false or "auto"'),
+        ("train.norm_group", "globel", 'a whole number, "global" or "local"'),
+    ],
+)
+def test_a_value_that_may_be_of_several_kinds_is_one_mistake(key, given, may_be):
+    with pytest.raises(UserError) as caught:
+        load_job({key: given}, environment={})
+    assert f'{key}: should be {may_be}, found "{given}"' in str(caught.value)
+
+
 def test_a_section_may_be_one_word(tmp_path):
     loaded = load_job({}, file=_job_file(tmp_path, 'data = "mnist"\nmodel = "cnn"\n'), environment={})
     assert (loaded.job.data.name, loaded.job.model.name) == ("mnist", "cnn")

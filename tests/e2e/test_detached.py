@@ -53,6 +53,25 @@ def test_it_trains_on_without_its_head_and_obeys_a_stop(here):
     assert not marked(str(here))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("left")
+def test_a_run_is_gone_on_with_detached(here):
+    short = (*ENDLESS, "--set", "train.max_steps=20")
+    assert run("launch", *short, *WHERE[:-1], HERE=str(here)).code == 0
+    begun = run("resume", "run", "--set", "train.max_steps=0", "--detach", "--json", HERE=str(here))
+    assert begun.code == 0, begun.err
+    assert json.loads(begun.out)["status"] == "running"
+    assert run("stop", "run").code == 0
+    wait_until(lambda: not marked(str(here)))
+
+
+def test_what_trains_on_this_machine_alone_is_not_detached(here):
+    assert run("train", "digits", "mlp", "--epochs", "1", *QUICK, "--out", "run").code == 0
+    ended = run("resume", "run", "--epochs", "2", "--detach")
+    assert ended.code == 2
+    assert "only a run that is launched on machines" in ended.err
+
+
 @pytest.mark.usefixtures("left")
 def test_what_fails_before_it_trains_is_said_on_the_terminal(here):
     ended = run("launch", str(here / "nothing"), "mlp", *QUICK, *WHERE, HERE=str(here))

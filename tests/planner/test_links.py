@@ -20,7 +20,7 @@ from manyhands.core.link_speeds import (
     without_ssh,
 )
 from manyhands.core.mesh import make_mesh
-from manyhands.core.quantities import parse_bandwidth, parse_memory
+from manyhands.core.quantities import parse_bandwidth, parse_memory, short_time
 
 kinds, sizes, group = st.sampled_from(KINDS), st.integers(1, 1 << 32), st.integers(1, 64)
 links = st.builds(LinkSpeed, st.floats(1e5, 1e11), st.floats(0, 1e-2))
@@ -136,3 +136,18 @@ def test_memory(text, expected):
 def test_memory_that_is_none(text):
     with pytest.raises(UserError, match="no amount"):
         parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (4.5e-4, "0.45 ms"),
+        (0.00999, "10 ms"),
+        (0.75, "750 ms"),
+        (0.9996, "1 s"),
+        (1.034, "1.03 s"),
+        (20000, "20,000 s"),
+    ],
+)
+def test_short_times_have_no_powers_of_ten(seconds, text):
+    assert short_time(seconds) == text

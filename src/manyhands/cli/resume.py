@@ -15,6 +15,9 @@ def resume(
         int | None, Parameter(name=["-n", "--processes"], validator=AT_LEAST_ONE, help="may differ from before")
     ] = None,
     epochs: Annotated[int | None, Parameter(help="train longer than the job said")] = None,
+    detach: Annotated[
+        bool | None, Parameter(help="as in launch; a run that was detached is again, unless --no-detach says not")
+    ] = None,
     set_: Settings = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -35,7 +38,7 @@ def resume(
     read_run(folder)
     flags = {
         "run.out": str(folder), "checkpoint.resume": "auto", "cluster.processes": processes, "train.epochs": epochs,
-        **settings(set_ or []),
+        "cluster.detach": detach, **settings(set_ or []),
     }  # fmt: skip
     loaded = load_job(flags, file=RunFolder(folder).job)
     announce_resumed(RunFolder(folder), loaded)

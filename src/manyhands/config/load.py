@@ -7,10 +7,11 @@ the recipe over the defaults. All mistakes are reported at once, each with its p
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,6 +43,8 @@ NAMES_OF_FILES = frozenset(
         "run.out",
     }
 )
+# What is wrong, where that was said, and what to do.
+Problem = tuple[str, str, str]
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4_095
 Values = dict[str, Any]
 
@@ -218,7 +221,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
     try:
         job = Job.model_validate(tree)
     except ValidationError as error:
-        problems += [_explain(dict(item), origins) for item in error.errors()]
+        problems += _explained(error, origins)
     else:
         if not problems:
             return job
@@ -243,7 +246,7 @@ def _as_declared(key: str, value: Any) -> Any:
     return cast(Any, value)
 
 
-def _unknown(key: str, keys: list[str], origins: dict[str, str]) -> tuple[str, str, str]:
+def _unknown(key: str, keys: list[str], origins: dict[str, str]) -> Problem:
     hint = did_you_mean(key, keys)
     if not hint:
         name = key.rpartition(".")[2]
@@ -269,30 +272,58 @@ def _too_long_a_name(key: str, value: Any) -> Iterator[str]:
             yield f"is longer than a file's name can be: {shortened(value)}"
 
 
-def _explain(item: Mapping[str, Any], origins: dict[str, str]) -> tuple[str, str, str]:
-    key = ".".join(
-        str(part) for part in item["loc"] if not isinstance(part, int) and not str(part).startswith("literal")
-    )
-    if key.count(".") > 1:
-        key = ".".join(key.split(".")[:2])
+def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
+    """A problem for each value: one that may be of several kinds is wrong in as many ways."""
+    problems: dict[Any, Problem] = {}
+    for number, item in enumerate(map(dict, error.errors())):
+        key = _key_of(item)
+        kinds = [] if item["type"] == "value_error" else _kinds(_declared(key))
+        problems.setdefault(key if kinds else number, _explain(key, kinds, item, origins))
+    return list(problems.values())
+
+
+def _key_of(item: Mapping[str, Any]) -> str:
+    """The option that an error is about; empty for what concerns several sections."""
+    return ".".join(str(part) for part in item["loc"][:2] if not isinstance(part, int))
+
+
+def _explain(key: str, kinds: Sequence[str], item: Mapping[str, Any], origins: dict[str, str]) -> Problem:
     given = item.get("input")
-    message = str(item["msg"]).removeprefix("Value error, ")
+    message = (
+        f"should be {', '.join(kinds[:-1])} or {kinds[-1]}" if kinds else str(item["msg"]).removeprefix("Value error, ")
+    )
     found = "" if isinstance(given, dict) else f", found {shortened(json.dumps(given, default=str))}"
-    expected = expected_values(key)
-    # What concerns several sections has no key of its own.
     what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"
-    hint = did_you_mean(given, expected) if isinstance(given, str) else ""
+    hint = did_you_mean(given, expected_values(key)) if isinstance(given, str) else ""
     return what, origins.get(key, "job"), hint
 
 
-def expected_values(key: str) -> list[str]:
-    """The words an option accepts, where it is a choice among words."""
+def _declared(key: str) -> Any:
     section, _, name = key.partition(".")
     inner = Job.model_fields[section].annotation if section in Job.model_fields else None
     if not (isinstance(inner, type) and issubclass(inner, BaseModel)) or name not in inner.model_fields:
+        return None
+    return inner.model_fields[name].annotation
+
+
+def _kinds(declared: Any) -> list[str]:
+    """What a value may be that is declared as one of several; empty for others."""
+    names: dict[Any, list[str]] = {
+        bool: ["true", "false"],
+        int: ["a whole number"],
+        tuple[int, ...]: ["a list of whole numbers"],
+    }
+    if get_origin(declared) not in (Union, UnionType):
         return []
-    declared = inner.model_fields[name].annotation
-    return [word for word in get_args(declared) if isinstance(word, str)]
+    return [kind for one in get_args(declared) for kind in names.get(one, [json.dumps(word) for word in get_args(one)])]
+
+
+def expected_values(key: str) -> list[str]:
+    """The words that an option accepts, where it is a choice among words."""
+    declared = _declared(key)
+    parts = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    return [word for word in words if isinstance(word, str)]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

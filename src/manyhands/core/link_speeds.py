@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from manyhands.core.mesh import Mesh
-from manyhands.core.quantities import parse_bandwidth
+from manyhands.core.quantities import parse_bandwidth, short_time
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 Points = tuple[tuple[float, float], ...]
@@ -65,10 +65,10 @@ def without_ssh(link: LinkSpeed) -> LinkSpeed:
     return LinkSpeed(link.bytes_per_s * faster, max(link.latency_s - _SSH.latency_s, link.latency_s / _SSH_SLOWS))
 
 
-def agreement_ms(processes: int, link: LinkSpeed) -> tuple[str, str]:
-    """Milliseconds of an all-reduce of 4 KiB and of 64 MiB, in figures."""
-    small, large = (f"{1e3 * link_seconds('all_reduce', processes, size, link):.2g}" for size in (1 << 12, 1 << 26))
-    return small, f"{float(large):.0f}"
+def agreement_times(processes: int, link: LinkSpeed) -> tuple[str, str]:
+    """What an all-reduce of 4 KiB takes, and one of 64 MiB."""
+    small, large = (short_time(link_seconds("all_reduce", processes, size, link)) for size in (1 << 12, 1 << 26))
+    return small, large
 
 
 def rounds(kind: str, processes: int) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Amounts as users write them: 14GiB of memory, a link of 1gbit or 8GB/s."""
+"""Amounts as users write them, 14GiB of memory or a link of 1gbit, and times as they read them."""
 
 import re
 
@@ -47,6 +47,14 @@ def parse_bandwidth(text: str, where: str = "--link") -> float:
         mend = "write bits or bytes in a second, such as 1gbit, 100mbit or 8GB/s"
         raise UserError(f'"{text}" is no speed of a link', where, (mend,))
     return number * size
+
+
+def short_time(seconds: float) -> str:
+    """A time in two or three figures: 0.45 ms, 750 ms, 1.03 s, 480 s."""
+    milliseconds = seconds * 1e3
+    if milliseconds < 9.95:
+        return f"{milliseconds:.2g} ms"
+    return f"{milliseconds:.0f} ms" if milliseconds < 999.5 else f"{float(f'{seconds:.3g}'):,g} s"
 
 
 def _split(text: str) -> tuple[float, str]:

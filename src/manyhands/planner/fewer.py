@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from manyhands.core.quantities import short_time
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN
 from manyhands.planner.find import Option, SearchResult
 from manyhands.planner.timing import Timing
@@ -54,7 +55,7 @@ def enough(found: SearchResult, fewer: Sequence[Option], seconds: float, spread:
     if doing:
         limit = LEAST_PREDICTED_GAIN * min(_slowest(one, spread) for one in doing)
         option = min((one for one in doing if one.prediction.seconds <= limit), key=lambda one: one.mesh.size)
-        took = f"{option.prediction.seconds * 1e3:.4g} ms a step, {found.wish.world_size} take {seconds * 1e3:.4g}"
+        took = f"{short_time(option.prediction.seconds)} a step, {found.wish.world_size} take {short_time(seconds)}"
         return option.mesh.size, f"{option.name} takes {took} ({found.pick.name})"
     return 0, ""
 

@@ -38,10 +38,14 @@ def find_running(word: str) -> Running:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(f"{record.run}" for record in found))
+        raise UserError(f'"{word}" may mean {len(found)} runs', "", tuple(f"{record.run}" for record in found))
     ended = find_run(word).path
-    mend = ("manyhands ps lists the runs that go on", f"{going_on(ended)} goes on with it")
-    raise UserError(f"the run in {ended} isn't going on", "RUN", mend)
+    mend = (
+        f"manyhands why {shlex.quote(str(ended))} says how it ended",
+        f"{going_on(ended)} goes on with it",
+        "manyhands ps lists the runs that go on",
+    )
+    raise UserError(f"the run in {ended} isn't going on", "", mend)
 
 
 def forget_elsewhere(word: str) -> list[Running]:
@@ -52,7 +56,8 @@ def forget_elsewhere(word: str) -> list[Running]:
     """
     found = matches(word, [record for record in running() if not record.here])
     if not found:
-        raise UserError(f'no run that "{word}" may mean has its head on another machine', "--forget", ("manyhands ps",))
+        mend = ("manyhands ps lists the runs that go on; manyhands stop RUN ends one whose head is on this machine",)
+        raise UserError(f'no run that "{word}" may mean has its head on another machine', "", mend)
     forget(found)
     return found
 
@@ -74,7 +79,7 @@ def find_run(word: str) -> RunFolder:
     if len(found) == 1:
         return RunFolder(found[0])
     if found:
-        raise UserError(f'"{word}" may mean {len(found)} runs', "RUN", tuple(map(str, found)))
+        raise UserError(f'"{word}" may mean {len(found)} runs', "", tuple(map(str, found)))
     if "/" in word or Path(word).exists():
         raise no_run(Path(word))
     raise _unknown_run(
@@ -95,7 +100,7 @@ def _unknown_run(word: str, names: Iterable[str]) -> UserError:
     """The error for a word that means no run."""
     known = list(dict.fromkeys(names))
     shown = f"runs: {', '.join(known[:8])}" if known else "manyhands ps lists the runs that go on: none now"
-    return UserError(f'no run is called "{word}"', "RUN", tuple(filter(None, (did_you_mean(word, known), shown))))
+    return UserError(f'no run is called "{word}"', "", tuple(filter(None, (did_you_mean(word, known), shown))))
 
 
 def stop_detached(word: str, say: Callable[[str], None]) -> Path | None:
@@ -129,7 +134,7 @@ def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event
     if not record.here:
         raise UserError(
             f"{record.name} is watched from {record.host}",
-            "RUN",
+            "",
             (f"on {record.host}: manyhands stop {shlex.quote(record.name)}",),
         )
     signal_head(record, signal.SIGTERM)

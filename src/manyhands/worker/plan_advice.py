@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.config.job import Job
-from manyhands.core.link_speeds import LinkSpeed, agreement_ms
+from manyhands.core.link_speeds import LinkSpeed, agreement_times
+from manyhands.core.quantities import short_time
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.explain import PlanCandidate
 from manyhands.planner.fewer import enough, name_of
@@ -46,7 +47,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[Option], 
         return Advice(name, with_sync(found.pick.reason, sync), wished)
     what = "machine" if apart else "process"
     use = f"use one {what}" if count == 1 else f"use {count} {what}{'s' if apart else 'es'}"
-    reason = f"{use}: {why}; plan.json holds {found.pick.name}, for {wished} all the same"
+    reason = f"{use}: {why}; the plan that is written is {found.pick.name}, for {wished}"
     return Advice(name_of(count), with_sync(reason, sync), count)
 
 
@@ -64,10 +65,10 @@ def other_way(
     """
     way, ours = ("directly", "through ssh") if job.cluster.through_ssh else ("through ssh", "directly")
     chosen = next(row for row in sync["methods"] if row["chosen"])
-    (small, large), (less, more) = (agreement_ms(job.cluster.processes, link) for link in (other, own))
+    (small, large), (less, more) = (agreement_times(job.cluster.processes, link) for link in (other, own))
     told = (
-        f"{way} an all-reduce takes {small} ms for 4 KiB and {large} ms for 64 MiB, {ours} {less} and {more}; there "
-        f"--sync auto would take {sync_words(chosen)}, with {1e3 * chosen['step_s']:.3g} ms an update"
+        f"{way} an all-reduce takes {small} for 4 KiB and {large} for 64 MiB, {ours} {less} and {more}; there "
+        f"--sync auto would take {sync_words(chosen)}, with {short_time(chosen['step_s'])} an update"
     )
     return replace(option.candidate(), name=f"{DATA_PARALLEL} {way}"), told
 

@@ -4,7 +4,7 @@ from manyhands.cluster.agents.assemble import Crew
 from manyhands.cluster.agents.dig import Way
 from manyhands.cluster.agents.protocol import ReachThere
 from manyhands.cluster.doctor.questions import Connect, Listen, Measure, Unlisten
-from manyhands.core.link_speeds import LinkSpeed, agreement_ms, without_ssh
+from manyhands.core.link_speeds import LinkSpeed, agreement_times, without_ssh
 
 _ANSWER_S, _CONNECT_S, _MEASURE_S = 30.0, 5.0, 0.4
 
@@ -28,9 +28,9 @@ def price_of(crew: Crew, way: Way) -> str:
     if attempt.latency_ms is None or not measured.mbps:
         return f"what an agreement costs through ssh is not known: {measured.error or attempt.result}"
     link = LinkSpeed(measured.mbps * 1e6 / 8, attempt.latency_ms / 2e3)
-    small, large = agreement_ms(len(names), link)
-    least, less = agreement_ms(len(names), without_ssh(link))
+    small, large = agreement_times(len(names), link)
+    least, less = agreement_times(len(names), without_ssh(link))
     return (
-        f"an agreement of all takes {small} ms for 4 KiB and {large} ms for 64 MiB through ssh, by what {one} and "
-        f"{two} measure, and {least} and {less} ms at best where they reach each other directly; --sync auto heeds that"
+        f"an agreement of all takes {small} for 4 KiB and {large} for 64 MiB through ssh, by what {one} and "
+        f"{two} measure, and {least} and {less} at best where they reach each other directly; --sync auto heeds that"
     )
