@@ -25,6 +25,7 @@ from manyhands.data.decode import CorruptImageError
 from manyhands.data.loader import Loader
 from manyhands.data.open import open_data, open_whole
 from manyhands.data.options import DataOptions
+from manyhands.data.pack_choice import place_of_pack
 from manyhands.data.packed import PackedSet, columns_digest, digest_of, open_pack, read_columns, write_columns
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.data.shard_writer import PictureFile, packed_picture
@@ -36,7 +37,7 @@ NAMES = ["猫", "собака", "cat 2", "a.b", "train"]
 def packed(root, *, replace=False, processes=1, **options):
     """A packed copy beside the folder, in small shards."""
     request = PackRequest(root, root.with_name(f"{root.name}.pack"), **{"shard_bytes": 20_000, **options})
-    return make_pack(read_contents(root), request, processes=processes, replace=replace, progress=lambda *_: None)
+    return make_pack(read_contents(root), request, processes=processes, replace=replace, progress=lambda *_: None)[0]
 
 
 def batches(name, *, train=True, **options):
@@ -158,7 +159,9 @@ def test_a_smaller_copys_jpegs_can_be_read_from_within_and_have_the_usual_pixels
     place, plain = tmp_path / "large.png", io.BytesIO()
     image = Image.effect_noise((900, 640), 80).convert("RGB")
     image.save(place)
-    _, content = packed_picture(PictureFile(0, str(place), 0, place.stat().st_size, place.stat().st_mtime_ns), 256, 90)
+    _, content, _ = packed_picture(
+        PictureFile(0, str(place), 0, place.stat().st_size, place.stat().st_mtime_ns), 256, 90
+    )
     image.resize((360, 256), Image.Resampling.BILINEAR).save(plain, "JPEG", quality=90)
     # Every fourth unit of blocks: 23 in each of 16 rows.
     assert sum(content.count(bytes([0xFF, mark])) for mark in range(0xD0, 0xD8)) == (23 * 16 - 1) // 4
@@ -178,7 +181,9 @@ def test_pictures_that_cannot_be_read_are_so_in_the_pack(tmp_path, size):
     root = make(tmp_path / "set", count=4, size=(90, 70))
     (root / "cat/02.png").write_bytes((root / "cat/02.png").read_bytes()[:900])
     (root / "dog/01.png").write_bytes(b"")
-    packed(root, size=size, quality=90 if size else 0)
+    request = PackRequest(root, place_of_pack(root), size, 90 if size else 0)
+    _, bad = make_pack(read_contents(root), request, processes=1, replace=False, progress=lambda *_: None)
+    assert [Path(name).name for name in bad] == ["02.png", "01.png"]
     with pytest.raises(CorruptImageError, match=r"0[12]\.png"):
         batches(root)
     splits, _ = batches(root, skip_corrupt=True)

@@ -65,10 +65,11 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
         try:
             fit(trainer)
         except RunError as error:
-            trainer.saver.wait()  # as an entry does, before the folder goes
             # The update that would have spoilt them was not made.
             assert all(torch.isfinite(one).all() for one in trainer.network.inner.parameters())
             return error.what, error.where
+        finally:
+            trainer.saver.wait()  # as an entry does, before the folder goes
         return "", ""
 
 

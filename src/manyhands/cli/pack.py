@@ -10,8 +10,10 @@ from cyclopts import Parameter
 from manyhands.core.shown import say, show, show_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from manyhands.data.packed import PackedSet
-    from manyhands.run.pack import PackForecast
+    from manyhands.run.pack import PackForecast, PackOutcome
 
 
 def pack(  # noqa: PLR0913 - one argument for each flag
@@ -39,8 +41,8 @@ def pack(  # noqa: PLR0913 - one argument for each flag
         content, lines = _forecast(forecast(request), request.target)
     else:
         began = time.perf_counter()
-        found, made = make(request, processes=processes, replaced=replace, progress=_Progress())
-        content, lines = _packed(found, time.perf_counter() - began if made else 0.0)
+        outcome = make(request, processes=processes, replaced=replace, progress=_Progress())
+        content, lines = _packed(outcome, time.perf_counter() - began)
         lines.append(f"manyhands train {shlex.quote(str(folder if to is None else to))} reads it")
     if as_json:
         show_json(content)
@@ -57,13 +59,25 @@ def _forecast(guess: "PackForecast", target: Path) -> tuple[dict[str, Any], list
     return vars(guess), [
         f"{guess.pictures:,} pictures: {_size(guess.folder_bytes)} now, {_size(guess.pack_bytes)} packed",
         f"reading one: {guess.folder_ms:.2f} ms now, {guess.pack_ms:.2f} ms packed, of {guess.tried} tried",
+        *_unreadable(guess.bad, guess.tried),
         f"nothing is written yet; it would go to {target}",
     ]
 
 
-def _packed(found: "PackedSet", seconds: float) -> tuple[dict[str, Any], list[str]]:
-    how = f", in {seconds:.1f} s" if seconds else " is up to date"
-    return _described(found) | {"made": bool(seconds)}, [f"{_counts(found)}: {found.folder}{how}"]
+def _packed(outcome: "PackOutcome", seconds: float) -> tuple[dict[str, Any], list[str]]:
+    found = outcome.packed
+    how = f", in {seconds:.1f} s" if outcome.made else " is up to date"
+    content = _described(found) | {"made": outcome.made, "bad": outcome.bad}
+    return content, [f"{_counts(found)}: {found.folder}{how}", *_unreadable(outcome.bad, len(found.names))]
+
+
+def _unreadable(bad: "Sequence[str]", of: int) -> list[str]:
+    if not bad:
+        return []
+    return [
+        f"{len(bad):,} of {of:,} can't be read: {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}",
+        "mend or remove them and pack again; else train stops at them, or with --data.skip-corrupt leaves them out",
+    ]
 
 
 def _described(found: "PackedSet") -> dict[str, Any]:

@@ -24,6 +24,8 @@ _JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some c
 _MOST_MEGAPIXELS = 89
 MOST_PIXELS = _MOST_MEGAPIXELS * 1_000_000
 _BLOCK_ROWS = 256
+# What a picture that isn't cut short ends with, but for a few bytes that some programs add.
+_ENDS, _NEAR_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
 
 PICTURE_SUFFIXES = _SUFFIXES | _MORE_SUFFIXES
 
@@ -81,6 +83,20 @@ def probe(path: str, content: bytes | None = None) -> PictureHeader:
         raise
     except Exception as error:
         raise corrupt(path, _reason(path, error, content)) from error
+
+
+def is_readable(path: str, content: bytes) -> bool:
+    """False where a picture can't be read; a JPEG or PNG that ends as one does isn't decoded."""
+    try:
+        with _opened(path, content) as image:
+            end = _ENDS.get(image.format or "", b"")
+        if not end or end not in content[-_NEAR_END:]:
+            decode(path, 3, content)
+    except CorruptImageError:
+        return False
+    except Exception:  # noqa: BLE001 - whatever a decoder says
+        return False
+    return True
 
 
 def content_of(path: str) -> bytes:

@@ -88,6 +88,7 @@ class PackEstimate:
     folder_bytes: int
     members: tuple[PictureFile, ...]  # those that were tried
     packed: tuple[bytes, ...]  # what became of them
+    bad: tuple[str, ...]  # of those that were tried, what can't be read
 
     @property
     def ratio(self) -> float:
@@ -121,8 +122,10 @@ def read_contents(root: Path) -> _Contents:
 def estimate(contents: _Contents, request: PackRequest) -> PackEstimate:
     """Packs some pictures, spread over the folder, in memory."""
     chosen = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
-    packed = tuple(packed_picture(member, request.size, request.quality)[1] for member in chosen)
-    return PackEstimate(len(contents.sizes), int(contents.sizes.sum()), tuple(chosen), packed)
+    tried = [packed_picture(member, request.size, request.quality) for member in chosen]
+    packed = tuple(content for _, content, _ in tried)
+    bad = tuple(member.path for member, (*_, readable) in zip(chosen, tried, strict=True) if not readable)
+    return PackEstimate(len(contents.sizes), int(contents.sizes.sum()), tuple(chosen), packed, bad)
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
@@ -145,22 +148,22 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
 
 def make_pack(
     contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
-) -> PackedSet:
-    """Packs the folder, or what an interrupted call left to do.
+) -> tuple[PackedSet, tuple[str, ...]]:
+    """Packs the folder, or what an interrupted call left to do; also the paths of pictures that can't be read.
 
     Raises ManyhandsError: there is another pack, a picture changed, a process died, or the disk can't be written.
     """
     with _held(request.target):
         if not replace and is_up_to_date(contents, request):
-            return open_pack(request.target)
+            return open_pack(request.target), ()
         _refuse_strange(request.target)
         (request.target / HEAD).unlink(missing_ok=True)
         tasks = _begin(contents, request)
         missing = [task for task in tasks if written(task) is None]
         for done, _ in enumerate(_write_all(missing, processes), 1 + len(tasks) - len(missing)):
             progress(done, len(tasks))
-        _finish(contents, request, tasks)
-    return open_pack(request.target)
+        bad = _finish(contents, request, tasks)
+    return open_pack(request.target), bad
 
 
 @contextmanager
@@ -254,11 +257,12 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
         pool.shutdown(cancel_futures=True)
 
 
-def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> None:
-    """Puts the index together and writes it, last of all what makes the pack whole."""
+def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
+    """Puts the index together and writes it, last of all what makes the pack whole; what can't be read."""
     count, target = len(contents.sizes), request.target
     columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
     shards: list[tuple[str, int, int, str]] = []
+    bad: list[int] = []
     for number, task in enumerate(tasks):
         told = written(task)
         if told is None:
@@ -266,6 +270,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         columns["shard"][told["row"]] = number
         for name in ("offset", "length", "crc"):
             columns[name][told["row"]] = told[name]
+        bad += told["row"][told["bad"] != 0].tolist()
         shards.append((task.target.name, len(task.members), int(told["bytes"]), str(told["sha256"])))
     columns["label"] = contents.labels.astype(numpy.uint32)
     columns["names"] = _names(contents)
@@ -285,6 +290,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
     _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
     for path in (target / _BEGUN, *(task.told for task in tasks)):
         path.unlink(missing_ok=True)
+    return tuple(map(contents.path, sorted(bad)))
 
 
 def _groups(contents: _Contents) -> Iterator[tuple[str, int, int]]:

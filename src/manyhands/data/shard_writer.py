@@ -13,7 +13,7 @@ from PIL import Image
 
 from manyhands.core.errors import UserError
 from manyhands.core.once import replacing
-from manyhands.data.decode import CorruptImageError, decode, is_grey
+from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
 from manyhands.data.packed import Columns, read_columns, write_columns
 
 _TAR_BLOCK = 512
@@ -65,7 +65,7 @@ def write_shard(task: ShardTask) -> int:
 
 def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
     digest = hashlib.sha256()
-    rows: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, bool]] = []
     with part.open("wb") as file:
 
         def put(content: bytes) -> int:
@@ -81,39 +81,39 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
             return put(content + bytes(-len(content) % _TAR_BLOCK))
 
         for number, member in enumerate(task.members, task.first):
-            suffix, content = packed_picture(member, task.size, task.quality)
+            suffix, content, readable = packed_picture(member, task.size, task.quality)
             start = add(f"{number:09}.{suffix}", content)
             add(f"{number:09}.cls", str(member.label).encode())
-            rows.append((member.row, start, len(content), zlib.crc32(content)))
+            rows.append((member.row, start, len(content), zlib.crc32(content), not readable))
         put(bytes(2 * _TAR_BLOCK))
         file.flush()
         os.fsync(file.fileno())
         size_bytes = file.tell()
-    row, offset, length, crc = (numpy.array(values, numpy.int64) for values in zip(*rows, strict=True))
-    columns = {"row": row, "offset": offset, "length": length, "crc": crc}
+    values = (numpy.array(values, numpy.int64) for values in zip(*rows, strict=True))
+    columns: Columns = dict(zip(("row", "offset", "length", "crc", "bad"), values, strict=True))
     return columns, size_bytes, digest.hexdigest()
 
 
-def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, bytes]:
-    """The kind of file and its bytes, as they go into a pack."""
+def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, bytes, bool]:
+    """The kind of file and its bytes, as they go into a pack; False where they are no picture that can be read."""
     content = _read(member)
     suffix = Path(member.path).suffix.lower()[1:]
     if not size:
-        return suffix, content
+        return suffix, content, is_readable(member.path, content)
     try:
         image = decode(member.path, 3, content)
     except CorruptImageError:
-        return suffix, content  # is refused, or left out, where the folder's own would be
+        return suffix, content, False  # is refused, or left out, where the folder's own would be
     shorter = min(image.size)
     if shorter <= size:
-        return suffix, content
+        return suffix, content, True
     if is_grey(Image.open(io.BytesIO(content))):
         image = image.convert("L")
     wide, high = (round(side * size / shorter) for side in image.size)
     made = io.BytesIO()
     smaller = image.resize((wide, high), Image.Resampling.BILINEAR)
     smaller.save(made, "JPEG", quality=quality, restart_marker_blocks=_RESTARTS)
-    return "jpg", made.getvalue()
+    return "jpg", made.getvalue(), True
 
 
 def _read(member: PictureFile) -> bytes:
@@ -134,6 +134,6 @@ def written(task: ShardTask) -> Columns | None:
     try:
         columns = read_columns(task.told)
         whole = task.target.stat().st_size == int(columns["bytes"])
-        return columns if whole and len(columns["row"]) == len(task.members) else None
+        return columns if whole and len(columns["row"]) == len(columns["bad"]) == len(task.members) else None
     except (OSError, ValueError, KeyError):
         return None

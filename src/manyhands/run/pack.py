@@ -27,6 +27,16 @@ class PackForecast:
     pack_bytes: int
     folder_ms: float  # to read and decode one of those pictures, in one process
     pack_ms: float
+    bad: tuple[str, ...]  # of those that were tried, what can't be read
+
+
+@dataclass(frozen=True)
+class PackOutcome:
+    """What packing has led to."""
+
+    packed: PackedSet
+    made: bool  # False where it was up to date already
+    bad: tuple[str, ...] = ()  # pictures that can't be read, packed as they are
 
 
 def request_of(root: Path, target: Path | None, size: int, quality: int) -> PackRequest:
@@ -47,17 +57,18 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
 
 def pack(
     request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
-) -> tuple[PackedSet, bool]:
-    """Packs a folder, or goes on where an interrupted call stopped; False with a pack that was up to date already.
+) -> PackOutcome:
+    """Packs a folder, or goes on where an interrupted call stopped.
 
     Raises ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
     """
     contents = read_contents(request.root)
     if not replaced and is_up_to_date(contents, request):
-        return open_pack(request.target), False
+        return PackOutcome(open_pack(request.target), made=False)
     processes = processes or max(1, int(cores()))
     with ended_like_ctrl_c():
-        return make_pack(contents, request, processes=processes, replace=replaced, progress=progress), True
+        packed, bad = make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
+        return PackOutcome(packed, made=True, bad=bad)
 
 
 def forecast(request: PackRequest) -> PackForecast:
@@ -68,9 +79,8 @@ def forecast(request: PackRequest) -> PackForecast:
     folder_s = _seconds(paths, [None] * len(paths))
     pack_s = _seconds(paths, found.packed)
     per_ms = 1e3 / len(paths)
-    return PackForecast(
-        found.pictures, len(paths), found.folder_bytes, found.pack_bytes, folder_s * per_ms, pack_s * per_ms
-    )
+    sizes = found.folder_bytes, found.pack_bytes
+    return PackForecast(found.pictures, len(paths), *sizes, folder_s * per_ms, pack_s * per_ms, found.bad)
 
 
 def _seconds(paths: list[str], contents: Sequence[bytes | None]) -> float:
