@@ -1,5 +1,6 @@
 """The list of runs that go on: what is in it lives, what doesn't is removed, and others' records are let be."""
 
+import json
 import os
 import platform
 import stat
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.ps import ps
+from manyhands.core.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, append, write_json
-from manyhands.core.registry import Running, goes_on, registered, registry_folder, running, signal_head
+from manyhands.core.registry import Running, goes_on, headless, registered, registry_folder, running, signal_head
 from manyhands.report.now import as_object, look
 from manyhands.run.watch import find_run, find_running, matches
 
@@ -50,6 +52,42 @@ def test_a_run_is_listed_while_it_goes_on_and_for_this_user_alone(tmp_path):
     with pytest.raises(KeyError), registered(tmp_path / "b"):
         raise KeyError
     assert list(registry_folder().iterdir()) == []
+
+
+def test_a_run_whose_head_is_gone_is_listed_while_its_processes_work(tmp_path, capsys):
+    ranks = tmp_path / "runs" / "a" / "ranks"
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    gone = record(tmp_path / "runs" / "a", pid=process.pid, created=psutil.Process(process.pid).create_time())
+    process.wait()
+    put(gone)
+    with hold_as_agent(ranks, 0):
+        assert agents_here(ranks) == [os.getpid()]
+        assert running() == []
+        assert [entry.run for entry in headless()] == [gone.run]
+        assert ps() == 0
+        out, err = capsys.readouterr()
+        assert "no launcher" in out
+        assert "manyhands stop RUN" in err
+        with registered(tmp_path / "runs" / "a"):
+            assert headless() == []
+        assert [entry.run for entry in headless()] == [gone.run]
+    assert headless() == []
+    assert list(registry_folder().iterdir()) == []
+
+
+def test_machines_that_are_listed_are_those_of_the_last_start(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    with registered(run, ["n1", "n2"]):
+        assert ps() == 0
+        assert "n1,n2" in capsys.readouterr().out
+        places = [
+            {"host": host, "ranks": [number, 1], "folder": "run", "local": False}
+            for number, host in enumerate(["n1", "n3"])
+        ]
+        RunFolder(run).machines.write_text(json.dumps(places))
+        assert ps() == 0
+        assert "n1,n3" in capsys.readouterr().out
 
 
 def test_records_of_the_dead_are_removed():
@@ -157,7 +195,7 @@ def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_pa
             find("nosuch")
         told.append(caught.value.mend)
     assert told[0] == told[1] == ("runs: digits-cnn, ended",)
-    with pytest.raises(UserError, match="the run in runs/ended isn't going on"):
+    with pytest.raises(UserError, match="the run isn't going on"):
         find_running("end")
 
 

@@ -55,6 +55,28 @@ def test_it_trains_on_without_its_head_and_obeys_a_stop(here):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("left")
+def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_and_stopped(here):
+    process = start("train", *ENDLESS, "-n", "2", "--out", "run", HERE=str(here))
+    try:
+        wait_until(lambda: measured(here), process)
+        (agent,) = [one for one in psutil.Process(process.pid).children() if "agents.agent" in " ".join(one.cmdline())]
+        agent.suspend()
+    finally:
+        process.kill()
+        finish(process)
+    listed = run("ps")
+    assert "no launcher" in listed.out
+    assert "goes on" in run("why", "run").out
+    stopped = run("stop", "run")
+    assert stopped.code == 0, stopped.err
+    assert "run has ended here; what was saved last" in stopped.out
+    wait_until(lambda: not marked(str(here)))
+    assert run("why", "run").out.startswith("run stopped after")
+    assert run("ps").out == "no run goes on\n"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("left")
 def test_a_run_is_gone_on_with_detached(here):
     short = (*ENDLESS, "--set", "train.max_steps=20")
     assert run("launch", *short, *WHERE[:-1], HERE=str(here)).code == 0

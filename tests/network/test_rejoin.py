@@ -154,4 +154,4 @@ def test_who_can_not_join_is_told_why_and_the_run_goes_on(lab, here):
         assert finish(process).code == 75
     ended = run("join", "run", "--host", "n3")
     assert ended.code == 2
-    assert "the run in run isn't going on" in ended.err
+    assert "the run isn't going on" in ended.err

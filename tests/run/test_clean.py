@@ -98,7 +98,7 @@ def test_a_run_goes_only_where_it_is_named_and_never_while_it_goes_on(litter, ho
     lock = claim(RunFolder(run), new_holder())
     code, _, err = cleaned(capsys, "first", "--yes")
     assert code == 2
-    assert "goes on and can't be removed" in err
+    assert "a run that goes on can't be removed" in err
     assert all(path.exists() for path in [*litter["goes"], *litter["stays"]])
     lock.release()
     code, out, _ = cleaned(capsys, "first")

@@ -1,11 +1,14 @@
 """manyhands ps."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
 from manyhands.core.shown import plain, say, show, show_json
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
 # A head on another machine that has written nothing for so long may have gone with it.
 SILENT_S = 60.0
+NO_LAUNCHER = "no launcher"
 HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
 
@@ -25,7 +29,7 @@ def ps(
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON array")] = False,
 ) -> int:
     """List the runs that go on: where, since when, how far."""
-    from manyhands.core.registry import running
+    from manyhands.core.registry import headless, running
     from manyhands.report.now import as_object, look
 
     if forget:
@@ -35,6 +39,8 @@ def ps(
             show(f"{plain(record.run)} on {plain(record.host)} isn't listed any more")
         return 0
     found = [(record, look(record)) for record in running()]
+    left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]
+    found += left
     if as_json:
         show_json([as_object(record, now) for record, now in found])
         return 0
@@ -47,6 +53,8 @@ def ps(
         show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if any(not record.here for record, _ in found):
         say("a machine that is gone can't take its runs off this list: manyhands ps --forget RUN does")
+    if left:
+        say(f"{NO_LAUNCHER}: manyhands stop RUN has the processes save and end; manyhands why RUN says more")
     return 0
 
 
@@ -63,12 +71,22 @@ def _row(record: "Running", now: "Now") -> tuple[str, ...]:
     return (
         plain(_shown(record.run)),
         now.state if record.here else f"on {plain(record.host)}{_silent(now)}",
-        str(record.pid),
-        count + plain(",".join(record.hosts)),
+        "-" if now.state == NO_LAUNCHER else str(record.pid),
+        count + plain(",".join(_machines(record))),
         duration(about["age_s"]),
         progress,
         percent(now.top1) if now.top1 is not None else "-",
     )
+
+
+def _machines(record: "Running") -> list[str]:
+    """Those of the last start, where the run folder says so: one may have joined, or be lost."""
+    from manyhands.run.logs import read_places
+
+    try:
+        return [place.host for place in read_places(RunFolder(Path(record.run)))] or record.hosts
+    except UserError:
+        return record.hosts
 
 
 def _silent(now: "Now") -> str:

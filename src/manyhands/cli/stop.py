@@ -19,22 +19,22 @@ def stop(
     from manyhands.core.folder import RunFolder
     from manyhands.core.going_on import going_on
     from manyhands.core.stops import saved_step
-    from manyhands.run.watch import find_running, stop_detached, stop_run
+    from manyhands.run.watch import find_running, stop_headless, stop_run
 
     try:
-        detached = stop_detached(run, say)
-        record = None if detached else find_running(run)
+        headless = stop_headless(run, say, now=now)
+        record = None if headless else find_running(run)
         end = stop_run(record, say, now=now) if record else None
     except KeyboardInterrupt:
         say("the run was asked to stop and will; this command only waited for it")
         raise
-    path = detached or Path(record.run if record else run)
+    path = headless or Path(record.run if record else run)
     saved = saved_step(RunFolder(path))
-    if detached and saved is None:
+    if headless and saved is None and not now:
         show(f"the processes of {path} have saved and left; what they saved is on other machines of the run")
         return EXIT_OK
     kept = "nothing was saved" if saved is None else f"what was saved last, at step {saved}, is whole"
-    show(f"{path} {end.message or end.kind}" if end else f"{path} has ended; {kept}")
+    show(f"{path} {end.message or end.kind}" if end else f"{path} has ended{' here' if headless else ''}; {kept}")
     if saved is None:
         show("nothing is there to resume; the command that started it begins anew")
     elif end is None or end.kind != "finished":

@@ -103,6 +103,18 @@ def agents_work(ranks: Path) -> bool:
     return set_aside(ranks, -1)
 
 
+def agents_here(ranks: Path) -> list[int]:
+    """Process ids of the agents on this machine that hold processes of the run; empty where the system doesn't say."""
+    files = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
+    rows = [line.split() for line in lines]
+    return sorted({int(row[4]) for row in rows if len(row) > 5 and int(row[5].rpartition(":")[2]) in files} - {-1})
+
+
 def _wait_for_agents(folder: RunFolder, patience_s: float) -> None:
     """Until the processes of an earlier start have left.
 

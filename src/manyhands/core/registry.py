@@ -12,6 +12,7 @@ import psutil
 from platformdirs import user_state_path
 from pydantic import Field, ValidationError
 
+from manyhands.core.claim import agents_work
 from manyhands.core.outside import parse_json, read_bytes
 from manyhands.core.records import Record, write_json
 from manyhands.core.shown import say
@@ -116,18 +117,33 @@ def _reach(path: Path) -> Reach | None:
 
 
 def running() -> list[Running]:
-    """The user's runs, the oldest first. Records whose head is gone are removed."""
-    found: list[Running] = []
+    """The user's runs that have a head, the oldest first. Records of which nothing is left are removed."""
+    return _listed()[0]
+
+
+def headless() -> list[Running]:
+    """The user's runs whose head is gone, and whose processes work on in a folder that is to be seen here."""
+    return _listed()[1]
+
+
+def _listed() -> tuple[list[Running], list[Running]]:
+    headed: list[Running] = []
+    left: list[Running] = []
     for path in registry_folder().glob("*.json"):
         record = _read(path)
         if record is None:
             continue
         if goes_on(record):
-            found.append(record)
+            headed.append(record)
+        elif agents_work(Path(record.run) / "ranks"):
+            left.append(record)
         else:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-    return sorted(found, key=lambda record: record.time)
+    newest = {record.run: record for record in sorted(left, key=lambda record: record.time)}
+    for record in headed:  # another head has taken its place
+        newest.pop(record.run, None)
+    return sorted(headed, key=lambda record: record.time), list(newest.values())
 
 
 def forget(records: Iterable[Running]) -> None:

@@ -135,7 +135,7 @@ def _run(word: str) -> Path:
         lock = claim(folder, new_holder())
     except Timeout:
         mend = (f"manyhands stop {shlex.quote(word)}", "or wait for its end")
-        raise UserError(f"{folder.path} goes on and can't be removed", "", mend) from None
+        raise UserError("a run that goes on can't be removed", str(folder.path), mend) from None
     if lock:
         lock.release()
     return folder.path

@@ -148,7 +148,7 @@ def join_here(run: str, host: str) -> str:
         record = find_running(run)
         if not record.here:
             raise UserError(
-                f"{record.name} is watched from {record.host}", "", (f"manyhands join {record.host}:{run}",)
+                f"{record.name} is watched from {record.host}", record.run, (f"manyhands join {record.host}:{run}",)
             )
         folder = Path(record.run)
     with socket.socket(socket.AF_UNIX) as head:
@@ -157,7 +157,7 @@ def join_here(run: str, host: str) -> str:
                 head.connect(short)
         except OSError:
             mend = ("only a run that `manyhands launch` started, and that goes on, takes machines",)
-            raise UserError(f"{folder} has no head that answers", "", mend) from None
+            raise UserError("the run has no head that answers", str(folder), mend) from None
         head.sendall(encode(AskToJoin(host)))
         lines = Lines()
         while received := head.recv(1 << 16):

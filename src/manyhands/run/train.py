@@ -282,7 +282,7 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
 def goes_on_already(folder: RunFolder, *more: str) -> UserError:
     """What is said of a folder that a run is at work in."""
     mend = (f"wait for its end, or stop it: manyhands stop {shlex.quote(str(folder.path))}", *more)
-    return UserError(f"a run is going on in {folder.path}", "--out" if more else "", mend)
+    return UserError(f"a run is going on in {folder.path}", "--out" if more else str(folder.path), mend)
 
 
 def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:

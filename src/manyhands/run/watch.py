@@ -1,18 +1,20 @@
 """Finds runs that go on by the words that users have for them, and stops them."""
 
+import os
 import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from manyhands.core.claim import agents_work
+from manyhands.core.claim import agents_here, agents_work
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import Event
-from manyhands.core.registry import Running, forget, goes_on, headed_here, running, signal_head
+from manyhands.core.registry import Running, forget, goes_on, headed_here, headless, running, signal_head
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.report.now import look
 from manyhands.report.read import no_run
@@ -38,14 +40,14 @@ def find_running(word: str) -> Running:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f'"{word}" may mean {len(found)} runs', "", tuple(f"{record.run}" for record in found))
+        raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(f"{record.run}" for record in found))
     ended = find_run(word).path
     mend = (
         f"manyhands why {shlex.quote(str(ended))} says how it ended",
         f"{going_on(ended)} goes on with it",
         "manyhands ps lists the runs that go on",
     )
-    raise UserError(f"the run in {ended} isn't going on", "", mend)
+    raise UserError("the run isn't going on", str(ended), mend)
 
 
 def forget_elsewhere(word: str) -> list[Running]:
@@ -57,7 +59,7 @@ def forget_elsewhere(word: str) -> list[Running]:
     found = matches(word, [record for record in running() if not record.here])
     if not found:
         mend = ("manyhands ps lists the runs that go on; manyhands stop RUN ends one whose head is on this machine",)
-        raise UserError(f'no run that "{word}" may mean has its head on another machine', "", mend)
+        raise UserError(f'no run that "{word}" may mean has its head on another machine', word, mend)
     forget(found)
     return found
 
@@ -79,7 +81,7 @@ def find_run(word: str) -> RunFolder:
     if len(found) == 1:
         return RunFolder(found[0])
     if found:
-        raise UserError(f'"{word}" may mean {len(found)} runs', "", tuple(map(str, found)))
+        raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(map(str, found)))
     if "/" in word or Path(word).exists():
         raise no_run(Path(word))
     raise _unknown_run(
@@ -100,25 +102,42 @@ def _unknown_run(word: str, names: Iterable[str]) -> UserError:
     """The error for a word that means no run."""
     known = list(dict.fromkeys(names))
     shown = f"runs: {', '.join(known[:8])}" if known else "manyhands ps lists the runs that go on: none now"
-    return UserError(f'no run is called "{word}"', "", tuple(filter(None, (did_you_mean(word, known), shown))))
+    return UserError(
+        f'no run is called "{word}"', word or "RUN", tuple(filter(None, (did_you_mean(word, known), shown)))
+    )
 
 
-def stop_detached(word: str, say: Callable[[str], None]) -> Path | None:
+def stop_headless(word: str, say: Callable[[str], None], *, now: bool) -> Path | None:
     """Has a run stop whose processes work here, and whose head doesn't: they save and leave, and all others with them.
+
+    With `now` those of this machine are ended unsaved; on others they save and leave.
 
     Returns:
         Its folder, once they have left; None where there is no such run.
     """
-    for run in (Path(word).expanduser(), RUNS / word):
-        term = term_in(run / "ranks")
-        if term == Term() or headed_here(run) or not agents_work(run / "ranks"):
+    left = {Path(record.run) for record in matches(word, headless())}
+    for run in (Path(word).expanduser(), RUNS / word, *left):
+        ranks = run / "ranks"
+        term = term_in(ranks)
+        # Of a run that isn't detached the head must be known to be gone: it may be on another machine.
+        if (term == Term() and run.resolve() not in left) or headed_here(run) or not agents_work(ranks):
             continue
-        say(f"asked the processes of {run} to save and stop; their head isn't here")
-        raise_term(run / "ranks", Term(term.head + 1))
-        while agents_work(run / "ranks"):
+        how = "ending the processes" if now else "asked the processes"
+        say(f"{how} of {run}{'' if now else ' to save and stop'}; the command that watched them isn't here")
+        if term != Term():
+            raise_term(ranks, Term(term.head + 1))
+        # One that was stopped (SIGSTOP) can't have heard that its head is gone; its processes end with it.
+        _signal_agents(ranks, signal.SIGKILL if now else signal.SIGCONT)
+        while agents_work(ranks):
             time.sleep(POLL_S)
         return run
     return None
+
+
+def _signal_agents(ranks: Path, number: int) -> None:
+    for pid in agents_here(ranks):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event | None:
@@ -134,7 +153,7 @@ def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event
     if not record.here:
         raise UserError(
             f"{record.name} is watched from {record.host}",
-            "",
+            record.run,
             (f"on {record.host}: manyhands stop {shlex.quote(record.name)}",),
         )
     signal_head(record, signal.SIGTERM)

@@ -13,6 +13,7 @@ from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure
 from manyhands.core.registry import Running, running
 from manyhands.core.shown import plain
 from manyhands.core.stops import saved_step
+from manyhands.core.terms import Term, term_in
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
 from manyhands.report.time_shares import slow_rank
@@ -92,7 +93,12 @@ def explained(run: RunData, head: Running | None = None) -> Why:
         return Why(folder, state, told, machines=_machines(run), done=done, do=do)
     if state == "going on":
         told = f"{folder} goes on, {_place(run)}{_heard(run)}; what launched it isn't on this machine, or is lost"
-        do = [f"{going_on(run.folder.path)} takes its place, if that is lost", f"manyhands stop {folder} has all save"]
+        do = [f"manyhands stop {folder} has all save and end, typed where it was launched"]
+        if term_in(run.folder.ranks) != Term():  # it is detached
+            do = [
+                f"{going_on(run.folder.path)} takes its place, if that is lost",
+                f"manyhands stop {folder} has all save",
+            ]
         return Why(folder, state, told, done=done, do=do)
     took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
     if state == "finished":
