@@ -22,7 +22,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # all examples are meant.
 MEANT = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
 hypothesis.settings.register_profile("manyhands", deadline=None, suppress_health_check=MEANT)
-hypothesis.settings.load_profile("manyhands")
+# Of a property that says no number itself; each run tries others.
+hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("manyhands"), max_examples=40)
+
+
+def pytest_configure(config):
+    """Fewer examples in the fast suite."""
+    hypothesis.settings.load_profile("fast" if config.option.markexpr == "not slow" else "manyhands")
 
 
 @pytest.fixture(autouse=True)

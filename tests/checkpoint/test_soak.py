@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("what", "count"), [("kills", 40), pytest.param("alterations", 200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "count"), [("kills", 50), ("alterations", 200)])
 def test_what_is_torn_or_altered_is_never_loaded(what, count):
     seed = str(random.randrange(10**6))
     command = [sys.executable, "-m", "bench.soak_saves", what, "--count", str(count), "--seed", seed]

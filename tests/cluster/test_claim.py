@@ -34,6 +34,7 @@ def test_one_start_at_a_time(folder):
     again.release()
 
 
+@pytest.mark.slow
 def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(folder, monkeypatch):
     monkeypatch.setattr("manyhands.core.claim.LEAVING_S", 0.1)
     with hold_as_agent(folder.ranks, 0):

@@ -14,6 +14,7 @@ WRITES = "import sys, time\nwhile True:\n    open(sys.argv[1], 'wb').write(bytes
 SLEEPS = "import time; time.sleep(100)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "saves", "stays"), [(WRITES, True, True), (WRITES, False, False), (SLEEPS, True, False)]
 )

@@ -241,6 +241,7 @@ def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(tmp_path):
     assert "it was asked to" in explained(read_run(tmp_path)).cause
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_ends_at_once(tmp_path):
     """Neither ssh nor the machine says that it has gone: both ends of the line are a process that never answers."""
     process = subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -275,6 +276,7 @@ def said(tmp_path, *messages):
     return f"cat {path}"
 
 
+@pytest.mark.slow
 def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_others_are_waited_for(tmp_path):
     """It is needed for the next start, and would take its head's silence for its end."""
     heard = tmp_path / "heard"

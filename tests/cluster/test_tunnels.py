@@ -106,6 +106,7 @@ def test_nothing_leads_where_no_tunnel_does(ends, address):
         reach(ends, address, 4711)
 
 
+@pytest.mark.slow
 def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
     tunnels = Tunnels()
     folder = Path(tunnels.open(""))

@@ -156,7 +156,9 @@ def decoder_with(monkeypatch, cache):
         box_decoder.cache_clear()
 
 
-@pytest.mark.parametrize("where", ["file", "folder", "above"])
+@pytest.mark.parametrize(
+    "where", ["file", pytest.param("folder", marks=pytest.mark.slow), pytest.param("above", marks=pytest.mark.slow)]
+)
 def test_what_others_can_write_to_is_not_loaded(decoder, monkeypatch, tmp_path, where):
     cache = tmp_path / "cache"
     assert decoder_with(monkeypatch, cache)

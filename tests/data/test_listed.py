@@ -78,6 +78,7 @@ def test_a_picture_takes_some_dozens_of_bytes(tmp_path):
     assert (peak - before) / pictures < 240
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_processes_of_one_start_map_one_listing_though_the_folder_changes(tmp_path):
     root, shared = linked(tmp_path / "set", 2, 10), tmp_path / "start"

@@ -230,6 +230,7 @@ def test_workers_end_with_their_parent():
     assert not alive
 
 
+@pytest.mark.slow
 def test_a_stop_signal_to_all_leaves_the_workers_to_their_parent():
     parent, workers = start_parent()
     for worker in workers:

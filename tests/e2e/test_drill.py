@@ -60,6 +60,7 @@ def test_words_for_machines_say_no_number_of_processes():
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_by_itself_is_no_drill(here):
     ended = run("drill", "digits", "no-such-network")
     assert ended.code == 2
@@ -104,6 +105,7 @@ def test_a_run_that_a_fault_ends_is_found(here):
     assert Path("kept/kill-rank/run/events.jsonl").is_file()
 
 
+@pytest.mark.slow
 def test_the_faulty_network_is_the_network_itself(here):
     """Weights, names and initial values are those of the network alone."""
     program = """

@@ -6,6 +6,7 @@ import json
 import signal
 
 import psutil
+import pytest
 
 from manyhands.core.early_agent import EARLY, start_early, take_early
 from tests.e2e.command import QUICK, end, finish, running, start, wait_until
@@ -41,6 +42,7 @@ def begun(*words):
     return process, agent
 
 
+@pytest.mark.slow
 def test_its_workers_have_the_threads_that_the_job_asks_for(here):
     """Though it has imported torch before it hears of them."""
     with running("train", *JOB, "--set", "cluster.threads=2", "--out", "run") as process:

@@ -26,6 +26,7 @@ def test_too_small_a_batch_leaves_no_folder():
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_module_that_raises_on_one_rank():
     ended = run("train", "digits", f"{NETS}:Raises", "-n", "2", "--out", "run", *LONG)
     assert ended.code == 1, ended.err
@@ -90,6 +91,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
     big = ["--set", "model.arguments={hidden = 4000}"]
     ended = run("train", "digits", "mlp", "--out", small_disk / "run", *LONG, *big)

@@ -19,6 +19,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_a_full_disk_and_its_records_are_whole_afterwards(small_disk, fill):
     folder = small_disk / "run"
     with running("train", *ENDLESS, "-n", "1", "--out", folder) as process:

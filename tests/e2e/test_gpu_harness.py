@@ -34,6 +34,7 @@ sys.exit({"holds": 0, "can't": 3, "needs two": 4}[name])
 """
 
 
+@pytest.mark.slow
 def test_each_part_ends_by_itself_and_says_how(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     variables = {**os.environ, "PYTHONPATH": str(tmp_path)}

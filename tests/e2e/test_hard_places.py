@@ -39,12 +39,12 @@ LOCAL = ["--sync", "local", "--set", "sync.every=4", "--set", "sync.delay=2", "-
 LEAVE_S = 20.0
 
 FAST = [
-    pytest.param("norm in backward", GLOO, 1, id="in BatchNorm's all-reduce in backward"),
     pytest.param("stepped", [], 1, id="after one rank's optimizer step"),
-    pytest.param("thread", [*OFTEN, *POWERSGD], 1, id="in a thread of powersgd"),
 ]
 PLACES = [
     ("in backward", "backward", [], 1),
+    ("in BatchNorm's all-reduce in backward", "norm in backward", GLOO, 1),
+    ("in a thread of powersgd", "thread", [*OFTEN, *POWERSGD], 1),
     ("in the gradients' sum through memory", "shared memory", [], 1),
     ("in the gradients' all-reduce", "all-reduce", GLOO, 1),
     ("in BatchNorm's sum in backward", "norm in backward", [], 1),

@@ -26,6 +26,7 @@ def head(*arguments):
     return ended.out
 
 
+@pytest.mark.slow
 def test_of_a_run_on_machines():
     head("launch", "--hosts", "127.0.0.1:1", *SHORT)
 

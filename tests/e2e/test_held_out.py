@@ -26,6 +26,7 @@ def evaluated(run, folder, which):
     return sum(hits) / len(hits), len(hits)
 
 
+@pytest.mark.slow
 def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
     data = pictures(here / "pets", {"train": 20, "val": 4, "test": 9})
     run = manyhands.fit("mlp", str(data), out="run", **FIT)

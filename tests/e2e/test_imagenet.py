@@ -179,6 +179,7 @@ def test_two_nodes_evaluate_as_one(nodes, here):
     assert not both[1].out
 
 
+@pytest.mark.slow
 def test_made_pictures_and_a_later_epoch(here):
     job = ["imagenet", "--dummy", "-a", "shufflenet_v2_x0_5", "-b", "4", "--epochs", "31", "--start-epoch", "30"]
     few = ["--data.train-samples", "8", "--data.test-samples", "4", "--set", "run.report=false"]
@@ -197,8 +198,8 @@ def test_made_pictures_and_a_later_epoch(here):
         (["nowhere"], "no folder nowhere/train and no folder nowhere/val"),
         (["images", "--resume", "missing.pth.tar"], "nothing at missing.pth.tar"),
         (["images", "-a", "resnet19"], 'did you mean "torchvision:resnet18"?'),
-        (["images", "--gpu", "99", "-b", "2"], "no cuda"),
-        (["images", "--world-size", "3", "--rank", "0"], "--dist-url tcp://"),
+        pytest.param(["images", "--gpu", "99", "-b", "2"], "no cuda", marks=pytest.mark.slow),
+        pytest.param(["images", "--world-size", "3", "--rank", "0"], "--dist-url tcp://", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_one_screen_and_leave_nothing(words, says, images, here):

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.timeout(300)
 JOB = ["train", "digits", "mlp", "--epochs", "2", "--out", "run", *QUICK]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

@@ -105,6 +105,7 @@ def test_nobody_listens(capsys):
     assert not any(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_an_earlier_runs_init_file(capsys):
     """Its rank 0 has ended: both a new rank 0 and a new rank 1 are told."""
     meeting = Path.cwd() / "meet"
@@ -234,6 +235,7 @@ def test_two_by_hand_train_and_tidy_up():
     assert {path.name for path in Path().iterdir()} == {"run"}
 
 
+@pytest.mark.slow
 def test_what_rank_0_resumes_counts_for_all():
     assert main_code("train", "digits", "mlp", "--epochs", 1, *QUICK, "--out", "first") == 0
     address = f"tcp://127.0.0.1:{free_port()}"

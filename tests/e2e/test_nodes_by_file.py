@@ -40,6 +40,7 @@ def nodes(here, *batches):
     return [finish(by) for by in begun(here, *batches)]
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_processes_meet_by_a_file_and_train_as_one(here):
     ended = nodes(here, 64, 64)
     assert [each.code for each in ended] == [0, 0], [each.err for each in ended]

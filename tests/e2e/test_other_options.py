@@ -110,6 +110,7 @@ def test_what_only_a_program_has_goes_on_by_that_program():
     assert run("resume", "run", "--epochs", "2", "--set", "model.name=net.py:net").code == 0
 
 
+@pytest.mark.slow
 def test_what_resume_changes_is_told_and_the_former_job_is_kept(finished):
     ended = run("resume", RUN, "--epochs", "2", "--set", "train.lr=0.01", "--set", "checkpoint.keep=3")
     assert ended.code == 0, ended.err

@@ -34,6 +34,7 @@ def planted(here):
     return mark
 
 
+@pytest.mark.slow
 def test_modules_of_the_current_folder_are_not_imported(planted):
     program = ("-P", "-m", "manyhands")
     ended = finish(start("train", "digits", "mlp", "-n", 2, "--epochs", 1, "--out", "r", program=program))
@@ -41,6 +42,7 @@ def test_modules_of_the_current_folder_are_not_imported(planted):
     assert not planted.exists(), planted.read_text()
 
 
+@pytest.mark.slow
 def test_python_dash_m_takes_the_package_alone_from_there(here):
     (here / "torch.py").write_text("raise SystemExit(9)")
     (here / "pydantic.py").write_text("raise SystemExit(9)")
@@ -71,6 +73,7 @@ def test_an_environment_in_the_work_folder_counts_where_it_is_this_users_own(her
         assert "from .venv" not in said.stdout
 
 
+@pytest.mark.slow
 def test_the_users_own_files_find_what_lies_beside_them_and_in_the_current_folder(here):
     (here / "common.py").write_text("WIDTH = 8\n")
     (here / "nets").mkdir()

@@ -72,6 +72,7 @@ def silent():
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [pytest.param("highest top1", marks=pytest.mark.slow), "lowest size", "highest size"])
 def test_the_best_epoch_is_the_best_by_the_figure_that_is_named(best, tmp_path):
     def trained(out, **more):

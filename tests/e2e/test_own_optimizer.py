@@ -65,6 +65,7 @@ def test_a_loss_may_be_named_as_a_job_names_it(tmp_path):
         manyhands.fit(network(), DATA, DATA, loss="nil", out=tmp_path / "nil", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_run_whose_loss_was_an_object_does_not_go_on_with_another():
     run_of_names = manyhands.fit(
         "mlp",

@@ -178,7 +178,7 @@ OTHER_TEXTS = ["x", "null", "3", "[]", '{"last_epoch": "x"}', '{"dict": []}']
     ("train", "changes"),
     [
         (fitted, [{"schedule": text} for text in OTHER_TEXTS]),
-        (session, [{"session": {"scheduler": text}} for text in OTHER_TEXTS]),
+        pytest.param(session, [{"session": {"scheduler": text}} for text in OTHER_TEXTS], marks=pytest.mark.slow),
     ],
 )
 def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(train, changes, tmp_path):

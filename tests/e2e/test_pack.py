@@ -53,6 +53,7 @@ def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, t
         assert all(torch.allclose(found[key], expected[key], atol=1e-6) for key in expected)
 
 
+@pytest.mark.slow
 def test_an_altered_shard_ends_training_with_one_screen(folder):
     assert "is up to date" not in did("pack", folder).out
     assert "is up to date" in did("pack", folder).out

@@ -20,6 +20,7 @@ def did(*arguments, by=forked, **others):
     return ended.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_who_waits_and_who_is_waited_for(tmp_path, shared):
     """Rank 1 sleeps in every forward pass: under shared memory and under DDP rank 0 waits for it, and it is named."""

@@ -249,6 +249,7 @@ print(run.status, manyhands.evaluate(run.model, data).count)
 """
 
 
+@pytest.mark.slow
 def test_cells_of_a_notebook_train_in_processes_of_their_own():
     ended = subprocess.run(
         [sys.executable, "-"], input=CELLS, capture_output=True, text=True, check=False, env=environment(), timeout=200

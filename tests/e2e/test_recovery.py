@@ -64,6 +64,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_stop_between_two_starts_says_where_the_run_goes_on(here):
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
     stopped = run("train", *JOB, "-n", "2", "--out", "run", program=("-c", STOPPED_BETWEEN), **fault)

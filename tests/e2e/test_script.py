@@ -50,6 +50,7 @@ def log(rank, folder="run"):
     return Path(folder, "ranks", f"{rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_under_torchrun(here):
     words = ["--", "--fail=-1", "--", "a b", "${local_rank}", "$$1", "--train.lr"]
     # As clusters' shells do; on one machine nobody else is to be reached.

@@ -211,6 +211,7 @@ def test_by_hand_all_that_wait_name_a_stopped_process(kind, rank, here):
         assert [finish(each).code for each in (zero, one, two)] == [75] * 3
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills(here):
     """The network takes its time over the pass in which the first one comes."""
     with running("train", *ENDLESS[:1], f"{NETS}:Sleepy", *ENDLESS[2:], "-n", "2", "--out", here / "run") as process:

@@ -165,6 +165,7 @@ def test_a_run_from_published_weights_needs_them_no_more(tmp_path, monkeypatch):
     assert again.final.step == 4
 
 
+@pytest.mark.slow
 def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_path):
     run = manyhands.fit("cnn", colours(size=8), colours(size=8), epochs=1, batch=6, out=tmp_path / "three", **QUIET)
     body = manyhands.load(run, "best").network.state_dict()

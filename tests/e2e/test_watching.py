@@ -76,6 +76,7 @@ def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
     assert run("logs", "first", "--rank", "7").code == 2
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_own_losses_which_add_up_to_the_records(here):
     ended = run("train", "digits", "mlp", "-n", "2", "--epochs", "2", "--batch", "50", "--out", "r", *QUICK)
     assert ended.code == 0, ended.err
@@ -118,6 +119,7 @@ def test_stop_now_ends_a_run_that_does_not_listen(here):
     wait_until(lambda: not marked(str(here)))
 
 
+@pytest.mark.slow
 def test_a_run_met_by_hand_is_listed_once_and_stopped_by_its_first_process(here):
     place = ["--init", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2"]
     with (
@@ -142,6 +144,7 @@ def test_a_killed_head_leaves_the_list(here):
         psutil.wait_procs(members, timeout=60)
 
 
+@pytest.mark.slow
 def test_logs_of_a_machine_that_is_away_are_named(here):
     ranks = here / "run" / "ranks"
     ranks.mkdir(parents=True)

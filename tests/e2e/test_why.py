@@ -59,6 +59,7 @@ def test_a_run_that_failed_names_rank_and_cause(fault, here):
     assert found["host"]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
     training = start("train", *ENDLESS, "-n", "2")
     wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
@@ -72,6 +73,7 @@ def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
     assert json.loads(why("--json"))["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_started_again_and_finished(here):
     job = ["synthetic:1000x1x8x8x10", f"{NETS}:Killed", "--batch", "50", "--epochs", "3", *QUICK]
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
@@ -140,6 +142,7 @@ def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
     assert f"done: steps {saved + 1} to {before} are undone" in why()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_is_told_as_such(here):
     training = start("train", "digits", f"{NETS}:Sleepy", "-n", "2", *LONG, FAULT_MARKER=str(here / "marker"))
     wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
@@ -161,6 +164,7 @@ def test_a_start_that_fails_before_any_process_is_told(here):
     assert (found["state"], found["rank"]) == ("failed", None)
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_be_reached_is_named(here):
     training = start("train", *ENDLESS)
     wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
@@ -172,6 +176,7 @@ def test_a_machine_that_cannot_be_reached_is_named(here):
     assert (found["host"], found["rank"]) == ("n7", None)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_could_not_be_begun_again_stays_finished(here):
     assert run("train", "digits", "mlp", *LONG).code == 0
     note_head(load_job({"data.name": "digits"}).job, RunFolder(Path("run")), RunError("no agent answers", "n7"))
@@ -195,6 +200,7 @@ def little_memory():
     group.rmdir()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, here):
     job = ["synthetic:1000x1x8x8x10", f"{NETS}:Starved", "--batch", "50", "--epochs", "3", *QUICK, "--out", "run"]
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_GROUP": str(little_memory)}

@@ -38,6 +38,7 @@ def assert_one_run_of_two(ended, folder):
     assert [event["kind"] for event in events].count("finished") == 1
 
 
+@pytest.mark.slow
 def test_srun(slurm, here):
     ended = run_to_end(["srun", "-n", "2", *MANYHANDS, *JOB], **slurm.environment)
     assert_one_run_of_two(ended, here)
@@ -73,6 +74,7 @@ def test_a_batch_script_with_srun(slurm, here):
     assert_one_run_of_two(done, here)
 
 
+@pytest.mark.slow
 def test_a_batch_script_without_srun_is_told(slurm, here):
     command = " ".join([*MANYHANDS, *JOB])
     (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -n 2\n#SBATCH -o said.out\n{command}\n")
@@ -84,6 +86,7 @@ def test_a_batch_script_without_srun_is_told(slurm, here):
     assert not (here / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_shell_of_salloc_is_told_too(slurm, here):
     done = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", env=environment())
     assert done.returncode == 2

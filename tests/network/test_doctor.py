@@ -67,6 +67,7 @@ def wait_until_empty(look):
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_healthy_lab_and_what_was_tried_in_it(lab, here):
     for host in lab.hosts:  # the same on each, and a trap: who connects to it reaches himself
         lab.add_dummy(host, "docker0", "172.17.0.1/16")

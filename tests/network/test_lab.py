@@ -50,6 +50,7 @@ def test_processes_started_in_a_host_have_its_name(calm_lab):
     assert calm_lab.run(2, ["uname", "-n"]) == "n2\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["sent", "received"])
 def test_a_rate_limits_only_the_way_it_is_set_for(lab, way):
     lab.rate(1, "1mbit", ways=(way,))
@@ -78,6 +79,7 @@ def seconds_of(lab, sender, receiver, count):
     return float(seconds)
 
 
+@pytest.mark.slow
 def test_a_pulled_cable_a_firewall_and_a_death(lab):
     lab.down(1)
     assert not answers(lab, 2, 1)

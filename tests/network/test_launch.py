@@ -88,6 +88,7 @@ def gone(lab, process=None):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_three_hosts_do_what_three_processes_here_do(lab, here):
     """Also where the head may pass on what they send each other: they reach each other."""
     ended = run("launch", *SHORT, *hosts(lab), "--relay", "--out", "far", "--json")
@@ -206,7 +207,7 @@ def test_the_failing_ranks_own_error_is_shown_from_whichever_machine(lab, here):
     gone(lab)
 
 
-@pytest.mark.parametrize("number", [SLOW(signal.SIGUSR1), SLOW(signal.SIGHUP), signal.SIGKILL])
+@pytest.mark.parametrize("number", [SLOW(signal.SIGUSR1), SLOW(signal.SIGHUP), SLOW(signal.SIGKILL)])
 def test_whatever_ends_the_launcher_ends_all(number, lab, here):
     with running("launch", *ENDLESS, *hosts(lab), "--out", "run") as process:
         wait_until(begun(), process)

@@ -123,7 +123,7 @@ def _updates(world, name, sizes, batches, seeds):
     return [_update(world, name, mesh, batches[seed % len(batches)], 3 + 5 * (seed % 2), seed) for seed in range(seeds)]
 
 
-@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((4,), marks=pytest.mark.slow), (2, 2)])
 @pytest.mark.parametrize(("name", "seeds"), [("vgg", 6), ("vit", 2), ("resnet18", 1), ("products", 8)])
 def test_what_is_sent_is_what_was_predicted(name, seeds, sizes):
     processes = mesh_of(sizes).size

@@ -162,6 +162,7 @@ def _chosen(plan):
     return {key: plan.get(key) for key in ("mode", "mesh", "ops", "default", "reason", "candidates")}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_plan_for_the_same_wishes():
     other = {"parallel.link": "1mbit"}
     undisturbed = run_on_ranks(_train, 1, 7, {})[0]

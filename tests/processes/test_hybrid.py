@@ -78,7 +78,10 @@ CASES = st.lists(
 )
 
 
-@pytest.mark.parametrize(("mesh", "names"), MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [pytest.param(*one, marks=[] if one in MESHES[:4:3] else pytest.mark.slow) for one in MESHES],
+)
 # Shrinking would start processes hundreds of times.
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 @given(cases=CASES)

@@ -184,7 +184,7 @@ def _losses(folder, *, stop_at=0, leave_at=-1):
     return found
 
 
-@pytest.mark.parametrize("stop_at", [6, 8])
+@pytest.mark.parametrize("stop_at", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_mean_loss_of_an_epoch_goes_on_with_it(stop_at, tmp_path, capsys):
     whole = _losses(tmp_path / "whole")
     with pytest.raises(SystemExit) as ended:
@@ -195,6 +195,7 @@ def test_the_mean_loss_of_an_epoch_goes_on_with_it(stop_at, tmp_path, capsys):
     assert _losses(tmp_path / "broken") == {epoch: whole[epoch] for epoch in (1, 2)}
 
 
+@pytest.mark.slow
 def test_who_leaves_early_has_the_last_epoch_saved(tmp_path):
     whole = _losses(tmp_path / "whole")
     assert list(_losses(tmp_path / "left", leave_at=1)) == [0, 1]

@@ -40,7 +40,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("norm", [False, True], ids=["no-norm", "norm"])
 def test_twenty_updates_in_double_precision(size, norm, settings):
     base = {"train.precision": "fp64", "train.channels_last": False, "train.norm_group": 4}

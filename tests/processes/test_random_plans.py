@@ -10,9 +10,11 @@ from tests.processes.parity import NETWORKS, errors
 
 TWO, FOUR = (("dp", 2),), (("dp", 4),)
 SQUARE, CUBE = (("dp", 2), ("tp", 2)), (("dp", 2), ("tp", 2), ("tp2", 2))
-FAST = [(name, TWO, 1) for name in NETWORKS] + [("vgg", SQUARE, 3), ("vgg", CUBE, 1), ("vit", FOUR, 1)]
+QUICK = ("vgg", "vit", "resnet18")
+FAST = [(name, TWO, 1) for name in QUICK] + [("vgg", SQUARE, 3), ("vgg", CUBE, 1), ("vit", FOUR, 1)]
 FAST += [("vit", SQUARE, 1), ("resnet18", SQUARE, 1)]
-SLOW = [(name, mesh, 3) for name in ("vgg", "vit") for mesh in (TWO, FOUR, SQUARE)]
+SLOW = [(name, TWO, 1) for name in NETWORKS if name not in QUICK]
+SLOW += [(name, mesh, 3) for name in ("vgg", "vit") for mesh in (TWO, FOUR, SQUARE)]
 SLOW += [("resnet18", TWO, 3), ("resnet18", SQUARE, 3), ("efficientnet_b0", TWO, 3), ("convnext", SQUARE, 3)]
 
 

@@ -125,6 +125,7 @@ def test_few_lines_differ(name):
     assert 0 < len(changed) <= MOST_LINES, changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_the_plain_script_s_on_any_number_of_processes(name, at_sizes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -297,7 +297,7 @@ def _kept_loop(world, folder, end, settings):
     return first, _weights(net), optimizer.state_dict(), scheduler.state_dict()
 
 
-@pytest.mark.parametrize("end", ["within", "at its end", "after its end"])
+@pytest.mark.parametrize("end", ["within", pytest.param("at its end", marks=pytest.mark.slow), "after its end"])
 @pytest.mark.parametrize(
     ("size", "settings"),
     [(1, {"train.micro_batch": 5}), (2, {}), (3, {"train.precision": "fp16"}), (2, {"parallel.mode": "fsdp"})],

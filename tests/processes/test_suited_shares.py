@@ -61,6 +61,7 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
     return first, marks, weights
 
 
+@pytest.mark.slow
 def test_who_is_slow_takes_less_and_the_updates_stay_the_same(tmp_path):
     alone = run_on_ranks(_train, 1, str(tmp_path / "alone"), ())[0]
     assert alone[0] == [BATCH]

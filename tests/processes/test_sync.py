@@ -57,7 +57,7 @@ def _mean(world, name, count):
     return mean, (mean + kept - _sum(values) / world.size).abs().sum().item(), peers.sent_bytes
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES[:4])
 def test_a_mean_and_what_was_kept_back_are_all_that_went_in(name, size):
     codec = codec_named(name, torch.float64)
@@ -362,7 +362,7 @@ def _power(world, beside, passes, machines=False):
 
 
 @pytest.mark.parametrize(("size", "passes", "machines"), [
-    (1, 1, False), (2, 3, False), (3, 1, False), (3, 1, True), (4, 3, True),
+    (1, 1, False), (2, 3, False), (3, 1, False), (3, 1, True), pytest.param(4, 3, True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, passes, machines):
     answers = run_on_ranks(_power, size, True, passes, machines)
@@ -436,6 +436,7 @@ def test_orthonormal_columns_span_what_the_factor_does(arithmetic):
         assert torch.allclose(factor @ found.T @ found, factor, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_factors_and_their_products_are_equal_on_other_processors():
     """torch does as an older processor does if it is told so; on one that knows no other way nothing is proven."""
     said = [

@@ -108,7 +108,10 @@ def _events(folder, kind):
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("powersgd", "int4", "bf16") else pytest.mark.slow) for name in METHODS],
+)
 def test_a_killed_run_goes_on_to_the_same_bits_and_all_processes_end_with_one_network(name, tmp_path):
     settings = METHODS[name]
     whole = run_on_ranks(_train, 3, str(tmp_path / "run"), TOTAL, settings)

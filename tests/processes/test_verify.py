@@ -107,7 +107,8 @@ def test_what_is_right_is_found_right(mesh, as_function, labels):
 
 @pytest.mark.parametrize(
     ("mesh", "fault"),
-    [(mesh, fault) for mesh in ("tp=2", "dp=2,tp=2") for fault in FAULTS]
+    [("tp=2", fault) for fault in FAULTS]
+    + [pytest.param("dp=2,tp=2", fault, marks=pytest.mark.slow) for fault in FAULTS]
     + [("dp=2,tp=2", fault) for fault in WRONG_AXIS],
 )
 def test_a_fault_is_named(mesh, fault):

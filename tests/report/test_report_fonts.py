@@ -21,6 +21,7 @@ def test_chinese_letters_get_a_font_that_has_them():
     assert len(found) > 1
 
 
+@pytest.mark.slow
 def test_letters_that_no_font_has_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fonts, "_candidates", lambda fresh: [])
     assert fonts_for(["a猫狗a"]) == (["DejaVu Sans"], "狗猫")
