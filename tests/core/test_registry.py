@@ -221,6 +221,17 @@ def test_a_run_that_is_gone_with_its_machine_is_forgotten_by_its_name_and_none_o
             ps(forget=word)
 
 
+def test_a_run_that_wrote_something_just_now_is_not_forgotten(tmp_path):
+    (tmp_path / "pets").mkdir()
+    entry = record(tmp_path / "pets", host="gone")
+    put(entry)
+    with pytest.raises(UserError, match="so it may go on"):
+        ps(forget="pets")
+    put(entry.model_copy(update={"time": time.time() - 3600}))
+    assert ps(forget="pets") == 0
+    assert running() == []
+
+
 def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
     with registered(tmp_path / "run"):
         (found,) = running()

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from manyhands.core.registry import Running
     from manyhands.report.now import Now
 
-# A head on another machine that has written nothing for so long may have gone with it.
-SILENT_S = 60.0
 NO_LAUNCHER = "no launcher"
 HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
@@ -92,6 +90,7 @@ def _machines(record: "Running") -> list[str]:
 def _silent(now: "Now") -> str:
     """What tells that a machine that can't be asked may be down."""
     from manyhands.report.words import duration
+    from manyhands.run.watch import SILENT_S
 
     silent_s = time.time() - now.heard if now.heard else 0.0
     return f", silent for {duration(silent_s)}" if silent_s > SILENT_S else ""

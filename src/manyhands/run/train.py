@@ -222,7 +222,7 @@ def _go_on(folder: RunFolder) -> tuple[str, ...]:
 
 
 def report_on(job: Job, folder: RunFolder) -> None:
-    """The page; a failure to draw it must not fail the run, and is said."""
+    """The page; a failure to draw it, or Ctrl-C, must not fail the run, and is said."""
     if not job.run.report or not folder.metrics.is_file():
         return
     from manyhands.report.page import write_report
@@ -231,6 +231,8 @@ def report_on(job: Job, folder: RunFolder) -> None:
         write_report(folder.path)
     except (OSError, ValueError, RuntimeError) as error:
         say(f"no report: {error}")
+    except KeyboardInterrupt:  # the run itself has ended, and is told of as it has
+        say(f"no report, since you stopped it: manyhands report {shlex.quote(str(folder.path))} writes it")
 
 
 @contextmanager

@@ -25,6 +25,8 @@ POLL_S = 0.1
 BETWEEN_SIGNALS_S = 0.5
 # What the agent itself needs to kill its workers, and some.
 KILL_S = 20.0
+# A head on another machine that has written nothing for so long may have gone with it.
+SILENT_S = 60.0
 # A stop that takes no longer needs no words.
 QUIET_S = 2.0
 
@@ -54,12 +56,20 @@ def forget_elsewhere(word: str) -> list[Running]:
     """Takes runs off the list whose heads are on other machines: all that the word means, as none can be told apart.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or one has written something just now.
     """
     found = matches(word, [record for record in running() if not record.here])
     if not found:
         mend = ("manyhands ps lists the runs that go on; manyhands stop RUN ends one whose head is on this machine",)
         raise UserError(f'no run that "{word}" may mean has its head on another machine', word, mend)
+    for record in found:
+        if (heard := look(record).heard) and (silent_s := time.time() - heard) < SILENT_S:
+            mend = (
+                f"manyhands why {shlex.quote(record.run)} says how it goes on",
+                f"{going_on(Path(record.run))} takes its head's place, if that is lost",
+                "or give the command again in a minute",
+            )
+            raise UserError(f"the run wrote something {silent_s:.0f} s ago, so it may go on", record.run, mend)
     forget(found)
     return found
 
