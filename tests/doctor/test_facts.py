@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.doctor.facts import gather
+from manyhands.cluster.doctor.facts import gather, software
 from manyhands.cluster.doctor.facts.devices import cards
 from manyhands.cluster.doctor.facts.files import code, dataset
 from manyhands.cluster.doctor.facts.load import other_jobs
@@ -194,6 +194,18 @@ def test_a_torchvision_made_for_another_torch_is_found_and_is_one_screen(tmp_pat
     assert all(words in trained.err for words in said), trained.err
     (package / "__init__.py").write_text("")
     assert "torchvision 0.1.0" not in run("doctor", PYTHONPATH=str(tmp_path)).out
+
+
+def test_a_torchvision_of_another_build_is_tried(tmp_path, monkeypatch):
+    """Its version and the torch that it asks for are right."""
+    of = {"torch": "2.15.0+cpu", "torchvision": "0.30.0"}
+    monkeypatch.setattr(software.metadata, "version", lambda name: of.get(name, "1.0"))
+    monkeypatch.setattr(software.metadata, "requires", lambda _name: ["torch==2.15.0"])
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "torchvision 0.30.0 is another build and can't be used with 2.15.0+cpu" in software.torchvision_misfit()
+    of["torch"] = "2.15.0"
+    assert software.torchvision_misfit() == ""
 
 
 def torch_version():

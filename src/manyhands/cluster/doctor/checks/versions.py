@@ -39,7 +39,10 @@ def _unfit(survey: Survey) -> list[DoctorFinding]:
     for host, misfit in fact(survey, "torchvision").items():
         if misfit:
             torch = survey.facts[host]["versions"].get("torch", "").partition("+")[0]
-            mend = (_install(survey, host, f"torch=={torch} torchvision"),)
+            mend = (
+                _install(survey, host, f"torch=={torch} torchvision"),
+                "of another build: the same with --force-reinstall, from the index that torch came from",
+            )
             found.append(DoctorFinding("versions", "fail", (host,), f"{host}: {misfit}", mend, f"misfit:{host}"))
     return found
 

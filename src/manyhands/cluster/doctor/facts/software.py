@@ -28,13 +28,17 @@ def torchvision_misfit() -> str:
     pins = metadata.requires("torchvision") or () if "torchvision" in found else ()
     made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
     torch = found.get("torch", "none")
-    if made_for in {"", torch.partition("+")[0]}:
+    # Also of another build: +cpu beside +cu132, or beside one that bears no such word.
+    if made_for in {"", torch.partition("+")[0]} and _build("torch") == _build("torchvision"):
         return ""
     tried = subprocess.run(
         [sys.executable, "-P", "-c", "import torchvision"], capture_output=True, text=True, check=False
     )
     said = tried.stderr.strip().rpartition("\n")[2]
-    misfit = f"torchvision {found['torchvision']} is made for torch {made_for} and can't be used with {torch}: {said}"
+    made = (
+        f"is made for torch {made_for} and" if made_for not in {"", torch.partition("+")[0]} else "is another build and"
+    )
+    misfit = f"torchvision {found['torchvision']} {made} can't be used with {torch}: {said}"
     return misfit if tried.returncode else ""
 
 
@@ -49,6 +53,11 @@ def package_hash() -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _build(name: str) -> str:
+    """The word after the plus sign of a version."""
+    return _version(name).partition("+")[2]
 
 
 def _version(name: str) -> str:
