@@ -34,9 +34,10 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory, monkeypatch):
     """No test reads or fills the user's cache, settings or data."""
-    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    own = tmp_path_factory.mktemp("own")
+    for variable, name in {"MANYHANDS_CACHE": "cache", "XDG_CACHE_HOME": "measured", "XDG_STATE_HOME": "state"}.items():
+        (own / name).mkdir()
+        monkeypatch.setenv(variable, str(own / name))
     monkeypatch.delenv("MANYHANDS_DATA", raising=False)
 
 

@@ -132,6 +132,7 @@ def test_mistakes_are_one_screen_and_nothing_is_lost(trained, tmp_path, checkpoi
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_changed_piece_is_named(trained, tmp_path, checkpoint):
     newest = max((trained / "checkpoints").glob("step-*"))
     other = plan(tmp_path / "plan.json", shapes_of(load(newest).model), {"tp": 2})

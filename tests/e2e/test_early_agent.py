@@ -51,6 +51,7 @@ def test_its_workers_have_the_threads_that_the_job_asks_for(here):
     assert json.loads((here / "run/env.json").read_text())["threads"] == 2
 
 
+@pytest.mark.slow
 def test_it_ends_where_a_job_is_wrong_or_its_head_is_killed(here):
     wrong, agent = begun("--set", "train.lr=-1")
     killed, other = begun("--out", "killed")

@@ -45,6 +45,7 @@ def of_the_whole_set(net):
     return {"third": top3(outputs, labels).double().mean(), "recall": sum(recalls) / 10}
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_page(tmp_path):
     net, own = network(), {"third": top3, "recall": MacroRecall()}
     told = manyhands.fit(net, DATA, DATA, metrics=own, held_out_set=DATA, out=tmp_path / "run", **OPTIONS)

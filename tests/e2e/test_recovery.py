@@ -89,6 +89,7 @@ def test_one_process_alone_goes_on_from_what_was_saved(here):
     assert resumed["step"] >= 10
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_every_time_ends_the_run_after_the_second(here):
     ended = run("train", "digits", f"{NETS}:Raises", "-n", "2", "--out", "run", *QUICK, "--epochs", "3")
     assert ended.code == 1

@@ -148,7 +148,7 @@ def _train(world, updates, settings, folder=""):
     return saved, plan, layouts
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [TIGHT, {**TIGHT, "parallel.measure": True}], ids=["predicted", "measured"])
 def test_auto_trains_to_the_weights_of_one_process(size, settings):
     alone = run_on_ranks(_train, 1, 6, {})[0]

@@ -112,6 +112,7 @@ def _along(grid):
     return grid.axis("tp").all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_subgroups_and_axes_of_a_mesh_give_a_silent_peer_up_when_the_job_says():
     heard, *others = run_on_ranks(_wait_in_vain, 4)
     assert len(heard) == 2

@@ -105,6 +105,7 @@ def _build_and_save(world, folder):
     return trainer.job.train.compile
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_it_decided(own_cache, tmp_path):
     """On two processes, which share the groups of BatchNorm: then no pass is compiled, and a line says so."""
     run = tmp_path / "run"

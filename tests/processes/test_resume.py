@@ -63,7 +63,7 @@ def _undisturbed_and_resumed(size, resumed_size, settings):
 
 @pytest.mark.parametrize("settings", [{}, {"train.optimizer": "adamw", "train.lr": 0.002}, {"train.precision": "fp16"}],
                          ids=["sgd", "adamw", "fp16"])  # fmt: skip
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_same_number_gives_the_same_bits(size, settings):
     undisturbed, resumed = _undisturbed_and_resumed(size, size, settings)
     for name, wanted in undisturbed[1].items():

@@ -98,8 +98,14 @@ def _alone(settings):
     return run_on_ranks(_train, 1, 6, "", SETTINGS[settings])[0]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "settings"),
+    [
+        pytest.param(plan, settings, marks=[] if settings == "plain" or plan == "two-axes" else pytest.mark.slow)
+        for plan in PLANS
+        for settings in SETTINGS
+    ],
+)
 def test_a_cut_network_makes_the_updates_of_one_process(plan, settings):
     alone = _alone(settings)
     several = run_on_ranks(_train, PLANS[plan][0], 6, plan, SETTINGS[settings])
