@@ -149,6 +149,9 @@ def test_compiled_updates_are_those_of_the_network_and_only_usual_passes_are_com
     for one, other in zip(found, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert (none, graphs) == (0, 1)
+    notes = [json.loads(line) for line in (tmp_path / "compiled" / "events.jsonl").read_text().splitlines()]
+    told = [note["message"].partition(" the network")[0] for note in notes if "the network" in note["message"]]
+    assert told == ["compiling", "compiled"]
     folder = own_cache / "compiled"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

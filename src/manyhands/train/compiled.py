@@ -5,6 +5,7 @@ an evaluation, a batch shared otherwise.
 """
 
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.core.quantities import short_time
 from manyhands.core.seeds import derive
 from manyhands.data.places import own_folder
 from manyhands.parallel.gradients import Gradients
@@ -92,13 +94,20 @@ def compiled(trainer: Trainer) -> Trainer:
         network, world, update.loss_fn, smoothing=options.label_smoothing, precision=options.precision
     )
     drawn = drawing(derive(options.seed, "compile"), world.device.partition(":")[0])
+    began = time.monotonic()
+    if not network.norms.shared_sizes:
+        trainer.journal.event(
+            "note", "compiling the network, which may take some minutes; what was made before is kept"
+        )
     with left_as_it_was(network.inner, network.norms), drawn, passes.learning():
         for shares in feed.cut.micro_batches(count):
             share = shares[network.replica(world.rank)]
             batch = first_samples(feed.loader, max(1, share.count))
             loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.cut.group)
             gradients.forward_backward(loaded.micro_batch(count, 0), count, last=False)
-    if not passes.shown:
+    if passes.shown:
+        trainer.journal.event("note", f"compiled the network in {short_time(time.monotonic() - began)}")
+    else:
         trainer.journal.event("note", "nothing is compiled: processes share groups of BatchNorm (train.norm_group)")
 
     def release_both() -> None:
