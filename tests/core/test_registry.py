@@ -68,6 +68,8 @@ def test_a_run_whose_head_is_gone_is_listed_while_its_processes_work(tmp_path, c
         out, err = capsys.readouterr()
         assert "no launcher" in out
         assert "manyhands stop RUN" in err
+        with pytest.raises(UserError, match="launcher is gone, and its processes work on"):
+            find_running("a")
         with registered(tmp_path / "runs" / "a"):
             assert headless() == []
         assert [entry.run for entry in headless()] == [gone.run]

@@ -43,6 +43,13 @@ def find_running(word: str) -> Running:
         return found[0]
     if found:
         raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(f"{record.run}" for record in found))
+    if left := matches(word, headless()):
+        run = shlex.quote(left[0].run)
+        mend = (
+            f"manyhands why {run} says what takes its place",
+            f"manyhands stop {run} has the processes save and end",
+        )
+        raise UserError("the run's launcher is gone, and its processes work on", left[0].run, mend)
     ended = find_run(word).path
     mend = (
         f"manyhands why {shlex.quote(str(ended))} says how it ended",
