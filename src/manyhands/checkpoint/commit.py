@@ -1,6 +1,5 @@
 """Folders that appear whole or not at all, and vanish the same way; an interrupted one is left for `sweep`."""
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -8,8 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manyhands.checkpoint import layout
-
-_FOLDER_SYNC_UNKNOWN = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+from manyhands.core.synced import sync_folder
 
 
 @contextmanager
@@ -86,24 +84,3 @@ def remove_files(path: Path) -> bool:
                 entry.unlink(missing_ok=True)
         path.rmdir()
     return not path.exists()
-
-
-def sync_file(path: Path) -> None:
-    """Waits until a file's bytes are on the disk."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Waits until a folder's entries (names made, renamed, removed) are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:  # some network file systems know no such order
-        if error.errno not in _FOLDER_SYNC_UNKNOWN:
-            raise
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,7 @@ from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_pie
 from manyhands.core.errors import UserError
 from manyhands.core.once import replacing
 from manyhands.core.plan_record import read_plan_record
+from manyhands.core.synced import sync_file, sync_folder
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
 _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
@@ -121,9 +122,9 @@ def _commit_file(target: Path, contents: Contents, write: Callable[[Path], None]
         refuse_too_little_space(target.absolute().parent, _size_bytes(contents, [MODEL]))
         with replacing(target) as part:
             write(part)
-            commit.sync_file(part)
+            sync_file(part)
             refuse_existing(target)
-        commit.sync_folder(target.absolute().parent)
+        sync_folder(target.absolute().parent)
     except OSError as error:
         raise save_error(target, error) from error
 

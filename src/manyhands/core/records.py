@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_BYTES, parse_json
+from manyhands.core.synced import sync_file, sync_folder
 
 VERSION = 1
 # `Failure.error` where a whole machine, or the connection to it, has gone.
@@ -179,8 +180,13 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, text)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
     """Writes a file of text by way of a temporary one, so that no reader ever sees half of it.
+
+    Args:
+        path: of the file.
+        text: without its last line end.
+        durable: it is there after a power cut, too, where the disk can promise that.
 
     Raises:
         OSError: it can't be written; what was there before still is.
@@ -189,7 +195,11 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text + "\n", encoding="utf-8")
+        if durable:
+            sync_file(temporary)
         temporary.replace(path)
+        if durable:
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

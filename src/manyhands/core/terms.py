@@ -35,5 +35,5 @@ def raise_term(ranks: Path, wanted: Term) -> Term:
     with private_files(), FileLock(ranks / "term.lock", mode=0o600):
         found = term_in(ranks)
         if wanted > found:
-            write_whole(ranks / "term", f"{wanted.head} {wanted.start}")
+            write_whole(ranks / "term", f"{wanted.head} {wanted.start}", durable=True)
         return max(wanted, found)
