@@ -1,5 +1,6 @@
 """Why a run ended, or how it goes on: who, where, when and what to do, from its records alone."""
 
+import itertools
 import re
 import time
 from collections import Counter
@@ -132,7 +133,9 @@ def _machines(run: RunData) -> str:
 
 
 def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
-    event = next((event for event in reversed(run.events) if event.kind == "failed"), None)
+    # What an earlier start failed of was overcome: the last one may have ended without a word of its head.
+    last = itertools.takewhile(lambda event: event.kind not in summary.STARTS, reversed(run.events))
+    event = next((event for event in last if event.kind == "failed"), None)
     if event and event.data.get("rankless"):
         where, mend = plain(str(event.data.get("where", ""))), event.data.get("mend", ())
         cause, host = _both_ends(event.message), plain(str(event.data.get("host", "")))

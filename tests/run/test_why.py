@@ -1,0 +1,24 @@
+"""`manyhands why` of records that no run has to be made for."""
+
+import pytest
+
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import Event, Failure, append, write_json
+from manyhands.report.read import read_run
+from manyhands.run.why import explained
+
+
+@pytest.mark.parametrize("rankless", [True, False])
+def test_the_cause_is_of_the_last_start_also_where_its_head_left_no_word(rankless, tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.job.touch()
+    folder.failures.mkdir(parents=True)
+    append(folder.events, Event(time=1.0, kind="started"))
+    append(folder.events, Event(time=2.0, kind="failed", message="the cable of n2", data={"rankless": rankless}))
+    append(folder.events, Event(time=3.0, kind="resumed", step=5))
+    assert "the cable of n2" not in "\n".join(explained(read_run(tmp_path)).lines())
+    record = Failure(time=4.0, rank=1, host="n3", pid=7, step=9, error="KeyError", what="KeyError: a mistake of mine")
+    write_json(folder.failures / "1.json", record)
+    told = explained(read_run(tmp_path))
+    assert (told.state, told.rank, told.host, told.step) == ("failed", 1, "n3", 9)
+    assert "a mistake of mine" in told.cause
