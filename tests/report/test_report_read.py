@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import tracemalloc
 
 import pytest
@@ -15,6 +16,8 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, append
 from manyhands.report.follow import Follower, Tail
 from manyhands.report.read import read_run, sessions, without_repeats
+from manyhands.run.why import explained
+from manyhands.train.interval import seen_failures
 
 
 def step(number, time, loss=1.0):
@@ -101,6 +104,22 @@ def test_nan_survives_json(tmp_path):
     with run.folder.metrics.open("w") as file:
         file.write(step(1, 1.0, loss=math.nan).model_dump_json() + "\n")
     assert math.isnan(read_run(tmp_path).steps[0].loss)
+
+
+@pytest.mark.parametrize("bad", ['"soon"', '"nan"', '"inf"', "null", "[1]", "{}"])
+def test_a_record_whose_time_is_no_number_is_left_out_by_all_who_read_it(tmp_path, bad):
+    run = FakeRun(tmp_path / "run").begin().train(0, 120)
+    before, told = read_run(run.path), explained(read_run(run.path)).lines()
+    for file in (run.folder.events, run.folder.metrics):
+        *_, last = file.read_text().splitlines()
+        with file.open("a") as lines:
+            lines.write(re.sub(r'"time": ?[\d.e+]+', f'"time": {bad}', last) + "\n")
+        assert file.read_text().count(f'"time": {bad}') == 1
+        assert all(isinstance(line["time"], float) for line in Tail(file).poll())
+    found = read_run(run.path)
+    assert (found.events, found.steps) == (before.events, before.steps)
+    assert explained(found).lines() == told
+    assert math.isfinite(seen_failures(run.folder)[1])
 
 
 def test_a_newer_record_is_refused(tmp_path):

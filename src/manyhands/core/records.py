@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -41,7 +41,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     v: int = Field(default=VERSION, le=VERSION)
-    time: float = Field(description="seconds since 1970, by rank 0's clock")
+    time: float = Field(allow_inf_nan=False, description="seconds since 1970, by rank 0's clock")
 
 
 class StepMetrics(Record):
@@ -205,7 +205,9 @@ def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a .jsonl file as plain objects; a torn last line is left out, and all after an endless one.
+    """The whole lines of a .jsonl file as plain objects.
+
+    A torn last line is left out, a damaged one, and all after an endless one.
 
     Raises:
         UserError: this user may not read it.
@@ -220,9 +222,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         while line := lines.readline(MOST_BYTES):
             if not line.endswith(b"\n"):
                 return
-            try:
-                content = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(content, dict):
+            if (content := line_object(line)) is not None:
                 yield content
+
+
+def line_object(line: bytes) -> dict[str, Any] | None:
+    """A line of records as a plain object; None where it is damaged, as one is whose time is no number."""
+    try:
+        content = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(content, dict):
+        return None
+    record = cast(dict[str, Any], content)
+    return record if isinstance(record.get("time", 0.0), int | float) else None

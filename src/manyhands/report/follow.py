@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.folder import RunFolder
-from manyhands.core.outside import open_file, parse_json
-from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
+from manyhands.core.outside import open_file
+from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, line_object
 from manyhands.report.read import parse, parse_metrics
 
 
@@ -31,20 +31,12 @@ class Tail:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self.offset += len(whole)
-        return [content for line in whole.split(b"\n") if (content := _object(line)) is not None]
+        return [content for line in whole.split(b"\n") if (content := line_object(line)) is not None]
 
     def skip(self) -> None:
         """Goes to the end of what is there now."""
         with suppress(OSError):
             self.offset = self.path.stat().st_size
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        content = parse_json(line)
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
 
 
 class Follower:

@@ -73,7 +73,8 @@ def tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
     What an earlier start had made and lost has been told of: only records of the last one count.
     """
     # This start has told already where it goes on from.
-    *_, since, _ = [0.0, 0.0, *(line["time"] for line in read_lines(folder.events) if line.get("kind") == "resumed")]
+    resumed = (line for line in read_lines(folder.events) if line.get("kind") == "resumed")
+    *_, since, _ = [0.0, 0.0, *(line.get("time", 0.0) for line in resumed)]
     lines = (line for line in end_of(folder.metrics) if isinstance(line.get("step"), int))
     newest = max((line["step"] for line in lines if line.get("time", since) >= since), default=0)
     if newest > step:
