@@ -27,6 +27,8 @@ LOOPBACK = "127.0.0.1"
 OPEN_S = 20.0
 # A question to the connection's own process, which may ask the other machine.
 ASK_S = 10.0
+# What is told to end has this long, all connections together; one that stands still is killed.
+CLOSE_S = 5.0
 # Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
 _STAY = "echo ready; exec cat"
 
@@ -139,9 +141,14 @@ class SshTunnels:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
             process.terminate()
+        until = time.monotonic() + CLOSE_S
         for process in self._processes.values():
             assert process.stdout is not None
-            process.wait()
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             process.stdout.close()
         self._processes.clear()
         for path in self._folder.iterdir():
