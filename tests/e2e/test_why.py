@@ -124,6 +124,7 @@ def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
     for one in everybody:
         one.kill()
     finish(training)
+    psutil.wait_procs(everybody, timeout=60)  # the system takes a while to end a large process
     named(r"run ended without a word", "why: nothing says why: no process has left a word")
     assert "do: manyhands resume run goes on from step" in why()
     # Gone on with, what was done after the last save is marked as undone, and nobody counts it.
