@@ -11,7 +11,7 @@ help:
 	@echo "make test      set everything up and run the tests (no network or GPU needed once set up)"
 	@echo "make test-all  the slow ones too"
 	@echo "make check     format, lint, types, import layers"
-	@echo "make bench     measure against other tools, side by side (needs MNIST; see bench/)"
+	@echo "make bench     measure beside other tools, DATA=FOLDER with mnist/ and imagenet-sample/ (see bench/__main__.py)"
 	@echo "make fuzz      spoilt files for every reader, SECONDS=600 long"
 	@echo "make soak      faults on three hosts of this machine, MINUTES=30 KILLS=50 LAUNCHES=100 (needs root), and in saving"
 	@echo "make test-gpu  what must hold on an accelerator, with the torch of PYTHON (see docs/guides/gpu-results.md)"
@@ -43,10 +43,21 @@ format: $(READY)
 	$(BIN)/ruff format src tests scripts bench
 	$(BIN)/ruff check --fix src tests scripts bench
 
-bench: $(VENV)/.package
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check accelerate lightning
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check mindspore
-	$(BIN)/python -m bench.mnist_mlp
+# The other tools have an environment of their own, which takes torch from ours: the same one, so that they compare.
+PEERS := .venv-peers
+DATA ?= ../shared/data
+ROUNDS ?= 5
+
+bench: $(READY) $(PEERS)/.ready
+	$(BIN)/python -m bench --data $(DATA) --peers $(PEERS)/bin/python --rounds $(ROUNDS)
+
+$(PEERS)/.ready: $(VENV)/.package
+	$(PYTHON) -m venv $(PEERS)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(PEERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch_of_ours.pth
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check accelerate lightning
+	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check mindspore
+	@touch $@
 
 # Spoilt files for every reader of what comes from outside; for so many seconds each of two ways: by chance, and led by
 # what code each has reached (atheris, where it can be had).
@@ -89,7 +100,7 @@ bench-gpu:
 	$(PYTHON) -m tests.gpu --bench --device $(DEVICE) --wheels $(WHEELS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)
 
 # The package alone is enough for the demo; the tests' tools come on top.
 $(VENV)/.package: pyproject.toml constraints.txt

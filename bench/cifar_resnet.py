@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from bench.contenders.cifar_resnet import BATCH, DECAY, MOMENTUM, PROCESSES, RATE, SAMPLES, WARM_UP
-from bench.tables import table
+from bench.tables import keep, table
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "bench" / "contenders" / "cifar_resnet.py")
@@ -78,14 +78,14 @@ def main():
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     known = given.out is not None and given.out.exists()
-    found = json.loads(given.out.read_text()) if known else {}
+    found = json.loads(given.out.read_text())["values"] if known else {}
     for _ in range(given.rounds):
         for name in random.sample(given.only, len(given.only)):
             found.setdefault(name, []).append(rate(name, given))
             sys.stdout.write(f"{name} {found[name][-1]:.1f} images/s, load {os.getloadavg()[0]:.1f}\n")
             sys.stdout.flush()
         if given.out:
-            given.out.write_text(json.dumps(found) + "\n")
+            keep(given.out, found, "images/s")
     sys.stdout.write(
         "\n".join([table(found, {}, "images/s"), "", table(found, {}, "images/s", mine="manyhands fp32"), ""])
     )

@@ -1,6 +1,6 @@
 """Memory of each of 2 processes that train on as many pictures as CIFAR-10 has, beside a bare loop's under DDP.
 
-    python -m bench.memory [--rounds 3] [--steps 2400]
+    python -m bench.memory [--rounds 3] [--steps 2400] [--out FILE.json]
 
 Both hold 50,000 pictures of 32 x 32 as bytes and train a small network, 64 pictures on each process. Resident memory
 (with what processes share), and proportional (each process's part of that), in MiB: after 400 updates and after STEPS.
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from bench.growth_processes import family, figures_of
+from bench.tables import keep
 
 ROOT = Path(__file__).parent.parent
 EARLY = 400
@@ -80,14 +81,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    found = {}
     rounds = [{way.__name__: measure(way, given.steps) for way in (ours, bare)} for _ in range(given.rounds)]
     for when in ("early", "late"):
         for number, what in enumerate(("resident", "proportional")):
             mine, theirs = ([one[way][when][number] for one in rounds] for way in ("ours", "bare"))
             ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+            found |= {f"manyhands, {what}, {when}": mine, f"bare loop, {what}, {when}": theirs}
             values = [" ".join(f"{value:.0f}" for value in each) for each in (mine, theirs)]
             sys.stdout.write(f"{what}, {when}: {values[0]} MiB; bare loop {values[1]} MiB; ratio {ratio:.2f}\n")
+    if given.out:
+        keep(given.out, found, "MiB", steps=given.steps)
 
 
 if __name__ == "__main__":

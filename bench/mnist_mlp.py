@@ -1,13 +1,13 @@
 """Document 001's job, side by side: images a second by manyhands and by other tools, and the time to the first step.
 
-    MANYHANDS_DATA=DIR python -m bench.mnist_mlp
+    MANYHANDS_DATA=DIR python -m bench.mnist_mlp [--python PYTHON] [--rounds 5]
 
 Contenders take turns within each round, in another order each time, so that whatever else the machine does falls on
-all of them alike: the ratios count, not the rates. Rates are what all processes together reach once warm.
+all of them alike: the ratios count, not the rates. Rates are what all processes together reach once warm. PYTHON has
+what the others need.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.contenders.shared import BATCH, PROCESSES, RATE, WARM_UP
-from bench.tables import ratios, table
+from bench.tables import keep, ratios, table
 
 ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
 LONGEST_S = 900
 
 
@@ -47,15 +46,17 @@ class Results:
     load: list[tuple[float, float, float]] = field(default_factory=list)
 
 
-def contenders(scratch):
+def contenders(scratch, python=sys.executable):
+    """The others, started by the Python that has them."""
     port = free_port()
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
     msrun = ["msrun", "--worker_num", str(PROCESSES), "--local_worker_num", str(PROCESSES), "--join", "True"]
     msrun += ["--tail_worker_log", "0", "--log_dir", f"{scratch}/mindspore", "--master_port", str(port)]
     return [
-        Contender("bare", "torch", [*TORCHRUN, "-m", "bench.contenders.bare"]),
-        Contender("document", "torch", [sys.executable, "-m", "bench.contenders.document"]),
-        Contender("accelerate", "accelerate", [*TORCHRUN, "-m", "bench.contenders.accelerate_loop"]),
-        Contender("lightning", "lightning", [sys.executable, "-m", "bench.contenders.lightning_trainer"]),
+        Contender("bare", "torch", [*torchrun, "-m", "bench.contenders.bare"]),
+        Contender("document", "torch", [python, "-m", "bench.contenders.document"]),
+        Contender("accelerate", "accelerate", [*torchrun, "-m", "bench.contenders.accelerate_loop"]),
+        Contender("lightning", "lightning", [python, "-m", "bench.contenders.lightning_trainer"]),
         Contender("mindspore", "mindspore", [*msrun, str(ROOT / "bench/contenders/mindspore_cell.py")]),
     ]
 
@@ -146,7 +147,7 @@ def first_step_at(folder):
 
 
 def measure_rates(given, results, scratch):
-    entries = [contender for contender in contenders(scratch) if installed(contender, results)]
+    entries = [one for one in contenders(scratch, given.python) if installed(one, given.python, results)]
     for number in range(given.rounds):
         order = [None, *entries]
         random.shuffle(order)
@@ -178,8 +179,9 @@ def measure_first_steps(given, results, scratch):
             say(f"start {number + 1}: {name:<11} {seconds or 0:>7.2f} s to first step   load {os.getloadavg()[0]:.1f}")
 
 
-def installed(contender, results):
-    if importlib.util.find_spec(contender.package):
+def installed(contender, python, results):
+    found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({contender.package!r}) is None)"
+    if not subprocess.run([python, "-c", found], check=False).returncode:
         return True
     results.missing[contender.name] = "not installed"
     return False
@@ -197,10 +199,11 @@ def say(text):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", default=os.environ.get("MANYHANDS_DATA", ""), help="where mnist/ lies")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000, help="timed steps in each turn")
     parser.add_argument("--starts", type=int, default=5, help="rounds of the time to the first step")
-    parser.add_argument("--out", type=Path, default=Path("build/bench.json"))
+    parser.add_argument("--out", type=Path, default=Path("build/bench/mnist_mlp.json"))
     return parser.parse_args()
 
 
@@ -220,14 +223,9 @@ def main():
     print(table(results.images_per_s, results.missing, "images/s") + "\n")
     print(table(results.first_step_s, {}, "first step, s"))
     rates = results.images_per_s
-    content = {
-        "steps": given.steps,
-        "cores": os.cpu_count(),
-        **vars(results),
-        "ratios": {name: ratios(rates, "manyhands", name) for name in rates},
-    }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    beside = {name: ratios(rates, "manyhands", name) for name in rates}
+    more = {"first_step_s": results.first_step_s, "missing": results.missing, "loads": loads}
+    keep(given.out, rates, "images/s", steps=given.steps, ratios=beside, **more)
     print(f"\neverything measured: {given.out}")
 
 

@@ -1,6 +1,6 @@
 """What logging, checks and checkpoints take of an update, at their default intervals: document 001's job, ResNet-18.
 
-    MANYHANDS_DATA=DIR python -m bench.own_cost [--rounds 7]
+    MANYHANDS_DATA=DIR python -m bench.own_cost [--rounds 7] [--out FILE.json]
 
 Two processes with one thread each make blocks of updates in turns: as a run makes them, and without the records of
 each update, the status round, and the check of its gradients. What comes less often is timed by itself, and counted as
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tests.processes.ranks import run_on_ranks
 
 from bench.contenders.cifar_resnet import DECAY, MOMENTUM, RATE
+from bench.tables import keep
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.train.interval import EXPECTED_S, best_interval
@@ -131,13 +132,13 @@ def say(text):
 
 
 def tell(job, ranks):
-    """Shares of an update's time, by the clock and of the processors."""
+    """Shares of an update's time, by the clock and of the processors; the same of each round, in per cent."""
     steps, fails_s = ranks[0]["intervals"]
     save_s = statistics.median(
         max(one[0] for one in each) for each in zip(*(rank["checkpoint"] for rank in ranks), strict=True)
     )
     seconds = best_interval(save_s, fails_s)
-    asked = JOBS[job][2]
+    asked, found = JOBS[job][2], {}
     for place, of in enumerate(("by the clock", "of a processor")):
         by = {
             name: [max(one[place] for one in each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
@@ -154,6 +155,8 @@ def tell(job, ranks):
             f"{max(shares):.1%}), proof every {steps} updates {proof:.1%}, checkpoint every {seconds:.0f} s "
             f"{saved:.1%} ({save_ms:.0f} ms): {each + proof + saved:.1%}, asked {asked:.0%}"
         )
+        found[f"{job}, {of}"] = [100 * (share + proof + saved) for share in shares]
+    return found
 
 
 def main():
@@ -161,10 +164,14 @@ def main():
     parser.add_argument("--data-dir", default=os.environ.get("MANYHANDS_DATA", ""), help="where mnist/ lies")
     parser.add_argument("--only", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    found = {}
     for job in given.only:
         with tempfile.TemporaryDirectory() as folder:
-            tell(job, run_on_ranks(measure, 2, folder, job, given))
+            found |= tell(job, run_on_ranks(measure, 2, folder, job, given))
+    if given.out:
+        keep(given.out, found, "% of an update")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """ImageNet's JPEGs to random 224 crops on two cores: images a second by this program and by main.py's way.
 
-    python -m bench.pictures FOLDER [--rounds 5] [--also OTHER_CHECKOUT] [--json FILE]
+    python -m bench.pictures FOLDER [--rounds 5] [--also OTHER_CHECKOUT] [--out FILE.json]
 
 FOLDER has class folders of JPEGs; they are linked several times over into a larger one. `main.py` is what PyTorch's
 ImageNet example does: ImageFolder, RandomResizedCrop, ToTensor, Normalize, a DataLoader of two processes. This program
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.tables import ratios
+from bench.tables import keep, ratios
 
 BATCH, WORKERS, LINKS, WARM_UP = 64, 2, 16, 3
 ROOT = Path(__file__).parent.parent
@@ -107,7 +107,7 @@ def main():
     parser.add_argument("folder")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--also", help="another checkout of this program")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -138,9 +138,8 @@ def main():
             f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in (beside[name], cheaper[name])
         ]
         print(f"{name:<14} {shown[0]:<24} {shown[1]}")
-    if given.json:
-        found = {"images_per_s": rates, "processor_ms": costs, "of_main.py": beside, "of_its_processor_time": cheaper}
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if given.out:
+        keep(given.out, rates, "images/s", processor_ms=costs, ratios=beside, processor_ratios=cheaper)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """From the command to the first update, side by side: document 001's job on 2 processes, without training it further.
 
-    MANYHANDS_DATA=DIR python -m bench.start [--rounds 7] [--also OTHER_CHECKOUT]
+    MANYHANDS_DATA=DIR python -m bench.start [--rounds 7] [--also OTHER_CHECKOUT] [--out FILE.json]
 
 All take turns within each round, in another order each time. `torchrun` starts the shortest script that trains this job
 under DDP, `document` is the document's own script, which starts its processes itself; `--also` names another checkout
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from bench.mnist_mlp import contenders, first_step_at, prepare, run_manyhands, run_script, say
-from bench.tables import table
+from bench.tables import keep, table
 
 
 def seconds(name, given, scratch):
@@ -37,6 +37,7 @@ def main():
     parser.add_argument("--data-dir", default=os.environ.get("MANYHANDS_DATA", ""), help="where mnist/ lies")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--also", help="another checkout of this program")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     names = ["manyhands", "torchrun", "document", *(["also"] if given.also else [])]
     found = {name: [] for name in names}
@@ -51,6 +52,8 @@ def main():
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     print(table(found, {}, "first step, s"))
+    if given.out:
+        keep(given.out, found, "s")
 
 
 if __name__ == "__main__":

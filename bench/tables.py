@@ -1,6 +1,9 @@
-"""What was measured, for people."""
+"""What was measured, for people, and as JSON."""
 
+import json
+import os
 import statistics
+from pathlib import Path
 
 
 def ratios(values, name, other):
@@ -23,3 +26,11 @@ def table(values, missing, unit, mine="manyhands"):
         lines.append(f"{name:<14} {shown}   {beside}")
     lines += [f"{name:<14} {reason}" for name, reason in missing.items()]
     return "\n".join(lines)
+
+
+def keep(path, values, unit, **more):
+    """Writes what was measured: values by name and round, and what else there is to say."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"unit": unit, "cores": os.cpu_count(), "load": os.getloadavg(), "values": values, **more}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,109 @@
+"""All that is asked of speed beside other tools, in one go, and a table of what was asked and what was found.
+
+    make bench [DATA=FOLDER] [ROUNDS=5]
+    python -m bench [NAME …] --data FOLDER [--peers PYTHON] [--rounds 5] [--out build/bench]
+
+FOLDER has mnist/ and imagenet-sample/; PYTHON has accelerate and lightning. Each bench is a program of its own (see its
+first lines), whose rounds take turns with the others'; what it found stays as NAME.json. A whole round takes some ten
+minutes on two cores. What isn't here takes longer, or needs more: `bench.cifar10`, `bench.growth`, `bench.slow_links`.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.tables import ratios
+
+DATA, PICTURES, PEERS = "DATA", "PICTURES", "PEERS"  # what the arguments of this program take the place of
+BENCHES = {
+    "mnist_mlp": ["--data-dir", DATA, "--python", PEERS, "--starts", "0"],
+    "cifar_resnet": ["--python", PEERS],
+    "pictures": [PICTURES],
+    "start": ["--data-dir", DATA],
+    "uneven": [],
+    "memory": [],
+    "own_cost": ["--data-dir", DATA],
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A ratio of two that a bench has measured, or one figure where there is no `other`."""
+
+    what: str
+    bench: str
+    mine: str
+    other: str
+    least: float = 0.0
+    most: float = float("inf")
+
+
+ASKED = [
+    Asked("document 001's job, of a bare DDP loop", "mnist_mlp", "manyhands", "bare", least=3),
+    Asked("the same, of the document's script", "mnist_mlp", "manyhands", "document", least=5),
+    Asked("the same, of Accelerate", "mnist_mlp", "manyhands", "accelerate", least=5),
+    Asked("the same, of Lightning", "mnist_mlp", "manyhands", "lightning", least=7),
+    Asked("ResNet-18, defaults, of Accelerate (with bf16 in the processor)", "cifar_resnet", "manyhands", "accelerate",
+          least=2),
+    Asked("the same, of Lightning", "cifar_resnet", "manyhands", "lightning", least=2),
+    Asked("ResNet-18, fp32, of a bare DDP loop", "cifar_resnet", "manyhands fp32", "bare", least=0.98),
+    Asked("JPEGs from the folder, of main.py", "pictures", "folder", "main.py", least=2),
+    Asked("the same, packed", "pictures", "pack", "main.py", least=2),
+    Asked("the same, packed with --size 256", "pictures", "pack-256", "main.py", least=4),
+    Asked("command to first update, of torchrun", "start", "manyhands", "torchrun", most=0.5),
+    Asked("one of two processes three times slower, auto of equal shares", "uneven", "auto", "equal", least=1.4),
+    Asked("resident memory, of a bare loop", "memory", "manyhands, resident, late", "bare loop, resident, late",
+          most=1.1),
+    Asked("the same, of its own 2,000 updates before", "memory", "manyhands, resident, late",
+          "manyhands, resident, early", most=1.01),
+    Asked("records, checks, checkpoints, in % of document 001's update", "own_cost", "document 001, by the clock", "",
+          most=10),
+    Asked("the same, in % of ResNet-18's", "own_cost", "ResNet-18, by the clock", "", most=2),
+]  # fmt: skip
+
+
+def run(name: str, given: argparse.Namespace) -> None:
+    """One bench, whose output goes to the screen."""
+    places = {DATA: str(given.data), PICTURES: str(given.data / "imagenet-sample"), PEERS: given.peers}
+    words = [places.get(word, word) for word in BENCHES[name]]
+    command = [sys.executable, "-m", f"bench.{name}", *words, "--rounds", str(given.rounds)]
+    print(f"\n{' '.join(command)}", flush=True)
+    if subprocess.run([*command, "--out", str(given.out / f"{name}.json")], check=False).returncode:
+        print(f"{name} failed", flush=True)
+
+
+def line(asked: Asked, folder: Path) -> str:
+    """What was asked, and the median of what was found in each round (least to most)."""
+    path = folder / f"{asked.bench}.json"
+    values = json.loads(path.read_text(encoding="utf-8"))["values"] if path.exists() else {}
+    rounds = ratios(values, asked.mine, asked.other) if asked.other else values.get(asked.mine, [])
+    limit = f"at least {asked.least:g}" if asked.least else f"at most {asked.most:g}"
+    if not rounds:
+        return f"| {asked.what} | {limit} | not measured | |"
+    middle = statistics.median(rounds)
+    holds = "holds" if asked.least <= middle <= asked.most else "does not hold"
+    return f"| {asked.what} | {limit} | {middle:.2f} ({min(rounds):.2f} to {max(rounds):.2f}) | {holds} |"
+
+
+def main() -> None:
+    """Runs the benches that are named, all of them by default; tells of all whose files lie there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*BENCHES, []], help=", ".join(BENCHES))
+    parser.add_argument("--data", type=lambda place: Path(place).resolve(), required=True)
+    parser.add_argument("--peers", default=sys.executable)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.names or BENCHES:
+        run(name, given)
+    print("\n| what | asked | median (least to most) | |\n| --- | --- | --- | --- |")
+    print("\n".join(line(one, given.out) for one in ASKED))
+
+
+if __name__ == "__main__":
+    main()
