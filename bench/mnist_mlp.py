@@ -54,6 +54,7 @@ def contenders(scratch, python=sys.executable):
     msrun += ["--tail_worker_log", "0", "--log_dir", f"{scratch}/mindspore", "--master_port", str(port)]
     return [
         Contender("bare", "torch", [*torchrun, "-m", "bench.contenders.bare"]),
+        Contender("alone", "torch", [*torchrun, "-m", "bench.contenders.bare", "--alone"]),
         Contender("document", "torch", [python, "-m", "bench.contenders.document"]),
         Contender("accelerate", "accelerate", [*torchrun, "-m", "bench.contenders.accelerate_loop"]),
         Contender("lightning", "lightning", [python, "-m", "bench.contenders.lightning_trainer"]),

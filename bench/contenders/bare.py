@@ -1,4 +1,9 @@
-"""As little as DDP allows: all pictures normalised in memory, a permutation each epoch, a plain loop. For torchrun."""
+"""As little as DDP allows: all pictures normalised in memory, a permutation each epoch, a plain loop. For torchrun.
+
+With `--alone` each process trains a network of its own, and nothing is sent: what averaging for nothing would give.
+"""
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -10,16 +15,16 @@ from bench.contenders.shared import BATCH, DEVIATION, MEAN, RATE, Clock, argumen
 
 
 def main():
-    given = arguments()
+    given, alone = arguments(), "--alone" in sys.argv
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     dataset = MNIST(given.data, train=True)
     images, labels = ((dataset.data / 255 - MEAN) / DEVIATION).unsqueeze(1), dataset.targets
     torch.manual_seed(0)
-    model = DistributedDataParallel(make_network())
+    model = make_network() if alone else DistributedDataParallel(make_network())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    clock = Clock("bare", given.steps)
+    clock = Clock("alone" if alone else "bare", given.steps)
     generator = torch.Generator().manual_seed(0)
     over = False
     while not over:
