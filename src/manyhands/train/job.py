@@ -15,6 +15,7 @@ from manyhands.parallel.apply import one_process, takes_mesh
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plan import Plan
+from manyhands.train.capturing import captured
 from manyhands.train.compiled import compiled
 from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples
 from manyhands.train.evaluators import make_evaluator, make_tester
@@ -142,7 +143,7 @@ def build(
     )
     if found:
         resume(trainer, found)
-    return compiled(suit(trainer))
+    return captured(compiled(suit(trainer)))
 
 
 def set_determinism(job: Job) -> None:
