@@ -9,11 +9,15 @@ LIMITS = {
     "half_precisions_learn": 45,
     "out_of_memory_says_what_fits": 45,
     "goes_on_to_the_same_bits": 60,
+    "replayed_updates_are_those_of_the_passes": 60,
+    "what_no_capture_takes_trains_as_it_is": 45,
+    "auto_says_whether_it_replays": 60,
     "evaluation_is_the_same_everywhere": 45,
     "nccl_with_one_process": 45,
     "nccl_with_two_processes_on_one_card": 45,
     "launched_processes_share_a_card": 60,
     "a_peers_death_is_heard": 60,
+    "a_killed_process_is_replaced": 60,
     "other_modes_make_the_same_updates": 100,
     "sync_methods_agree": 60,
     "pictures_from_a_folder_and_packed": 60,
@@ -29,6 +33,7 @@ LIMITS = {
 
 BENCH = {
     "resnet18_at_32": 110,
+    "small_steps_replayed": 90,
     "cifar10_by_the_fast_recipe": 60,
     "resnet50_at_224_from_packed": 150,
     "cifar10_to_94_by_resnet18": 200,

@@ -100,7 +100,8 @@ def train(world, mode, model, size):
         if network.layouts:
             pieces = trainer.network.inner.state_dict()
             found = {
-                name: gather_whole(one.detach(), network.layouts[name], network.grid) for name, one in pieces.items()
+                name: gather_whole(one.detach(), network.layouts[name], network.grid).cpu()
+                for name, one in pieces.items()
             }
         else:
             found = capture(trainer.network, trainer.update.optimizer, trainer.progress, {}).model
