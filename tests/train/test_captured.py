@@ -82,7 +82,7 @@ CASES = {
     "clipped, adamw, smoothed": {"clip": 0.5, "optimizer": "adamw", "lr": 0.01, "label_smoothing": 0.1},
     "bf16": {"precision": "bf16"},
     "fp64": {"precision": "fp64"},
-    "deterministic": {"deterministic": True},
+    "deterministic, accumulated": {"deterministic": True, "micro_batch": 15},
 }
 
 

@@ -66,7 +66,8 @@ class CapturedPass:
     part: MicroBatch  # its inputs [n, …] and labels int64 [n]
     found: MicroBatchResult  # the loss [] and logits [n, C]
     gradients: list[tuple[nn.Parameter, Tensor]]  # of this pass alone
-    seen: list[tuple[GroupedNorm, Tensor]]  # by BatchNorm, in this pass alone
+    # what each BatchNorm had seen before, zeros while nothing is copied in, and has then: sums in the order of a pass
+    seen: list[tuple[GroupedNorm, Tensor, Tensor]]
     replay: Callable[[], object]
 
 
@@ -96,13 +97,19 @@ class CapturedPasses:
         """
         static = dataclasses.replace(part, inputs=part.inputs.clone(), labels=part.labels.clone())
 
+        before: list[tuple[GroupedNorm, Tensor]] = []
+
         def run() -> MicroBatchResult:
             self._clear()
+            for layer, zeros in before:
+                layer.seen = zeros
             return self._own.forward_backward(static, divisor, last=False)
 
+        run()
+        before += [(one, torch.zeros_like(one.seen)) for one in self._network.norms.layers if one.seen is not None]
         found, replay = self._capture(run)
         gradients = [(one, one.grad) for one in self._trained if one.grad is not None]
-        seen = [(layer, layer.seen) for layer in self._network.norms.layers if layer.seen is not None]
+        seen = [(layer, zeros, layer.seen) for layer, zeros in before if layer.seen is not None]
         self._clear()
         if any(gradient.layout != torch.strided for _, gradient in gradients):
             raise RuntimeError("some of its gradients are sparse")
@@ -117,9 +124,14 @@ class CapturedPasses:
         with torch.no_grad():
             one.part.inputs.copy_(inputs)
             one.part.labels.copy_(labels)
+            further = [(layer.seen, zeros) for layer, zeros, _ in one.seen if layer.seen is not None]
+            for seen, zeros in further:
+                zeros.copy_(seen)
             one.replay()
             self.replays += 1
             _hand_over(one)
+            for _, zeros in further:
+                zeros.zero_()
             loss, logits = _copies([one.found.loss, one.found.logits])
         return loss, logits
 
@@ -152,11 +164,11 @@ def _hand_over(one: CapturedPass) -> None:
     others = [(parameter.grad, gradient) for parameter, gradient in one.gradients if parameter.grad is not None]
     if others:
         torch._foreach_add_([gradient for gradient, _ in others], [gradient for _, gradient in others])
-    copies = iter(_copies([*(gradient for _, gradient in fresh), *(seen for _, seen in one.seen)]))
+    copies = iter(_copies([*(gradient for _, gradient in fresh), *(seen for _, _, seen in one.seen)]))
     for parameter, _ in fresh:
         parameter.grad = next(copies)
-    for layer, _ in one.seen:
-        layer.seen = next(copies) if layer.seen is None else layer.seen + next(copies)
+    for layer, _, _ in one.seen:
+        layer.seen = next(copies)
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
