@@ -234,7 +234,7 @@ def test_a_trial_leaves_everything_as_it_was(tmp_path, recorded, monkeypatch, mo
 
 @pytest.mark.parametrize("gain", [1.04, 1.06])
 def test_auto_takes_what_is_a_twentieth_faster_and_a_run_keeps_to_that(tmp_path, recorded, monkeypatch, gain):
-    monkeypatch.setattr(capturing.Trial, "_gain", lambda *_: gain)
+    monkeypatch.setattr(capturing.CaptureTrial, "_gain", lambda *_: gain)
     taken = gain > 1.05
     trainer = _built(tmp_path, _layers(), max_steps=1)
     assert (trainer.update.gradients.instead is not None) == taken
@@ -244,7 +244,7 @@ def test_auto_takes_what_is_a_twentieth_faster_and_a_run_keeps_to_that(tmp_path,
     assert (plan["cuda_graphs"], plan["resolved"]["train.cuda_graphs"]) == (taken, taken)
     assert written_values(tmp_path / "job.toml")["train.cuda_graphs"] is taken
     assert f"{gain} times as fast" in _said(tmp_path)[0]
-    monkeypatch.setattr(capturing.Trial, "_gain", lambda *_: pytest.fail("measured once more"))
+    monkeypatch.setattr(capturing.CaptureTrial, "_gain", lambda *_: pytest.fail("measured once more"))
     again = _built(tmp_path, _layers(), max_steps=2)
     assert (again.update.gradients.instead is not None) == taken
     again.release()
@@ -258,8 +258,8 @@ def test_auto_takes_what_is_a_twentieth_faster_and_a_run_keeps_to_that(tmp_path,
 
 def test_it_is_measured_on_passes_that_are_replayed(tmp_path, recorded, monkeypatch):
     found = []
-    measure = capturing.Trial._gain
-    monkeypatch.setattr(capturing.Trial, "_gain", lambda *given: found.append(measure(*given)) or 2.0)
+    measure = capturing.CaptureTrial._gain
+    monkeypatch.setattr(capturing.CaptureTrial, "_gain", lambda *given: found.append(measure(*given)) or 2.0)
     trainer = _built(tmp_path, _layers())
     assert trainer.update.gradients.instead.replays > 4 + 3
     assert found[0] > 0

@@ -44,7 +44,7 @@ _SEEDS, _ROUNDS, _PASSES, _ROUND_S = 2, 3, 10, 0.1
 
 
 @dataclass(frozen=True)
-class Pair:
+class PassPair:
     """Two passes of one kind, of different samples."""
 
     first: MicroBatch
@@ -71,7 +71,7 @@ def captured(trainer: Trainer) -> Trainer:
         return trainer
     if kept is False and wanted == "auto":
         return _decided(trainer, replays=False)
-    trial = Trial(trainer)
+    trial = CaptureTrial(trainer)
     measures = wanted == "auto" and kept is None
     found: list[Any] = gather_plain(trial.find(measures=measures), trainer.world)
     refused = next((why for why, _ in found if why), "")
@@ -119,7 +119,7 @@ def _unfit(trainer: Trainer) -> str:
     return next(filter(None, gather_plain(mine, world)), "")
 
 
-class Trial:
+class CaptureTrial:
     """Captures a trainer's passes, and says whether they may take its own passes' place."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -168,11 +168,11 @@ class Trial:
             self._clean(pairs[0], refused)
             return refused, 1.0
 
-    def _pairs(self) -> list[Pair]:
+    def _pairs(self) -> list[PassPair]:
         """Of each kind of a whole update's passes, the usual one first."""
         feed, network = self._trainer.feed, self._network
         count = min(feed.order.batch, feed.order.length)
-        found: dict[Any, Pair] = {}
+        found: dict[Any, PassPair] = {}
         loss_fn = self._trainer.update.loss_fn
         divisor = 1.0 if loss_fn and loss_fn.is_sum else float(count)
         for shares in feed.cut.micro_batches(count):
@@ -187,13 +187,13 @@ class Trial:
             first, second = (
                 LoadedMicroBatch(share, one, bounds, feed.cut.group).micro_batch(count, 0) for one in (batch, turned)
             )
-            found[kind] = Pair(first, second, divisor)
+            found[kind] = PassPair(first, second, divisor)
         return list(found.values())
 
     def _seeded(self, number: int) -> Any:
         return drawing(derive(self._trainer.job.train.seed, "capture", number), self._device)
 
-    def _refused(self, pairs: list[Pair]) -> str:
+    def _refused(self, pairs: list[PassPair]) -> str:
         """Why a replay would leave out something that the network's Python does; empty where it does nothing such."""
         model = self._network.inner
         if named := _hooked(model):
@@ -210,7 +210,7 @@ class Trial:
             return f"each pass sets {name}, where a replay goes on with what it was"
         return ""
 
-    def _waits_for_launches(self, pair: Pair) -> bool:
+    def _waits_for_launches(self, pair: PassPair) -> bool:
         """False where the card takes far longer than to launch it: nothing to gain, and much memory to keep."""
         with left_as_it_was(self._network.inner, self._network.norms), self._seeded(0):
             self._gradients.forward_backward(pair.first, pair.divisor, last=False)
@@ -219,7 +219,7 @@ class Trial:
             launched = time.perf_counter()
             return now(self._world) - began < 2 * (launched - began)
 
-    def _differs(self, pair: Pair) -> str:
+    def _differs(self, pair: PassPair) -> str:
         """What two replays in a row make otherwise than two passes, of other samples, with other seeds."""
         before = self.passes.replays
         for seed in range(1, 1 + _SEEDS):
@@ -231,7 +231,7 @@ class Trial:
             return "the pass wasn't taken for one like that which was captured"
         return ""
 
-    def _made(self, way: CapturedPasses | None, pair: Pair, seed: int) -> dict[str, dict[str, Tensor]]:
+    def _made(self, way: CapturedPasses | None, pair: PassPair, seed: int) -> dict[str, dict[str, Tensor]]:
         """All that two passes make, by kind and name."""
         model, layers = self._network.inner, self._network.norms.layers
         with left_as_it_was(model, self._network.norms), self._seeded(seed), self._taking(way):
@@ -256,7 +256,7 @@ class Trial:
         finally:
             self._gradients.instead = None
 
-    def _gain(self, pair: Pair) -> float:
+    def _gain(self, pair: PassPair) -> float:
         """How many times as fast replays are, the quickest of some rounds in turns."""
         best: dict[CapturedPasses | None, float] = {None: math.inf, self.passes: math.inf}
         count = 1
@@ -274,7 +274,7 @@ class Trial:
                     count = count if number else max(1, min(_PASSES, int(_ROUND_S / took)))
         return best[None] / best[self.passes]
 
-    def _clean(self, pair: Pair, refused: str) -> None:
+    def _clean(self, pair: PassPair, refused: str) -> None:
         """Proves that the network's own pass still runs. Raises RunError: it doesn't."""
         self.passes.release()
         if self._device != "cpu":
