@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from manyhands import session
 from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
@@ -276,6 +278,19 @@ def test_where_nothing_can_be_captured_nothing_is_said_unasked(tmp_path):
     assert (told.value.where, told.value.mend) == ("train.cuda_graphs", ("leave it out",))
 
 
+def test_a_loop_of_ones_own_replays_nothing(tmp_path):
+    data = TensorDataset(torch.rand(20, 1, 8, 8), torch.arange(20) % CLASSES)
+    for wanted in ("auto", True):
+        model = _layers()
+        with session(cluster__device="cpu", train__cuda_graphs=wanted) as mine:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            if wanted is True:
+                with pytest.raises(UserError, match="a loop of your own"):
+                    mine.prepare(model, optimizer, data, batch=10)
+            else:
+                mine.prepare(model, optimizer, data, batch=10)
+
+
 def test_parameters_that_are_moved_end_replays(tmp_path, recorded):
     trainer = _built(tmp_path, _layers(), cuda_graphs=True)
     passes, updates = trainer.update.gradients.instead, trainer.feed.updates(0, 0)
@@ -358,7 +373,9 @@ def _of_two(world, folder, method, graphs):
     return found
 
 
-@pytest.mark.parametrize(("method", "taken"), [("local", True), ("powersgd", False)])
+@pytest.mark.parametrize(
+    ("method", "taken"), [("local", True), pytest.param("powersgd", False, marks=pytest.mark.slow)]
+)
 def test_only_a_method_that_averages_after_the_pass_replays(tmp_path, method, taken):
     """PowerSGD sends gradients while backward goes on, by hooks of its own."""
     plain = run_on_ranks(_of_two, 2, str(tmp_path / "plain"), method, False)
