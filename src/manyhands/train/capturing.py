@@ -129,7 +129,7 @@ class CaptureTrial:
         assert update.loss_fn
         self._trainer, self._network, self._world = trainer, trainer.network, world
         self._gradients, self._device = update.gradients, world.device.partition(":")[0]
-        self._digit = 0.0 if options.deterministic else _DIGIT[options.precision]
+        self._digit = 0.0 if options.deterministic else _DIGIT.get(options.precision, _DIGIT["fp32"])
         own = Gradients(
             trainer.network,
             world,
