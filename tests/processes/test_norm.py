@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.core.errors import UserError
 from manyhands.data.order import BatchSharing
+from manyhands.parallel import norm
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.rows import settle_rows, watching
 from tests.processes.ranks import run_on_ranks
@@ -93,6 +94,16 @@ def test_same_gradients_and_statistics_at_any_number_of_processes(size, count, g
         for got, wanted in zip(gradients, wanted_gradients, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
         for got, wanted in zip(buffers, wanted_buffers, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "count", "group"), [(1, 40, 4), (2, 40, 4), (3, 40, 4), (2, 37, 3)])
+def test_the_same_where_a_pass_takes_several_groups(size, count, group, monkeypatch):
+    """As on an accelerator; with 3 processes some groups are whole on one, and others shared."""
+    wanted_gradients, wanted_buffers = _pass_alone(count, group)
+    monkeypatch.setattr(norm, "_EACH_ALONE_ON", ())
+    for gradients, buffers in run_on_ranks(_pass, size, count, group, 0):
+        for got, wanted in zip([*gradients, *buffers], [*wanted_gradients, *wanted_buffers], strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 

@@ -2,10 +2,13 @@
 
 torch's BatchNorm takes its statistics over whatever a process happens to hold, so a network trains differently on
 2 processes than on 1. Here the global batch is cut into groups that don't depend on the number of processes
-(data/order.py). A group that one process holds goes through torch's own kernel; the parts of a group that several
-processes hold are synchronised, on any device. Running statistics move once per update, by the mean over the groups.
+(data/order.py). A group that one process holds goes through torch's own kernel, or on an accelerator together with its
+neighbours through one pass; the parts of a group that several processes hold are synchronised, on any device. Running
+statistics move once per update, by the mean over the groups.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +23,22 @@ from torch.overrides import TorchFunctionMode
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.shares import Span
-from manyhands.parallel.shared_norm import SharedNorm, accumulator_dtype, computed_dtype, moments_of
+from manyhands.parallel.norm_pass import (
+    Held,
+    NormPass,
+    accumulator_dtype,
+    computed_dtype,
+    moments_of,
+    statistics_of,
+)
+
+# Where a kernel for each group is quicker than one pass over all: it starts in no time, and reads what caches hold.
+_EACH_ALONE_ON = ("cpu",)
+# A pass over several groups starts some thirty kernels, forward and backward, and a group alone a dozen.
+_FEWEST_IN_ONE_PASS = 3
+# In larger groups starting kernels costs less than what one pass moves more, 52 bytes a value where torch's own moves
+# 32: by arithmetic, at what an H100's memory gives. No card has measured it.
+_MOST_VALUES = 1 << 22
 
 
 @dataclass
@@ -36,10 +54,12 @@ class NormGroups:
     through_memory: Callable[[Tensor], None] | None = None  # adds flat values [n] up over them, where memory is shared
     apart: bool = False  # each process normalises its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
+    runs: Sequence[Sequence[Span]] = ()  # `spans`, each with those next to it that may go through one pass with it
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Describes the pass that comes next: `count` samples here, `batch` in the whole update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
+        self.runs = _runs(tuple(self.spans))
         self.batch = batch
         self.weight = count / batch
 
@@ -107,32 +127,55 @@ class GroupedNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._alone(input, self.groups.weight)
-        spans = self.groups.spans
-        if not spans:
+        runs = [piece for run in self.groups.runs for piece in self._pieces(run, input)]
+        pairs = list(zip(self._split(input, runs), runs, strict=True)) if runs else []
+        outputs = [self._held_whole(part, run) for part, run in pairs if run[0].shared < 0]
+        if not runs:
             outputs = [self._alone(input, self.groups.weight)]
-        else:
-            pairs = list(zip(self._split(input, spans), spans, strict=True))
-            outputs = [self._alone(part, span.size / self.groups.batch) for part, span in pairs if span.shared < 0]
         if self.groups.shared_sizes:
-            return self._with_shared(input, spans, outputs)
+            outputs = self._with_shared(input, pairs, outputs)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _with_shared(self, input: Tensor, spans: Sequence[Span], alone: list[Tensor]) -> Tensor:  # noqa: A002
+    def _with_shared(
+        self,
+        input: Tensor,  # noqa: A002
+        pairs: Sequence[tuple[Tensor, Sequence[Span]]],
+        whole: list[Tensor],
+    ) -> list[Tensor]:
         """Puts groups of this process alone and parts of shared groups back into their order."""
-        parts = self._split(input, spans) if spans else ()
-        shared = [(part, span) for part, span in zip(parts, spans, strict=True) if span.shared >= 0]
-        together, own = iter(self._together(shared, input)), iter(alone)
-        outputs = [next(own if span.shared < 0 else together) for span in spans] if spans else list(own)
+        shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
+        together, own = iter(self._together(shared, input)), iter(whole)
+        outputs = [next(own if run[0].shared < 0 else together) for _, run in pairs] if pairs else list(own)
         # A process without a part still joins the backward pass's collective, by way of an empty tensor.
-        return torch.cat([*outputs, *together])
+        return [*outputs, *together]
 
-    def _split(self, input: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:  # noqa: A002
-        lengths = [(span.stop - span.start) * self.rows_per_sample for span in spans]
-        if (len(spans) > 1 or self.groups.shared_sizes) and sum(lengths) != input.shape[0]:
+    def _pieces(self, run: Sequence[Span], input: Tensor) -> Sequence[Sequence[Span]]:  # noqa: A002
+        """What of groups of equal size next to each other is normalised at once."""
+        values = run[0].size * self.rows_per_sample * _values_per_row(input)
+        small = values > 1 and values * self.num_features <= _MOST_VALUES
+        if len(run) >= _FEWEST_IN_ONE_PASS and small and input.device.type not in _EACH_ALONE_ON:
+            return [run]
+        return [[span] for span in run]
+
+    def _split(self, input: Tensor, runs: Sequence[Sequence[Span]]) -> Sequence[Tensor]:  # noqa: A002
+        lengths = [(run[-1].stop - run[0].start) * self.rows_per_sample for run in runs]
+        if (len(self.groups.spans) > 1 or self.groups.shared_sizes) and sum(lengths) != input.shape[0]:
             what = f"a BatchNorm's input has {input.shape[0]} rows, and groups of its samples would have {sum(lengths)}"
             mend = ("--set train.norm_group=local takes statistics over whatever rows there are",)
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
-        return input.split(lengths) if len(spans) > 1 else (input,)
+        return input.split(lengths) if len(runs) > 1 else (input,)
+
+    def _held_whole(self, part: Tensor, run: Sequence[Span]) -> Tensor:
+        """Groups of equal size that this process holds whole: [groups n, C, ...]."""
+        weight = run[0].size / self.groups.batch
+        if len(run) == 1:
+            return self._alone(part, weight)
+        mean, variance = statistics_of(part, len(run))
+        count = part.shape[0] // len(run) * _values_per_row(part)
+        self._add(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
+        held = Held(((0, len(run)),), eps=self.eps)
+        inverse = torch.rsqrt(variance + self.eps)
+        return NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
     def _alone(self, part: Tensor, weight: float) -> Tensor:
         """A group that this process holds whole: [n, C, ...] through torch's kernel."""
@@ -141,7 +184,7 @@ class GroupedNorm(_BatchNorm):
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         statistics = torch.zeros(2, self.num_features, dtype=computed_dtype(part), device=part.device)
         output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
-        self._add(statistics, weight)
+        self._add(statistics[None], weight)
         return output
 
     def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
@@ -150,23 +193,23 @@ class GroupedNorm(_BatchNorm):
         moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
         self.groups.add_up(moments)
         per_sample = _values_per_row(like) * self.rows_per_sample
-        counts = torch.tensor(sizes, dtype=moments.dtype, device=like.device)[:, None] * per_sample
+        counts = _kept(tuple(sizes), moments.dtype, moments.device)[:, None] * per_sample
         mean = moments[:, 0] / counts
         variance = (moments[:, 1] / counts - mean * mean).clamp_min(0)
         for _, span in parts:
             if span.first:
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
-                self._add(torch.stack([mean[span.shared], unbiased]), span.size / self.groups.batch)
+                self._add(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
-        weight = self.weight if self.weight is not None else torch.ones_like(mean[0])
-        bias = self.bias if self.bias is not None else torch.zeros_like(mean[0])
-        places = tuple(span.shared for _, span in parts)
+        held = Held(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.add_up)
         inputs = [part for part, _ in parts] or [like[:0]]
-        return list(SharedNorm.apply(mean, inverse, counts, (places, self.groups.add_up), weight, bias, *inputs))
+        return list(NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
-        flat = statistics.detach().flatten().to(accumulator_dtype(statistics))
-        weighted = torch.cat([flat, flat.new_ones(1)]) * weight
+        """Notes means and unbiased variances of groups, [groups, 2, C], each of this weight."""
+        flat = statistics.detach().to(accumulator_dtype(statistics)).flatten(1)
+        flat = flat[0] if len(flat) == 1 else flat.sum(0)
+        weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
 
     def take_seen(self) -> Tensor:
@@ -179,13 +222,30 @@ class GroupedNorm(_BatchNorm):
 
     def move_running_statistics(self, total: Tensor) -> None:
         """Moves running mean and variance towards the mean over all groups; total is [2 C + 1]."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None or total[-1] == 0:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
+        if total.device.type == "cpu" and total[-1] == 0:
+            return
+        # A card isn't asked whether there was anything: it would have to finish first all that it was given.
+        any_seen = total[-1] != 0
         mean, variance = (total[:-1] / total[-1]).view(2, -1)
-        self.num_batches_tracked.add_(1)
-        factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+        self.num_batches_tracked.add_(any_seen)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            factor = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(running.dtype)
+            moved = running.lerp(value.to(running.dtype), factor)
+            running.copy_(moved if total.device.type == "cpu" else torch.where(any_seen, moved, running))
+
+
+@functools.lru_cache(maxsize=256)
+def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Span, ...], ...]:
+    """Spans next to each other of groups of one size that a process holds whole, and each other one by itself."""
+    return tuple(tuple(run) for _, run in itertools.groupby(spans, lambda span: (span.size, span.shared)))
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Whole numbers as a tensor that is made once, since a card waits at each copy that isn't pinned."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def forget_seen(model: nn.Module) -> None:
