@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from manyhands.data.ahead import CopiesAhead
 from manyhands.data.splits import ImagesInMemory
 from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 
@@ -32,33 +33,46 @@ class MemoryFeed:
         self._shape = images.shape[1:]
         self._flat = images.reshape(len(images), -1)  # rows of bytes: the fastest gather
         self._labels = source.labels.to(images.device)
+        # A card is waited for by a copy that isn't pinned, until all that it was given before is done.
+        self._pins = normalise.device.type == "cuda"
+        self._copied = self._pins and images.device.type == "cpu"
+        self._ahead = CopiesAhead(normalise.device if self._copied else images.device)
         floats = pixels.channels * pixels.size**2
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * floats))
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch for each request int64 [n], in order; looks ahead by at most 64 requests."""
-        for group in _grouped(iter(requests), self._ahead_samples):
-            samples = group[0] if len(group) == 1 else torch.cat(group)
+        gathered = map(self._gathered, _grouped(iter(requests), self._ahead_samples))
+        for images, labels, (group, samples) in self._ahead(gathered):
             sizes = [len(request) for request in group]
-            images, labels = self._serve(samples, epoch)
-            yield from map(Batch, images.split(sizes), labels.split(sizes), group)
+            served = self._serve(images, samples, epoch).split(sizes)
+            labels = labels.to(self._normalise.device, non_blocking=True).split(sizes)
+            yield from map(Batch, served, labels, group)
 
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def _serve(self, samples: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Gathers samples int64 [n]: normalised [n, C, S, S] and int64 [n], on the device."""
-        # Otherwise a card would first be waited for, until all that it was given is done.
+    def _gathered(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
+        """The bytes [n, C H W] and labels int64 [n] of a group of requests, where the set is; the group, and as one."""
+        samples = group[0] if len(group) == 1 else torch.cat(group)
+        if self._pins:
+            samples = samples.pin_memory()
         where = samples.to(self._flat.device, non_blocking=True)
-        images = self._flat.index_select(0, where).view(-1, *self._shape)
-        images = images.to(self._normalise.device, non_blocking=True)
-        labels = self._labels.index_select(0, where).to(self._normalise.device, non_blocking=True)
+        out = None
+        if self._copied:
+            out = torch.empty((len(samples), self._flat.shape[1]), dtype=self._flat.dtype, pin_memory=True)
+        images = torch.index_select(self._flat, 0, where, out=out)
+        return images, self._labels.index_select(0, where), (group, samples)
+
+    def _serve(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor:
+        """Makes of the bytes of samples int64 [n] what the network is given: [n, C, S, S], on the device."""
+        images = images.to(self._normalise.device, non_blocking=True).view(-1, *self._shape)
         images = set_channels(images, self._pixels.channels)
         if not (self._cuts or self._sized):
             images = middle(images, self._pixels)
         if self._train:
             images = augment(images, self._pixels, self._seed, epoch, samples)
-        return self._normalise(images), labels
+        return self._normalise(images)
 
 
 def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]:

@@ -3,6 +3,7 @@
 Shapes: n pictures, C channels, H rows, W columns, S the size wanted.
 """
 
+import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -66,14 +67,19 @@ def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
     return images.index_select(-2, taken).index_select(-1, taken)
 
 
+@functools.cache
+def _luma(device: torch.device) -> Tensor:
+    """The weights of colours, [1, 3, 1, 1]; made once, since a card would have to be waited for."""
+    return torch.tensor(_LUMA, device=device).view(1, 3, 1, 1)
+
+
 def set_channels(images: Tensor, channels: int) -> Tensor:
     """Turns uint8 [n, C, H, W] into uint8 [n, channels, H, W]: grey is repeated, colour becomes its luma."""
     if images.shape[1] == channels:
         return images
     if channels == 3:
         return images.expand(-1, 3, -1, -1)
-    weights = torch.tensor(_LUMA, device=images.device).view(1, 3, 1, 1)
-    return (images * weights).sum(1, keepdim=True).round().to(torch.uint8)
+    return (images * _luma(images.device)).sum(1, keepdim=True).round().to(torch.uint8)
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:

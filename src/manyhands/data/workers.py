@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.scratch import keep_sockets_of_this_start
+from manyhands.data.ahead import CopiesAhead
 from manyhands.data.child import begin_worker
 from manyhands.data.on_demand import Answer, FileSamples, OwnSamples, Request
 from manyhands.data.transforms import Batch, Normalise
@@ -34,6 +35,7 @@ class WorkerFeed:
 
     def __init__(self, samples: FileSamples | OwnSamples, normalise: Normalise, workers: int) -> None:
         self._samples, self._normalise = samples, normalise
+        self._ahead = CopiesAhead(normalise.device)
         self._requests = _Requests()
         self.replaced: list[str] = []  # pictures that others were given for, since somebody has taken these names
         cheap = isinstance(samples, OwnSamples) and samples.cheap
@@ -42,10 +44,10 @@ class WorkerFeed:
         self._answers: Any = None  # torch's iterator; owns the processes
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
-        """One batch for each request int64 [n], in order; looks ahead by two requests for each worker."""
+        """One batch for each request int64 [n], in order; looks ahead by two for each worker, on a card by one more."""
         asked = self._requests.begin(epoch, requests)
         answers = self._from_workers() if self._count else map(self._samples.__getitems__, self._requests)
-        for answer in answers:
+        for answer in self._ahead(answers):
             if isinstance(answer, ManyhandsError):
                 self.close()
                 raise answer
