@@ -140,18 +140,28 @@ def test_the_pass_is_taken_and_costs_fewer_operations():
     assert once.all < each.all / 3
 
 
-def test_sizes_that_differ_keep_neighbours_together_and_the_rest_alone():
-    layer, images, slope = nn.BatchNorm1d(4).train().double(), torch.randn(100, 4).double(), torch.randn(100, 4)
-    alone, together, _, once = both(layer, images, 16, slope.double())
-    # 14, 14, 14, 15, 14, 14, 15: the first three in one pass, since a run of two isn't worth one
-    assert once.kernels == 4
+@pytest.mark.parametrize(
+    ("count", "group", "kernels"),
+    [
+        (100, 16, 2),  # 14, 14, 14, 15, 14, 14, 15: those of 14 in one pass, since a run of two isn't worth one
+        (60, 8, 0),  # 7, 8, 7, 8, 7, 8, 7, 8: two passes
+        (20, 8, 3),  # 6, 7, 7
+        (22, 6, 4),  # 5, 6, 5, 6
+    ],
+)
+def test_where_sizes_differ_there_are_two_passes_at_most(count, group, kernels):
+    layer, images, slope = nn.BatchNorm1d(4).train().double(), torch.randn(count, 4).double(), torch.randn(count, 4)
+    alone, together, _, once = both(layer, images, group, slope.double())
+    assert once.kernels == kernels
     assert_alike(together, alone, 1e-12)
 
 
 @pytest.mark.usefixtures("one_pass")
-def test_nothing_in_a_pass_waits_for_the_card():
-    layer, images, slope = nn.BatchNorm2d(4).train(), torch.randn(12, 4, 3, 3), torch.randn(12, 4, 3, 3)
-    assert trained(layer, images, 3, slope)[1].waits == []
+@pytest.mark.parametrize(("count", "group"), [(12, 3), (60, 8)])
+def test_nothing_in_a_pass_waits_for_the_card(count, group):
+    layer, images, slope = nn.BatchNorm2d(4).train(), torch.randn(count, 4, 3, 3), torch.randn(count, 4, 3, 3)
+    trained(layer, images, group, slope)  # what is kept is made
+    assert trained(layer, images, group, slope)[1].waits == []
 
 
 @pytest.mark.usefixtures("one_pass")
@@ -245,18 +255,19 @@ def test_running_statistics_move_as_by_torchs_own_layer_and_stay_where_nothing_w
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_pass")
-def test_compiled_it_is_the_same():
+@pytest.mark.parametrize(("count", "group"), [(16, 4), (60, 8)])
+def test_compiled_it_is_the_same(count, group):
     torch.manual_seed(0)
-    layer = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()).train()
-    images, slope = torch.randn(16, 4, 5, 5), torch.randn(16, 4, 5, 5)
+    layer = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(inplace=True)).train()
+    images, slope = torch.randn(count, 4, 5, 5), torch.randn(count, 4, 5, 5)
     found = []
     for compiles in (False, True):
         model, values = copy.deepcopy(layer), images.clone().requires_grad_()
         groups, _ = group_batch_norms(model)
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
-        share = BatchSharing(1, 0, 4).micro_batches(16)[0][0]
-        groups.begin_micro_batch(share.spans, share.shared_groups, 16, 16)
+        share = BatchSharing(1, 0, group).micro_batches(count)[0][0]
+        groups.begin_micro_batch(share.spans, share.shared_groups, count, count)
         output = model(values)
         output.backward(slope)
         found.append({"output": output.detach(), "input": values.grad, "weight": model[0].weight.grad,

@@ -41,6 +41,9 @@ _FEWEST_IN_ONE_PASS = 3
 _MOST_VALUES = 1 << 22
 
 
+Run = tuple[Span, ...]  # groups of one size that this process holds whole; or a single one, or a part of one
+
+
 @dataclass
 class NormGroups:
     """What the BatchNorm layers of one network need to know about the current pass."""
@@ -54,12 +57,14 @@ class NormGroups:
     through_memory: Callable[[Tensor], None] | None = None  # adds flat values [n] up over them, where memory is shared
     apart: bool = False  # each process normalises its own samples and keeps its own statistics
     layers: list["GroupedNorm"] = field(default_factory=list)
-    runs: Sequence[Sequence[Span]] = ()  # `spans`, each with those next to it that may go through one pass with it
+    runs: "tuple[Run, ...]" = ()  # `spans`, with those together that go through one pass where one is worth it
+    ordered: bool = True  # the runs are in the spans' order
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Describes the pass that comes next: `count` samples here, `batch` in the whole update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
         self.runs = _runs(tuple(self.spans))
+        self.ordered = _are_ordered(self.runs)
         self.batch = batch
         self.weight = count / batch
 
@@ -127,7 +132,25 @@ class GroupedNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._alone(input, self.groups.weight)
-        runs = [piece for run in self.groups.runs for piece in self._pieces(run, input)]
+        runs = self._runs(input)
+        ordered = runs is not self.groups.runs or self.groups.ordered
+        rows = None if ordered else _rows(self.groups.runs, self.rows_per_sample, input.device)
+        output = self._of_runs(input if rows is None else input.index_select(0, rows[0]), runs)
+        return output if rows is None else output.index_select(0, rows[1])
+
+    def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
+        """What is normalised at once, in the order in which it is."""
+        spans = self.groups.spans
+        values = self.rows_per_sample * _values_per_row(input)
+        small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES
+        single = any(span.size * values < 2 for span in spans)  # the way of these needs no statistics
+        # The compiler doesn't follow what is kept, such as another order of rows.
+        followed = self.groups.ordered or not torch.compiler.is_compiling()
+        if input.device.type in _EACH_ALONE_ON or single or not small or not followed:
+            return [(span,) for span in spans]
+        return self.groups.runs
+
+    def _of_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
         pairs = list(zip(self._split(input, runs), runs, strict=True)) if runs else []
         outputs = [self._held_whole(part, run) for part, run in pairs if run[0].shared < 0]
         if not runs:
@@ -139,7 +162,7 @@ class GroupedNorm(_BatchNorm):
     def _with_shared(
         self,
         input: Tensor,  # noqa: A002
-        pairs: Sequence[tuple[Tensor, Sequence[Span]]],
+        pairs: Sequence[tuple[Tensor, Run]],
         whole: list[Tensor],
     ) -> list[Tensor]:
         """Puts groups of this process alone and parts of shared groups back into their order."""
@@ -149,23 +172,15 @@ class GroupedNorm(_BatchNorm):
         # A process without a part still joins the backward pass's collective, by way of an empty tensor.
         return [*outputs, *together]
 
-    def _pieces(self, run: Sequence[Span], input: Tensor) -> Sequence[Sequence[Span]]:  # noqa: A002
-        """What of groups of equal size next to each other is normalised at once."""
-        values = run[0].size * self.rows_per_sample * _values_per_row(input)
-        small = values > 1 and values * self.num_features <= _MOST_VALUES
-        if len(run) >= _FEWEST_IN_ONE_PASS and small and input.device.type not in _EACH_ALONE_ON:
-            return [run]
-        return [[span] for span in run]
-
-    def _split(self, input: Tensor, runs: Sequence[Sequence[Span]]) -> Sequence[Tensor]:  # noqa: A002
-        lengths = [(run[-1].stop - run[0].start) * self.rows_per_sample for run in runs]
+    def _split(self, input: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:  # noqa: A002
+        lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
         if (len(self.groups.spans) > 1 or self.groups.shared_sizes) and sum(lengths) != input.shape[0]:
             what = f"a BatchNorm's input has {input.shape[0]} rows, and groups of its samples would have {sum(lengths)}"
             mend = ("--set train.norm_group=local takes statistics over whatever rows there are",)
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
         return input.split(lengths) if len(runs) > 1 else (input,)
 
-    def _held_whole(self, part: Tensor, run: Sequence[Span]) -> Tensor:
+    def _held_whole(self, part: Tensor, run: Run) -> Tensor:
         """Groups of equal size that this process holds whole: [groups n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
@@ -237,14 +252,42 @@ class GroupedNorm(_BatchNorm):
 
 
 @functools.lru_cache(maxsize=256)
-def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Span, ...], ...]:
-    """Spans next to each other of groups of one size that a process holds whole, and each other one by itself."""
-    return tuple(tuple(run) for _, run in itertools.groupby(spans, lambda span: (span.size, span.shared)))
+def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
+    """Spans of one size that a process holds whole, together where they are enough; each other one by itself.
+
+    Sizes that differ by one take turns, so those of one size are put together where that is worth the copies.
+    """
+
+    def alike(span: Span) -> tuple[int, int]:
+        return span.size, span.shared
+
+    def together(ordered: Sequence[Span]) -> tuple[Run, ...]:
+        runs = [tuple(run) for _, run in itertools.groupby(ordered, alike)]
+        short = [[(span,) for span in run] if len(run) < _FEWEST_IN_ONE_PASS else [run] for run in runs]
+        return tuple(itertools.chain.from_iterable(short))
+
+    neighbours, by_size = together(spans), together(sorted(spans, key=alike))
+    # Copies forth and back, forward and backward, cost about what one group alone does.
+    return by_size if len(by_size) + 1 < len(neighbours) else neighbours
 
 
 @functools.lru_cache(maxsize=256)
+def _are_ordered(runs: tuple[Run, ...]) -> bool:
+    return all(one.stop == other.start for one, other in itertools.pairwise(itertools.chain.from_iterable(runs)))
+
+
+# What follows is made once and kept for good: a card waits at each copy that isn't pinned, and a captured pass reads
+# it where it lay.
+@functools.cache
+def _rows(runs: tuple[Run, ...], rows_per_sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """In which order rows go through the runs, and where each is then: int64 [rows] each."""
+    samples = torch.cat([torch.arange(span.start, span.stop) for run in runs for span in run])
+    rows = (samples[:, None] * rows_per_sample + torch.arange(rows_per_sample)).flatten()
+    return rows.to(device), rows.argsort().to(device)
+
+
+@functools.cache
 def _kept(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Whole numbers as a tensor that is made once, since a card waits at each copy that isn't pinned."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 

@@ -84,9 +84,9 @@ def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, o
 
     The values are overwritten where they are one's `own`.
     """
-    if torch.compiler.is_compiling():  # the compiler refuses `out`, and makes one pass of it anyway
-        return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype)
     # Not a view, since what follows may change it in place, as activations do.
+    if torch.compiler.is_compiling():  # the compiler refuses `out`, and makes one pass of all this anyway
+        return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
     result = torch.empty_like(like)
     into = in_groups(result, len(values))
     if own:
