@@ -239,7 +239,8 @@ class GroupedNorm(_BatchNorm):
         """Moves running mean and variance towards the mean over all groups; total is [2 C + 1]."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
-        if total.device.type == "cpu" and total[-1] == 0:
+        on_cpu = total.device.type == "cpu"
+        if on_cpu and total[-1] == 0:
             return
         # A card isn't asked whether there was anything: it would have to finish first all that it was given.
         any_seen = total[-1] != 0
@@ -247,8 +248,10 @@ class GroupedNorm(_BatchNorm):
         self.num_batches_tracked.add_(any_seen)
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             factor = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(running.dtype)
-            moved = running.lerp(value.to(running.dtype), factor)
-            running.copy_(moved if total.device.type == "cpu" else torch.where(any_seen, moved, running))
+            if on_cpu:
+                running.lerp_(value.to(running.dtype), factor)
+            else:
+                running.copy_(torch.where(any_seen, running.lerp(value.to(running.dtype), factor), running))
 
 
 @functools.lru_cache(maxsize=256)
