@@ -55,7 +55,7 @@ def main():
                 first_steps(lab, given)
             else:
                 if left := turns_left(given):
-                    with crew(lab, given) as workers:
+                    with crew(lab, given.processes) as workers:
                         take_turns(lab, workers, left, given)
                 show(read(given.out))
         finally:
@@ -138,17 +138,17 @@ def limit(lab, rate):
 
 
 @contextlib.contextmanager
-def crew(lab, given):
-    """The processes, one in each host; they end with the block."""
+def crew(lab, size, module="bench.slow_worker"):
+    """So many processes, equally many in each host, host by host; they end with the block."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         init = f"tcp://{lab.address(1)}:{listener.getsockname()[1]}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    command = [sys.executable, "-m", "bench.slow_worker", "--size", str(given.processes), "--init", init]
+    command = [sys.executable, "-m", module, "--size", str(size), "--init", init]
     workers = [
-        lab.exec(host, [*command, "--rank", str(host - 1)], env=variables, cwd=ROOT, text=True,
-                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for host in lab.hosts
+        lab.exec(lab.hosts[rank * len(lab.hosts) // size], [*command, "--rank", str(rank)], env=variables, cwd=ROOT,
+                 text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for rank in range(size)
     ]  # fmt: skip
     try:
         yield workers

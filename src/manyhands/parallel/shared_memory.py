@@ -31,6 +31,8 @@ from torch import Tensor
 from manyhands.core.world import World
 from manyhands.parallel.plain import gather_plain
 
+# Why there are no sums through memory.
+ON_SEVERAL, ALONE = "they are on several machines", "this process has no neighbour"
 SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
 # torch's own patience, where a job says none.
 _PATIENCE_S = 1800.0
@@ -112,6 +114,26 @@ class SharedSums:
         for more in slots[2:]:
             total.add_(more)
 
+    def add_up_for_first(self, values: Tensor) -> None:
+        """The same as `add_up`, for the process at place 0 alone; the others' values stay."""
+        for piece in values.split(self.slot_bytes // values.element_size()):
+            self.own_slots(piece)[self.turn].copy_(piece)
+            if self.place == 0:
+                self.add_slots_up(piece)
+            else:
+                self.meet()
+
+    def spread(self, values: Tensor) -> None:
+        """Replaces flat values [n] by those of the process at place 0; a collective, which raises as `add_up` does."""
+        for piece in values.split(self.slot_bytes // values.element_size()):
+            turn = self.turn
+            first = self.slots_of(0, piece)[turn]
+            if self.place == 0:
+                first.copy_(piece)
+            self.meet()
+            if self.place:
+                piece.copy_(first)
+
     def meet(self) -> None:
         """Waits until all slots of this turn are filled, which are then to be read; raises as `add_up` does."""
         try:
@@ -181,29 +203,49 @@ def tries_after(tries: int, waited_s: float) -> int:
 
 
 def open_shared_sums(world: World, group: Any = None, slot_bytes: int = SLOT_BYTES) -> SharedSums | str:
-    """A group's (None: all processes') sums through memory, or why there are none; a collective, alike on all.
+    """A group's (None: all processes') sums through memory, or why there are none; a collective, alike on all."""
+    machines = machines_of_group(world, group)
+    if isinstance(machines, str):
+        return machines
+    if len(machines) > 1:
+        return ON_SEVERAL
+    return share_within(machines, world, group, slot_bytes) or ALONE
 
-    That all are on one machine is known by trying: the first one's memory is opened by all.
-    """
-    ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
+
+def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
+    """Ranks of those who can open each other's memory, by their first; or why nobody can. A collective."""
     told = gather_plain(_machine(), world, group)
-    if any(one != told[0] for one in told):
-        return "they are on several machines"
-    if not told[0]:
+    if not any(told):
         return "this system has no memory without a name, or no semaphores in it"
-    file, offer = _offered(len(ranks), slot_bytes) if place == 0 else (None, {})
-    offer = gather_plain(offer, world, group)[0]
+    machines: dict[Any, list[int]] = {}
+    for rank, name in zip(dist.get_process_group_ranks(group), told, strict=True):
+        machines.setdefault(name or rank, []).append(rank)
+    return list(machines.values())
+
+
+def share_within(
+    machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
+) -> SharedSums | str | None:
+    """The sums of this process's machine, None where it is alone there; or why some have none. A collective of all.
+
+    That all of a machine are on it is known by trying: the first one's memory is opened by all.
+    """
+    mine = next(ranks for ranks in machines if world.rank in ranks)
+    place, size = mine.index(world.rank), len(mine)
+    file, offer = _offered(size, slot_bytes) if size > 1 and place == 0 else (None, {})
+    offers = gather_plain(offer, world, group)
+    offer = offers[dist.get_process_group_ranks(group).index(mine[0])]
     sums, lacks = None, offer.get("lacks", "")
-    if not lacks:
+    if size > 1 and not lacks:
         try:
             file = file or _opened(offer)
-            sums = SharedSums(file, ranks, place, slot_bytes, world.collective_timeout_s or _PATIENCE_S)
+            sums = SharedSums(file, mine, place, slot_bytes, world.collective_timeout_s or _PATIENCE_S)
         except (OSError, ValueError) as error:
             lacks = f"rank {world.rank} can't share memory: {error}"
     lacks = next(filter(None, gather_plain(lacks, world, group)), "")
     if file and lacks:
         file.close()
-    return sums if sums and not lacks else lacks
+    return lacks or sums
 
 
 def _machine() -> str:

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,11 +128,22 @@ def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> Chos
     _start_equal(before)
     axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
     share = -(-min(job.train.batch, samples) // world.size)
-    kept = before.found.snapshot.state.get("sync") if before.found else None
+    state = before.found.snapshot.state if before.found else {}
     sync_request = SyncRequest(
-        job, before.mode, steps_to_make(job.train, samples), kept, lambda: time_step(rehearsal, share, world)
+        job,
+        before.mode,
+        steps_to_make(job.train, samples),
+        state.get("sync"),
+        lambda: time_step(rehearsal, share, world),
     )
-    request = ModeRequest(bool(unused), grid=before.grid, samples=axes, shared_memory=job.parallel.shared_memory)
+    averaged: Any = state.get("averaged")
+    request = ModeRequest(
+        bool(unused),
+        grid=before.grid,
+        samples=axes,
+        shared_memory=job.parallel.shared_memory,
+        averaged=averaged if isinstance(averaged, dict) else {},  # anything, if somebody else made the checkpoint
+    )
     return settle(sync_request, before.model, unused, world, before.journal, request)
 
 

@@ -1,0 +1,375 @@
+"""Gradients in two levels: the sums of all processes to the last bit alike, and nobody waits for who has gone."""
+
+import contextlib
+import multiprocessing
+import os
+import platform
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+from manyhands.config.load import load_job
+from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
+from manyhands.data.order import BatchSharing
+from manyhands.parallel.levels import AveragingTimes, LevelsNetwork, TwoLevels, open_levels, time_both
+from manyhands.parallel.modes import data
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.shared_memory import machines_of_group
+from manyhands.train.data_setup import Objects
+from manyhands.train.failing import is_consequence
+from manyhands.train.heart import collectives_begun
+from manyhands.train.job import build
+from manyhands.train.loop import fit
+from manyhands.train.state import capture
+from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import network, train
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
+
+TWO_AND_TWO, TWO_AND_ONE, DEALT_IN_TURNS = [[0, 1], [2, 3]], [[0, 1], [2]], [[0, 2], [1, 3]]
+PLACES = [TWO_AND_ONE, pytest.param(TWO_AND_TWO, marks=pytest.mark.slow)]
+KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _size(machines):
+    return sum(map(len, machines))
+
+
+def _settle_on(machines, world):
+    """Has this process believe that it is on one of several machines."""
+    place = next(place for place, ranks in enumerate(machines) if world.rank in ranks)
+    platform.node = lambda: f"machine {place}"
+
+
+def _levels(machines, world):
+    _settle_on(machines, world)
+    found = machines_of_group(world)
+    assert found == machines
+    levels = open_levels(found, world)
+    assert isinstance(levels, TwoLevels), levels
+    return levels
+
+
+def _values(seed, rank, count, kind=torch.float64):
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return (torch.randn(count, generator=generator, dtype=torch.float64) * 100).to(kind)
+
+
+def _sum(seed, size, count, kind=torch.float64):
+    return sum(_values(seed, rank, count, kind).double() for rank in range(size))
+
+
+def _any_values(world, machines):
+    levels, sums = _levels(machines, world), []
+
+    # Drawn alike on all processes; several sums are on their way at once, and longer than a slot.
+    @settings(derandomize=True, database=None, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.tuples(st.integers(0, 300_000), st.sampled_from(KINDS), st.integers(0, 99)), max_size=4))
+    def tried(wanted):
+        begun = [levels.begin(_values(seed, world.rank, count, kind)) for count, kind, seed in wanted]
+        for future, (count, kind, seed) in zip(begun, wanted, strict=True):
+            found = future.wait()
+            error = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[kind]
+            exact, largest = _sum(seed, world.size, count, kind), 400 * world.size
+            torch.testing.assert_close(found.double(), exact, rtol=error, atol=error * largest)
+            sums.append(found)
+
+    tried()
+    levels.close()
+    return sums
+
+
+@pytest.mark.parametrize("machines", [*PLACES, pytest.param(DEALT_IN_TURNS, marks=pytest.mark.slow)])
+def test_any_values_are_added_up_to_rounding_and_alike_to_the_last_bit(machines):
+    first, *others = run_on_ranks(_any_values, _size(machines), machines)
+    assert len(first) > 25
+    for found in others:
+        torch.testing.assert_close(found, first, rtol=0, atol=0)
+
+
+def _several_at_once(world):
+    first, second = _levels(TWO_AND_ONE, world), _levels(TWO_AND_ONE, world)
+    wrong = []
+
+    def add_up(number, levels):
+        for turn in range(60):
+            count = 1 + (turn * 97 + number * 31) % 5000
+            found = levels.begin(_values(turn + 100 * number, world.rank, count)).wait()
+            exact = _sum(turn + 100 * number, world.size, count)
+            if not torch.allclose(found, exact, rtol=1e-12, atol=1e-9):
+                wrong.append((number, turn))
+
+    # They begin in another order on each process; and one of gloo's over all goes on beside them.
+    both = [(0, first), (1, second)]
+    threads = [threading.Thread(target=add_up, args=both[(number + world.rank) % 2]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        one = torch.ones(1000)
+        dist.all_reduce(one)
+        assert one.eq(world.size).all()
+    for thread in threads:
+        thread.join()
+    first.close()
+    second.close()
+    return wrong
+
+
+def test_several_sums_at_once_do_not_meet():
+    assert run_on_ranks(_several_at_once, 3) == [[]] * 3
+
+
+def _network():
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 7)]
+    network = nn.Sequential(*layers).double()
+    network.spare = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    group_batch_norms(network)
+    return network
+
+
+def _two_updates(network, size, rank, count):
+    """Gradients of two updates of two micro-batches, whose `count` samples each are one group of BatchNorm; buffers."""
+    found = []
+    for update in range(2):
+        network.inner.zero_grad()
+        for part in range(2):
+            mine = BatchSharing(size, 0, count).micro_batches(count)[0][rank]
+            network.norms.begin_micro_batch(mine.spans, mine.shared_groups, mine.count, 2 * count)
+            pictures = _values(2 * update + part, 0, count * 48).view(count, 3, 4, 4)[mine.start : mine.stop]
+            with network.no_sync() if part == 0 else contextlib.nullcontext():
+                # One process alone uses `spare`.
+                spare = network.inner.spare.sum() if rank == size - 1 else 0
+                loss = network.call(pictures).square().sum() + spare
+                ((network.reach_all(loss) if part else loss) * network.gradient_scale).backward()
+        network.finish_gradients()
+        network.finish_update(size)
+        found.append({name: one.grad.clone() for name, one in network.inner.named_parameters()})
+    return found, dict(network.inner.named_buffers())
+
+
+def _updated(world, machines, way):
+    _settle_on(machines, world)
+    model = _network()
+    network = data.apply(model, world, ModeRequest(averaged={"levels": way, "machines": machines}))
+    assert isinstance(network, LevelsNetwork) == way
+    assert network.averaged == {"levels": way, "machines": machines}
+    before = collectives_begun()
+    found = _two_updates(network, world.size, world.rank, 12)
+    network.release()
+    return found, collectives_begun() - before
+
+
+@pytest.mark.parametrize("machines", PLACES)
+def test_gradients_are_those_of_one_process_beside_batch_norms_sums(machines):
+    """Micro-batches are added up, a parameter is used by one process alone, and BatchNorm's sums go on meanwhile."""
+    size, model = _size(machines), _network()
+    several, by_gloo = (run_on_ranks(_updated, size, machines, way) for way in (True, False))
+    gradients, buffers = _two_updates(ParallelNetwork(model, model), 1, 0, 12)
+    for (found, own_buffers), begun in several:
+        torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found, several[0][0][0], rtol=0, atol=0)
+        # Who hangs is told from how many collectives each process has come to.
+        assert begun == by_gloo[0][1]
+
+
+def _made_by(world, machines, levels_s, function, *arguments):
+    """A function's result where two levels take so long and the backend alone a second."""
+    _settle_on(machines, world)
+    data.time_both = lambda *_: AveragingTimes(levels_s, 1.0, 4096)
+    return function(world, *arguments)
+
+
+@pytest.mark.parametrize("machines", PLACES)
+@pytest.mark.parametrize("more", [{}, {"train.micro_batch": 4}], ids=["plain", "accumulation"])
+def test_several_processes_make_the_updates_of_one(machines, more):
+    settings = {"train.precision": "fp64", "train.channels_last": False, "train.norm_group": 4, **more}
+    size = _size(machines)
+    several = run_on_ranks(_made_by, size, machines, 0.5, train, 8, "data", True, settings)
+    (_, wanted, _), *_ = run_on_ranks(train, 1, 8, "single", True, settings)
+    for _, weights, _ in several:
+        for name, one in wanted.items():
+            torch.testing.assert_close(weights[name], several[0][1][name], rtol=0, atol=0)
+            assert (weights[name] - one).abs().max() <= 1e-9 * max(one.abs().max().item(), 1e-12), name
+
+
+def _run_on(world, folder, max_steps):
+    """A part of a run; its weights, and what it says of averaging."""
+    flags = {
+        "data.name": "synthetic:103x1x8x8x5", "train.batch": 29, "train.epochs": 9, "train.max_steps": max_steps,
+        "train.norm_group": 4, "checkpoint.every": "4steps", "parallel.mode": "data",
+    }  # fmt: skip
+    place = RunFolder(Path(folder))
+    torch.manual_seed(3)
+    trainer = build(load_job(flags, environment={}).job, place, world, "data", Objects(network(norm=True)))
+    fit(trainer)
+    snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
+    trainer.release()
+    return snapshot.model, trainer.network.averages, trainer.network.averaged
+
+
+@pytest.mark.parametrize("levels_s", [0.5, pytest.param(2.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("machines", PLACES)
+def test_a_run_that_goes_on_keeps_its_way_and_its_bits(levels_s, machines, tmp_path):
+    """Though it would now measure the contrary."""
+    size = _size(machines)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "broken").mkdir()
+    whole = run_on_ranks(_made_by, size, machines, levels_s, _run_on, tmp_path / "whole", 7)
+    run_on_ranks(_made_by, size, machines, levels_s, _run_on, tmp_path / "broken", 4)
+    resumed = run_on_ranks(_made_by, size, machines, 2.5 - levels_s, _run_on, tmp_path / "broken", 7)
+    for (weights, told, way), (own, own_told, own_way) in zip(whole, resumed, strict=True):
+        assert way == own_way == {"levels": levels_s < 1, "machines": machines}
+        assert told.startswith("gradients are averaged in two levels" if levels_s < 1 else "gradients are averaged by")
+        assert "4,096 bytes take" in told
+        assert own_told.endswith("as before in this run")
+        torch.testing.assert_close(own, weights, rtol=0, atol=0)
+
+
+def _moved(world, levels):
+    """What is chosen by what a run on other machines has kept."""
+    _settle_on(DEALT_IN_TURNS, world)
+    kept = {"levels": levels, "machines": TWO_AND_TWO}
+    made = data.apply(_network(), world, ModeRequest(averaged=kept))
+    made.release()
+    return made.averaged, made.averages
+
+
+@pytest.mark.slow
+def test_on_other_machines_it_is_measured_anew_and_alike():
+    first, *others = run_on_ranks(_moved, 4, True)
+    assert first[0]["machines"] == DEALT_IN_TURNS
+    assert "bytes take" in first[1]
+    assert all(found == first for found in others)
+
+
+def _timed(world, bytes_):
+    levels = _levels(TWO_AND_ONE, world)
+    began, times = time.monotonic(), time_both(levels, bytes_)
+    levels.close()
+    return times, time.monotonic() - began
+
+
+@pytest.mark.parametrize("bytes_", [1, 40_000, 1 << 30])
+def test_times_are_equal_on_all_processes_and_of_no_more_than_the_gradients(bytes_):
+    found = run_on_ranks(_timed, 3, bytes_)
+    times = found[0][0]
+    assert all(each == times for each, _ in found)
+    assert times.levels_s > 0
+    assert times.backend_s > 0
+    assert 1 <= times.size_bytes <= min(bytes_, 4 << 20)
+
+
+def _how(world, machines, request, sparse=False):
+    _settle_on(machines, world)
+    model = nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(3, 2)
+    made = data.apply(model, world, request)
+    made.release()
+    return isinstance(made, LevelsNetwork), made.averages, made.averaged
+
+
+ALL_APART, TWO_LEVELS = [[0], [1], [2]], {"levels": True, "machines": TWO_AND_ONE}
+
+
+@pytest.mark.parametrize(
+    ("machines", "request_", "sparse", "why"),
+    [
+        (ALL_APART, ModeRequest(averaged={"levels": True, "machines": ALL_APART}), False, "they are on several"),
+        (TWO_AND_ONE, ModeRequest(averaged=TWO_LEVELS, shared_memory=False), False, "parallel.shared_memory is false"),
+        (TWO_AND_ONE, ModeRequest(averaged=TWO_LEVELS, hook=bf16_compress_hook), False, "the sync method changes them"),
+        (TWO_AND_ONE, ModeRequest(averaged=TWO_LEVELS), True, "some are sparse"),
+    ],
+)
+def test_what_does_not_suit_goes_by_the_backend_and_says_why(machines, request_, sparse, why):
+    for levels, said, averaged in run_on_ranks(_how, 3, machines, request_, sparse):
+        assert not levels
+        assert not averaged
+        assert f"averaged by gloo: {why}" in said
+
+
+def test_parameters_without_a_gradient_are_no_obstacle():
+    for levels, _, _ in run_on_ranks(_how, 3, TWO_AND_ONE, ModeRequest(unused=True, averaged=TWO_LEVELS)):
+        assert levels
+
+
+def _train_for_ever(network, rank, victim, how, place):
+    for turn in range(1_000_000):
+        place.write_text(f"{turn} {time.monotonic()}")
+        if rank == victim and turn == 10:
+            if how == "raises":
+                network.release()
+                time.sleep(60)
+            os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
+        network.call(torch.ones(2, 300)).sum().backward()
+
+
+def _until_one_ends(folder, rank, machines, victim, how):
+    size = _size(machines)
+    patience = timedelta(seconds=4 if how == "stops" else 60)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    world = World(rank, size, rank, size, "cpu", "gloo", patience.total_seconds())
+    _settle_on(machines, world)
+    # Of several buckets.
+    model = nn.Sequential(nn.Linear(300, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+    made = data.apply(model, world, ModeRequest(averaged={"levels": True, "machines": machines}))
+    assert isinstance(made, LevelsNetwork)
+    place = folder / str(rank)
+    with pytest.raises(RuntimeError) as raised:
+        _train_for_ever(made, rank, victim, how, place)
+    assert is_consequence(raised.value), raised.value
+    with place.open("a") as file:
+        file.write(f" {time.monotonic()} {raised.value}")
+    os._exit(7)  # as a worker leaves whose peer has gone
+
+
+def _who_hears(folder, machines, victim, how):
+    """What each process but the victim said, and how long after it had begun its last update."""
+    before, size = set(Path("/dev/shm").iterdir()), _size(machines)
+    context = multiprocessing.get_context("fork")
+    children = [
+        context.Process(target=_until_one_ends, args=(folder, rank, machines, victim, how)) for rank in range(size)
+    ]
+    for child in children:
+        child.start()
+    others = [rank for rank in range(size) if rank != victim]
+    for rank in others:
+        children[rank].join(120)
+    children[victim].kill()
+    children[victim].join()
+    assert [children[rank].exitcode for rank in others] == [7] * len(others)
+    assert {one for one in set(Path("/dev/shm").iterdir()) - before if "manyhands" in one.name} == set()
+    ended = float((folder / str(victim)).read_text().split()[1])
+    heard = [(folder / str(rank)).read_text().split(" ", 3) for rank in others]
+    # All hear it in the same update.
+    assert {int(turn) for turn, *_ in heard} == {10}
+    return {rank: (float(at) - ended, said) for rank, (_, _, at, said) in zip(others, heard, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("machines", "victim", "how"),
+    [
+        (TWO_AND_ONE, 1, "is killed"),
+        *[pytest.param(TWO_AND_TWO, victim, "is killed", marks=pytest.mark.slow) for victim in range(4)],
+        pytest.param(TWO_AND_ONE, 2, "is killed", marks=pytest.mark.slow),
+        pytest.param(TWO_AND_TWO, 1, "raises", marks=pytest.mark.slow),
+        pytest.param(TWO_AND_TWO, 3, "stops", marks=pytest.mark.slow),
+        pytest.param(TWO_AND_TWO, 0, "stops", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_ends_in_the_middle_is_heard_of_on_every_machine(machines, victim, how, tmp_path):
+    for rank, (seconds, said) in _who_hears(tmp_path, machines, victim, how).items():
+        assert seconds < 30, (rank, said)
