@@ -1,6 +1,7 @@
 """One of the processes of bench.two_levels, as bench.slow_worker is one of bench.slow_links."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -26,7 +27,7 @@ class Trained:
         torch.manual_seed(0)
         sizes = [int(word) for word in name.split("-")]
         layers = [nn.Linear(sizes[0], sizes[1])]
-        for before, after in zip(sizes[1:], sizes[2:], strict=False):
+        for before, after in itertools.pairwise(sizes[1:]):
             layers += [nn.ReLU(), nn.Linear(before, after)]
         model = nn.Sequential(*layers)
         self.network = data.apply(model, world, ModeRequest(averaged={"levels": levels, "machines": MACHINES}))

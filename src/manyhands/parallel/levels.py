@@ -10,6 +10,7 @@ import queue
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,26 @@ from manyhands.parallel.shared_memory import SharedSums, share_within
 
 Machines = list[list[int]]  # ranks of each machine's processes, by their first, which leads
 
+# Of what is on its way between the leaders at once.
+_PIECE_BYTES = 4 << 20
 # A message is timed from the first size on, larger ones as long as all rounds of one are over soon.
 _FIRST_BYTES, _MOST_BYTES, _LARGER = 4 << 10, 4 << 20, 8
-_ROUNDS, _SOON_S = 5, 0.05
+_ROUNDS, _SOON_S = 7, 0.1
+
+
+@dataclass
+class _Sum:
+    """What is to be added up."""
+
+    values: Tensor  # flat [n], replaced by their sum
+    future: torch.futures.Future[Tensor]  # gets them
+    last: bool  # nothing comes after it that could be added up while its last piece is on its way
 
 
 class TwoLevels:
     """Adds up tensors over all processes, one after the other, in a thread of its own.
+
+    While a piece is on its way between the leaders the next one is added up within the machines.
 
     Args:
         sums: of this process's machine; None where it is alone there.
@@ -44,20 +58,22 @@ class TwoLevels:
     def __init__(self, sums: SharedSums | None, leaders: Any) -> None:
         self._sums, self._leaders = sums, leaders
         self._failed: Exception | None = None
-        self._given: queue.SimpleQueue[tuple[Tensor, torch.futures.Future[Tensor]] | None] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
+        self._taken: deque[_Sum] = deque()
+        self._between: tuple[Tensor, Any, bool] | None = None  # a piece, its collective, whether a sum ends with it
         threading.Thread(target=self._go_on, name="manyhands two levels", daemon=True).start()
 
-    def begin(self, values: Tensor) -> torch.futures.Future[Tensor]:
+    def begin(self, values: Tensor, *, last: bool = True) -> torch.futures.Future[Tensor]:
         """Has flat values [n] replaced by their sum over all processes; a collective, in the same order everywhere.
 
-        Waiting for them raises RuntimeError where a process has ended, or was silent for too long; nothing can be added
-        up any more then.
+        It is done when one that is `last` has begun too. Waiting for it raises RuntimeError where a process has ended,
+        or was silent for too long; nothing can be added up any more then.
         """
         SharedSums.begun += 1
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         # What a callback raises is raised where DDP waits, which an exception that is set on the future itself isn't.
         checked = future.then(self._checked)
-        self._given.put((values, future))
+        self._given.put(_Sum(values, future, last))
         return checked
 
     def close(self) -> None:
@@ -76,29 +92,48 @@ class TwoLevels:
 
     def _go_on(self) -> None:
         while (given := self._given.get()) is not None:
-            values, future = given
+            self._taken.append(given)
             if self._failed is None:
                 try:
-                    self._add_up(values)
+                    self._add_up(given)
                 except Exception as error:  # noqa: BLE001 - raised where somebody waits
                     self._failed = error
                     if self._sums:  # out of step from now on, which neighbours are to hear
                         self._sums.close()
-            future.set_result(values)
+            while self._failed and self._taken:
+                self._end_sum()
 
-    def _add_up(self, values: Tensor) -> None:
-        sums, leaders = self._sums, self._leaders
-        if sums:
-            sums.add_up_for_first(values)
-        if leaders:
-            dist.all_reduce(values, group=leaders)
-        if sums:
-            sums.spread(values)
+    def _add_up(self, given: _Sum) -> None:
+        pieces = given.values.split(_PIECE_BYTES // given.values.element_size())
+        for number, piece in enumerate(pieces, start=1):
+            if self._sums:
+                self._sums.add_up_for_first(piece)
+            work = dist.all_reduce(piece, group=self._leaders, async_op=True) if self._leaders else None
+            self._end_piece()
+            self._between = piece, work, number == len(pieces)
+        if given.last:
+            self._end_piece()
+
+    def _end_piece(self) -> None:
+        """Waits for the piece that is between the leaders, and gives it to the neighbours."""
+        if self._between is None:
+            return
+        (piece, work, ends), self._between = self._between, None
+        if work:
+            work.wait()
+        if self._sums:
+            self._sums.spread(piece)
+        if ends:
+            self._end_sum()
+
+    def _end_sum(self) -> None:
+        done = self._taken.popleft()
+        done.future.set_result(done.values)
 
 
 def add_bucket_up(levels: TwoLevels, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A hook of DDP's, which leaves the sum of all processes' gradients: no mean."""
-    return levels.begin(bucket.buffer())
+    return levels.begin(bucket.buffer(), last=bucket.is_last())
 
 
 @dataclass
