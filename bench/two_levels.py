@@ -72,7 +72,7 @@ def take_round(lab, workers, rate, number, out):
 
 def show(records):
     """A row for each rate and network: medians of an update's time in each round, and of their ratios."""
-    print("| link | network | gloo, ms | two levels, ms | ratio by round | sent by a host | chosen in |")
+    print("| link | network | gloo, ms | two levels, ms | ratio by round | sent by a host | a message alone |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for rate, network in dict.fromkeys((one["rate"], one["network"]) for one in records):
         mine = [one for one in records if (one["rate"], one["network"]) == (rate, network)]
@@ -80,12 +80,12 @@ def show(records):
         medians = {way: [statistics.median(one["seconds"]) for one in each] for way, each in by_way.items()}
         ratios = [levels / flat for flat, levels in zip(medians["gloo"], medians["two levels"], strict=True)]
         sent = [statistics.median(one["sent_bytes"] for one in each) / 1e6 for each in by_way.values()]
-        taken = [one["timed"][0] <= one["timed"][1] for one in by_way["gloo"]]
+        alone = [one["timed"][0] / one["timed"][1] for one in by_way["gloo"]]
         words = [
             *(f"{statistics.median(each) * 1e3:.3g} ({spread(by_way[way])})" for way, each in medians.items()),
             ", ".join(f"{ratio:.2f}" for ratio in ratios),
             f"{sent[0]:.3g} and {sent[1]:.3g} MB",
-            f"{sum(taken)} of {len(taken)}",
+            ", ".join(f"{ratio:.2f}" for ratio in alone),
         ]
         print(f"| {rate} | {network} | {' | '.join(words)} |")
 

@@ -34,6 +34,9 @@ _PIECE_BYTES = 4 << 20
 # A message is timed from the first size on, larger ones as long as all rounds of one are over soon.
 _FIRST_BYTES, _MOST_BYTES, _LARGER = 4 << 10, 4 << 20, 8
 _ROUNDS, _SOON_S = 7, 0.1
+# A message alone hides nothing behind the next one, as an update's do: updates were quicker in two levels also where it
+# took 1.1 times as long. And what is about equal must not be chosen by chance, since the bits depend on it.
+_NEARLY = 1.2
 
 
 @dataclass
@@ -169,7 +172,7 @@ class AveragingTimes:
 
     @property
     def levels_win(self) -> bool:
-        return self.levels_s <= self.backend_s
+        return self.levels_s <= _NEARLY * self.backend_s
 
     def __str__(self) -> str:
         both = f"{short_time(self.levels_s)} in two levels, {short_time(self.backend_s)} without"

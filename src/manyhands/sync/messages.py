@@ -35,7 +35,11 @@ class SyncMessage:
 
 
 def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
-    """All gradients by DDP's all-reduces, with values of so many bytes."""
+    """All gradients by DDP's all-reduces, with values of so many bytes.
+
+    Machines are the parties, as where their processes add up first (parallel/levels.py); of two machines with two
+    processes each, DDP alone sends half as much again, with bf16 and on accelerators too.
+    """
     whole = case.values * item_bytes
     buckets = -(-case.values * case.item_bytes // _BUCKET_BYTES)
     return _all_reduce(case, whole, buckets)
