@@ -288,6 +288,25 @@ def test_a_run_goes_on_with_the_machines_that_are_left(how, host, lab, here):
         torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(("rank", "way"), [SLOW(3, ()), SLOW(0, ("--interface", "ssh"))], ids=["plain", "through ssh"])
+def test_a_killed_process_among_two_on_each_host_is_heard_of_by_all(rank, way, lab, here):
+    """Also where only ssh joins the hosts; from its last whole update on the run makes the updates of one process."""
+    job = ["digits", "mlp", "--epochs", "100", "--set", "train.evaluate_every=50", *QUICK, *EXACT]
+    with running(
+        "launch", *job, "--set", "checkpoint.every=100steps", *hosts(lab, 2, 2), *way, "--out", "run"
+    ) as process:
+        wait_until(begun(kind="saved"), process)
+        os.kill(json.loads(Path("run/env.json").read_text())["ranks"][rank]["pid"], signal.SIGKILL)
+        ended = finish(process)
+        gone(lab)
+    assert ended.code == 0, ended.err
+    assert len(events("run", "restarted")) == 1
+    assert len(events("run", "averaging")) == 2
+    assert run("train", *job, "--out", "whole").code == 0
+    for name, tensor in final_weights("run").items():
+        torch.testing.assert_close(tensor, final_weights("whole")[name], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("how", [SLOW("kill"), SLOW("down"), SLOW("agent")])
 def test_a_lost_machine_is_named_and_the_run_goes_on_later(how, lab, here):
     job = [*ENDLESS, "--set", "checkpoint.every=20steps", *hosts(lab), "--elastic", "off"]
