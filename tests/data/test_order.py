@@ -1,6 +1,7 @@
 """Laws of the order of samples and of how processes share them."""
 
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.order import BatchSharing, Order, evaluation_blocks, group_edges
+from manyhands.data.order import BatchSharing, Order, dealt_blocks, evaluation_blocks, group_edges
 
 counts = st.integers(1, 300)
 processes = st.integers(1, 9)
@@ -153,3 +154,23 @@ def test_unequal_shares_are_whole_groups_where_that_costs_little():
 def test_a_group_larger_than_a_pass_is_refused():
     with pytest.raises(UserError, match="BatchNorm needs 32 samples"):
         BatchSharing(1, 16, 32).micro_batches(64)
+
+
+@given(counts, processes)
+def test_equal_shares_deal_blocks_in_turns(count, size):
+    for each in (1, 7):
+        assert dealt_blocks(count, (each,) * size) == [list(range(rank, count, size)) for rank in range(size)]
+
+
+@given(counts, wanted_shares.filter(bool))
+def test_each_block_is_dealt_once_and_none_would_be_done_sooner_elsewhere(count, shares):
+    dealt = dealt_blocks(count, shares)
+    assert sorted(itertools.chain(*dealt)) == list(range(count))
+    assert all(mine == sorted(mine) for mine in dealt)
+    longest = max(Fraction(len(mine), share) for mine, share in zip(dealt, shares, strict=True))
+    assert all(Fraction(len(mine) + 1, share) >= longest for mine, share in zip(dealt, shares, strict=True))
+
+
+def test_three_times_as_fast_takes_three_times_as_many_blocks_of_an_evaluation():
+    assert dealt_blocks(8, (24, 8)) == [[0, 1, 2, 4, 5, 6], [3, 7]]
+    assert dealt_blocks(2, (24, 8)) == [[0, 1], []]

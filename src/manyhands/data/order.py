@@ -7,9 +7,10 @@ Nothing but the last cut knows how many processes there are, so 1, 2, 3 or 8 pro
 
 import bisect
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -198,3 +199,19 @@ def told_of_batch(batch: int, length: int) -> str:
 def evaluation_blocks(length: int, block: int) -> list[range]:
     """The evaluation split as blocks of fixed size, the last one smaller; the same for any number of processes."""
     return [range(start, min(start + block, length)) for start in range(0, length, block)]
+
+
+def dealt_blocks(count: int, shares: Sequence[int]) -> list[list[int]]:
+    """Numbers of `count` blocks of one size for each process, in order: each to whoever would be done with it first.
+
+    A process's speed is in proportion to its share; of several the first gets it, so equal shares deal in turns.
+    """
+    dealt: list[list[int]] = [[] for _ in shares]
+    # A quotient is rounded alike everywhere, so all processes come to the same.
+    waiting = [(1 / share, rank) for rank, share in enumerate(shares)]
+    heapq.heapify(waiting)
+    for number in range(count):
+        rank = waiting[0][1]
+        dealt[rank].append(number)
+        heapq.heapreplace(waiting, ((len(dealt[rank]) + 1) / shares[rank], rank))
+    return dealt

@@ -1,8 +1,8 @@
 """Evaluation: each sample exactly once on any number of processes.
 
-The split is cut into blocks of fixed size, and whole blocks are dealt out, so that each block is computed the same way
-wherever it lands. Counts are integers, and each block's loss is added in the order of the blocks: the result is the
-same to the last bit for any number of processes.
+The split is cut into blocks of fixed size, and whole blocks are dealt out, more of them to whoever takes more of each
+update. Each block is computed the same way wherever it lands, counts are integers, and each block's loss is added in
+the order of the blocks: the result is the same to the last bit for any number of processes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from manyhands.core.errors import RunError, UserError
 from manyhands.core.layouts import bounds
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
-from manyhands.data.order import evaluation_blocks
+from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.own_metrics import FigureSums, OwnMetric
@@ -83,6 +83,8 @@ class StopRequest:
 
     def heed(self, done: int) -> None:
         """To be called before each block, `done` of which are behind; every second or so it is a collective.
+
+        All call it equally often; where some have more blocks, each at the same part of its own.
 
         Raises:
             Interrupted: on all processes alike.
@@ -159,6 +161,7 @@ class Evaluator:
         model: nn.Module,
         autocast: contextlib.AbstractContextManager[object],
         asked: Callable[[], object] | None = None,
+        shares: Sequence[int] = (),
     ) -> Evaluation:
         """Evaluates; the network is left in the mode it was in.
 
@@ -166,6 +169,7 @@ class Evaluator:
             model: the network.
             autocast: entered for the length of it.
             asked: true where somebody has asked this process to stop; on all processes, or on none.
+            shares: what each process takes of each update, by which blocks are dealt; empty where that is equal.
 
         Raises:
             RunError: the samples counted are not exactly those of the split.
@@ -174,10 +178,20 @@ class Evaluator:
         started = time.perf_counter()
         # Not inference_mode: what a sharded network's first pass sets up under it could never be trained.
         with evaluating(model), torch.no_grad(), autocast:
-            counts = self._count(model, StopRequest(self.world, asked) if asked else None)
+            counts = self._count(model, self._dealt(shares), StopRequest(self.world, asked) if asked else None)
         return self._sum_up(*counts, started)
 
-    def _count(self, model: nn.Module, request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _dealt(self, shares: Sequence[int]) -> list[list[int]]:
+        """Numbers of the blocks that each process computes."""
+        if self._together:
+            return [list(range(len(self.blocks)))] * self.world.size
+        # Where all call the network equally often, a slow process's calls are the more, the more others have.
+        turns = not shares or (self._network is not None and self._network.collective_forward)
+        return dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
+
+    def _count(
+        self, model: nn.Module, dealt: list[list[int]], request: StopRequest | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of this process's samples: true and guessed class [2, length]; top-5 hits and samples; sums [k, blocks].
 
         The first sums are the losses, the others what metrics of the user's own add up.
@@ -187,11 +201,12 @@ class Evaluator:
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
         width = self._own.width if self._own else 0
         sums = torch.zeros(1 + width, len(self.blocks), dtype=self._precise, device=device)
-        # So many blocks all processes have; those that are left over end the evaluation anyway.
-        common = len(self.blocks) // (1 if self._together else self.world.size)
-        for done, (number, counted, batch) in enumerate(self._batches()):
-            if request and done < common:
-                request.heed(done)
+        mine, common = dealt[self.world.rank], min(map(len, dealt))
+        # Each asks as often as whoever has the fewest blocks, and as far on in its own, so that nobody waits for that.
+        asks = {len(mine) * turn // common: turn for turn in range(common)}
+        for place, (number, counted, batch) in enumerate(self._batches(mine, max(map(len, dealt)))):
+            if request and place in asks:
+                request.heed(asks[place])
             length, labels = len(self.blocks[number]), batch.labels
             filled = max(length, self._together.most_parts) if self._together else length
             if self._together:
@@ -218,14 +233,13 @@ class Evaluator:
         function = F.nll_loss if self._log_probabilities else F.cross_entropy
         return function(logits.to(self._precise), labels, reduction="sum")
 
-    def _batches(self) -> Iterator[tuple[int, bool, Any]]:
-        """This process's blocks; with repeated ones that don't count where all must call the network equally often."""
+    def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
+        """This process's blocks; up to so many, which don't count, where all must call the network equally often."""
         if self._together:
             yield from self._shared_batches(self._together)
             return
-        mine = [(number, True) for number in range(self.world.rank, len(self.blocks), self.world.size)]
+        mine = [(number, True) for number in numbers]
         if self._network and self._network.collective_forward:
-            rounds = -(-len(self.blocks) // self.world.size)
             mine += [(0, False)] * (rounds - len(mine))
         requests = (torch.arange(self.blocks[number].start, self.blocks[number].stop) for number, _ in mine)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):

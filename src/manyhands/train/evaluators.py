@@ -8,6 +8,7 @@ from manyhands.data.loader import Loader
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.data_setup import DataSetup
 from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.feed import Feed
 from manyhands.train.own_metrics import OwnMetric
 from manyhands.train.step import Updater
 
@@ -39,13 +40,19 @@ def make_tester(
     samples: DataSetup,
     classes: int,
     job: Job,
-    network: ParallelNetwork,
     update: Updater,
+    feed: Feed,
     metrics: Sequence[OwnMetric],
 ) -> Callable[..., Evaluation] | None:
-    """Evaluates what was held out, under the network's mode; None where nothing was."""
+    """Evaluates what was held out, as `evaluate_as_shared` does; None where nothing was."""
     if samples.held_out is None or samples.splits.held_out is None:
         return None
     count = len(samples.splits.held_out)
-    evaluator = make_evaluator(samples.held_out, count, classes, job, network, update.world, metrics)
-    return lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked)
+    evaluator = make_evaluator(samples.held_out, count, classes, job, update.network, update.world, metrics)
+    return evaluate_as_shared(evaluator, update, feed)
+
+
+def evaluate_as_shared(evaluator: Evaluator, update: Updater, feed: Feed) -> Callable[..., Evaluation]:
+    """Evaluates the network under its mode, each time by the shares that are in force then."""
+    network, gradients = update.network, update.gradients
+    return lambda asked=None: evaluator(network.evaluated, gradients.autocast(), asked, feed.cut.shares)

@@ -18,7 +18,7 @@ from manyhands.parallel.plan import Plan
 from manyhands.train.capturing import captured
 from manyhands.train.compiled import compiled
 from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples
-from manyhands.train.evaluators import make_evaluator, make_tester
+from manyhands.train.evaluators import evaluate_as_shared, make_evaluator, make_tester
 from manyhands.train.feed import Feed
 from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import look_first, make_model, refuse_other_head, without_first_weights
@@ -111,6 +111,7 @@ def build(
         unused=rehearsed.unused,
     )
     warm_up(update, samples.train, min(2, order.length))
+    feed = Feed(order, cut, samples.train, network.replica(world.rank))
     evaluator = make_evaluator(samples.test, len(samples.splits.test), len(classes), job, network, world, metrics)
     total = total_steps(job.train, order.steps_per_epoch)
     trainer = Trainer(
@@ -121,10 +122,10 @@ def build(
         mode=mode,
         classes=classes,
         trained=describe_trained(job, samples, classes, mode, objects, world.size),
-        feed=Feed(order, cut, samples.train, network.replica(world.rank)),
+        feed=feed,
         network=network,
         update=update,
-        evaluate=lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked),
+        evaluate=evaluate_as_shared(evaluator, update, feed),
         status_round=StatusRound(
             world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every
         ),
@@ -135,7 +136,7 @@ def build(
         augment=samples.pixels.augment,
         draws=rehearsed.draws,
         watcher=under.watcher(world),
-        test=make_tester(samples, len(classes), job, network, update, metrics),
+        test=make_tester(samples, len(classes), job, update, feed, metrics),
         standing=synced.standing,
         at_epoch_end=objects.at_epoch_end,
         release=lambda: under.release(samples),

@@ -263,7 +263,8 @@ class Session(Subgroup):
             own = make_metrics(words, {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})})
             make = make_evaluator(loader, len(test_set), outputs, self.job, plain, self.world, own)
             with agreed(trainer) if trainer else contextlib.nullcontext():
-                found = make(evaluated, autocast(precision, self.world.device))
+                shares = self._trainer.feed.cut.shares if self._trainer else ()
+                found = make(evaluated, autocast(precision, self.world.device), shares=shares)
         finally:
             loader.close()
         if trainer and self._folder:
