@@ -18,7 +18,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, float, float]] | None = None
-        self._seconds, self._phase = [0.0] * len(PHASES), OTHER
+        self._seconds, self._taken, self._phase = [0.0] * len(PHASES), [0.0] * len(PHASES), OTHER
         self._since = self._computed = perf_counter()
 
     def to(self, phase: int, now: float = 0.0) -> int:
@@ -52,7 +52,13 @@ class PhaseClock:
         """Seconds of each phase since the last call."""
         self.to(self._phase)
         taken, self._seconds = self._seconds, [0.0] * len(PHASES)
+        self._taken = [before + more for before, more in zip(self._taken, taken, strict=True)]
         return taken
+
+    def spent(self, phase: int) -> float:
+        """Seconds of a phase since the clock was made."""
+        self.to(self._phase)
+        return self._taken[phase] + self._seconds[phase]
 
 
 # This process's: whatever it trains, its time is spent once.

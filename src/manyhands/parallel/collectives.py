@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.core.errors import UserError
+from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
 from manyhands.parallel.newcomers import closed_once_formed
 
@@ -43,6 +44,7 @@ class Subgroup:
     def size(self) -> int:
         return len(self.ranks)
 
+    @CLOCK.within(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """The members' tensors put together, the same on each of them; `tensor` itself is left as it is."""
         self._require_member()
@@ -51,6 +53,7 @@ class Subgroup:
             dist.all_reduce(result, put_together, group=self._handle)
         return result / self.size if operation == "mean" else result
 
+    @CLOCK.within(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
         """The members' tensors put together, on member `target` alone; the others get None."""
         receiver, result = self._rank_of(target, "reduce"), _own_copy(tensor)
@@ -61,6 +64,7 @@ class Subgroup:
             return None
         return result / self.size if operation == "mean" else result
 
+    @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Member `source`'s tensor; the others give one of the same shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), _own_copy(tensor)
@@ -68,6 +72,7 @@ class Subgroup:
             dist.broadcast(result, src=sender, group=self._handle)
         return result
 
+    @CLOCK.within(COMMUNICATION)
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The members' tensors, stacked in the order of their ranks: [size, …]."""
         self._require_member()
@@ -78,6 +83,7 @@ class Subgroup:
         dist.all_gather(parts, mine, group=self._handle)
         return torch.stack(parts)
 
+    @CLOCK.within(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
         """The members' tensors, stacked in their order [size, …], on member `target` alone; the others get None."""
         receiver, mine = self._rank_of(target, "gather"), _own_copy(tensor)
@@ -87,6 +93,7 @@ class Subgroup:
         dist.gather(mine, parts, dst=receiver, group=self._handle)
         return torch.stack(parts) if parts else None
 
+    @CLOCK.within(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
         """Row number `rank` of each member's tensors [size, …], in the order of the members: rows change places."""
         self._require_member()
@@ -98,10 +105,12 @@ class Subgroup:
         dist.all_to_all_single(received, mine, group=self._handle)
         return received
 
+    @CLOCK.within(COMMUNICATION)
     def send(self, tensor: Tensor, target: int) -> None:
         """Sends a tensor to member `target`, which must call `receive`; waits until it is on its way."""
         dist.send(_own_copy(tensor), dst=self._other(target, "send"), group=self._handle)
 
+    @CLOCK.within(COMMUNICATION)
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """What member `source` sends; `tensor` says shape, dtype and device, and is left as it is."""
         result = torch.empty_like(_own_copy(tensor))
@@ -119,6 +128,7 @@ class Subgroup:
         self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 
+    @CLOCK.within(COMMUNICATION)
     def barrier(self) -> None:
         self._require_member()
         if self.size > 1:

@@ -70,10 +70,12 @@ class NormGroups:
 
     def add_up(self, values: Tensor) -> None:
         """Replaces values by their sum over the processes; a collective."""
+        before = CLOCK.to(COMMUNICATION)
         if self.through_memory:
             self.through_memory(values.view(-1))
         else:
             dist.all_reduce(values, group=self.processes)
+        CLOCK.to(before)
 
     def finish_update(self, size: int) -> None:
         """Moves the running statistics once, by what the `size` processes saw; one collective for all layers."""
@@ -83,9 +85,7 @@ class NormGroups:
         # Every process takes part, also one that held no group's beginning: its statistics have weight zero.
         flat = torch.cat([layer.take_seen() for layer in layers])
         if size > 1 and not self.apart:
-            before = CLOCK.to(COMMUNICATION)
             self.add_up(flat)
-            CLOCK.to(before)
         position = 0
         for layer in layers:
             length = 2 * layer.num_features + 1

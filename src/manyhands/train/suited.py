@@ -37,7 +37,10 @@ _SELDOM = 50
 def suit(trainer: Trainer) -> Trainer:
     """Has the trainer's shares suit the processes, where its job asks for that; a collective."""
     cut, wanted = trainer.feed.cut, trainer.job.cluster.shares
-    if cut.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
+    if trainer.own_loop:
+        if cut.processes > 1 and wanted == "auto":
+            trainer.settle_shares = functools.partial(_settle_by_pace, trainer)
+    elif cut.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
         trainer.settle_shares = functools.partial(SuitedShares(known=bool(cut.shares)).settle, trainer)
         trainer.settle_shares()
     elif wanted == MACHINES:
@@ -53,7 +56,7 @@ def _may_differ(trainer: Trainer) -> bool:
     """
     world = trainer.world
     able = trainer.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.own_statistics
-    if not able or trainer.own_loop or world.local_size == world.size:
+    if not able or world.local_size == world.size:
         return False
     name = torch.cuda.get_device_name(world.device) if world.device.startswith("cuda") else this_processor().name
     kinds = gather_plain(f"{name}, {cores():.3g} cores", world)
@@ -78,21 +81,38 @@ class SuitedShares:
         began_s = time.monotonic()
         if not broadcast_plain(not self.known or began_s - self._set_s > _SELDOM * self._took_s, trainer.world):
             return
-        order, cut, world = trainer.feed.order, trainer.feed.cut, trainer.world
-        speeds_s = _seconds_per_sample(trainer)
-        most = broadcast_plain(gather_plain(_most(trainer), world), world)
-        found = suited(speeds_s, order.batch, cut.group, most)
-        if _longest(speeds_s, trainer.feed.samples_of_each()) > _GAIN * _longest(speeds_s, found):
-            # That these fit into memory has been looked at: a run that goes on takes as many in one pass.
-            trainer.feed.cut = dataclasses.replace(cut, shares=tuple(found)).within(0, min(order.batch, order.length))
-            each = [round(1 / one, 1) for one in speeds_s]
-            counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (found, each))
-            batch = order.batch
-            told = f"of each update's {batch} samples the processes take {counts}: alone they make {rates} a second"
-            trainer.journal.event("shares", told, trainer.progress.step, shares=found, samples_per_s=each)
+        _set(trainer, _seconds_per_sample(trainer))
         self.known, self._set_s = True, time.monotonic()
         self._took_s = self._set_s - began_s
         trainer.status_round.leave_out(self._took_s)
+
+
+def _settle_by_pace(trainer: Trainer) -> None:
+    """Sets the shares of the epoch that begins by what the user's own loop took before; a collective.
+
+    Once each process has computed for long enough; what it took counts without its waiting.
+    """
+    pace, world = trainer.pace, trainer.world
+    paces = broadcast_plain(gather_plain([pace.seconds, pace.samples], world), world)
+    if min(seconds for seconds, _ in paces) < _WHILE_S * _WHILES:
+        return
+    _set(trainer, [seconds / samples for seconds, samples in paces])
+    pace.seconds, pace.samples = 0.0, 0
+
+
+def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
+    """Gives all the shares that suit their seconds for a sample, where that is worth it; a collective."""
+    order, cut, world = trainer.feed.order, trainer.feed.cut, trainer.world
+    most = broadcast_plain(gather_plain(_most(trainer), world), world)
+    found = suited(speeds_s, order.batch, cut.group, most)
+    if _longest(speeds_s, trainer.feed.samples_of_each()) <= _GAIN * _longest(speeds_s, found):
+        return
+    # That these fit into memory has been looked at: a run that goes on takes as many in one pass.
+    trainer.feed.cut = dataclasses.replace(cut, shares=tuple(found)).within(0, min(order.batch, order.length))
+    each = [round(1 / one, 1) for one in speeds_s]
+    counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (found, each))
+    told = f"of each update's {order.batch} samples the processes take {counts}: alone they make {rates} a second"
+    trainer.journal.event("shares", told, trainer.progress.step, shares=found, samples_per_s=each)
 
 
 def suited(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
