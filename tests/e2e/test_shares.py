@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from manyhands.run.python import Run
 from tests.e2e.command import QUICK, assert_one_screen, events, final_weights, run
 
 COMMON = ["train", "digits", "mlp", "--batch", "32", "--epochs", "1", *QUICK[:-1], "train.precision=fp64"]
@@ -27,6 +28,8 @@ def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
     (told,) = (event for event in events(uneven) if event["kind"] == "shares")
     assert told["data"]["shares"] == [24, 8]
     assert told["message"] == "of each update's 32 samples the processes take 24, 8"
+    assert "of each update's 32 samples the processes take 24, 8" in run("profile", uneven).out
+    assert json.loads(run("profile", uneven, "--json").out)["shares"] == Run(uneven, "finished").shares == [24, 8]
     wanted, got = final_weights(alone), final_weights(uneven)
     assert all((got[name] - wanted[name]).abs().max() <= 1e-9 for name in wanted)
 

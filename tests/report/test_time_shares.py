@@ -1,5 +1,6 @@
 """Where the time of a run went, and the rules by which a change is named."""
 
+import json
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.core.phases import PHASES
 from manyhands.core.records import PhaseMetrics, append
 from manyhands.report.read import read_run
-from manyhands.report.time_shares import best_change, seconds_by_rank, shares_of
+from manyhands.report.time_shares import best_change, samples_of_each, seconds_by_rank, shares_of, unequal_line
 
 # A run that only computes.
 SOUND = {"compute": 90.0, "update": 4.0, "records": 1.0}
@@ -130,3 +131,24 @@ def test_suiting_shares_make_up_the_batch(tmp_path_factory, own_s, batch):
         assert len(numbers) == len(own_s)
         assert sum(numbers) == batch
         assert min(numbers) >= 1
+
+
+def test_what_each_takes_of_an_update_is_said_where_it_is_not_the_same(tmp_path):
+    run = FakeRun(tmp_path).begin()
+    assert unequal_line(read_run(tmp_path)) == ""
+    plan = json.loads(run.folder.plan.read_text())
+    for passes, taken, line in (
+        ([[16, 16]], [16, 16], ""),
+        ([[17, 16]], [17, 16], ""),
+        ([[12, 4], [1112, 4]], [1124, 8], "of each update's 1,132 samples the processes take 1,124, 8"),
+    ):
+        run.folder.plan.write_text(json.dumps({**plan, "shares": passes}))
+        assert samples_of_each(read_run(tmp_path)) == taken
+        assert unequal_line(read_run(tmp_path)) == line
+    run.event("shares", shares=[20, 12], step=100)
+    assert samples_of_each(read_run(tmp_path)) == [20, 12]
+    run.event("shares", shares="spoilt", step=100)
+    assert samples_of_each(read_run(tmp_path)) == [20, 12]
+    # What a later start began with is in plan.json.
+    run.resume(100)
+    assert samples_of_each(read_run(tmp_path)) == [1124, 8]

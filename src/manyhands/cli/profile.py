@@ -86,19 +86,29 @@ def profile(  # noqa: PLR0913 - one argument for each flag
 
 
 def _tell(run: "RunData", *, as_json: bool) -> None:
-    from manyhands.report.time_shares import best_change, change_line, mean_of, seconds_by_rank
+    from manyhands.report.time_shares import (
+        best_change,
+        change_line,
+        mean_of,
+        samples_of_each,
+        seconds_by_rank,
+        unequal_line,
+    )
 
     ranks, change, trace = seconds_by_rank(run), best_change(run), run.folder.trace
     if as_json:
         told = {"what": change.what, "gain": change.gain} if change else None
         more = {"trace": str(trace)} if trace.is_file() else {}
-        show_json({"run": str(run.folder.path), "ranks": ranks, "change": told, **more})
+        shares = samples_of_each(run)
+        show_json({"run": str(run.folder.path), "ranks": ranks, "shares": shares, "change": told, **more})
         return
     if not change:
         show("nothing is recorded yet: that comes with the first epoch's end, or after half a minute")
         return
     rows = [(str(rank), one) for rank, one in enumerate(ranks)]
     show(_table([*rows, ("mean", mean_of(ranks))] if len(rows) > 1 else rows))
+    if unequal := unequal_line(run):
+        show(unequal)
     show(plain(f"would help most: {change_line(run)}"))
     if trace.is_file():
         say(f"{trace} opens in https://ui.perfetto.dev")

@@ -17,7 +17,7 @@ from manyhands.report import summary, tables, words
 from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
 from manyhands.report.pictures import PICTURES, draw_all
 from manyhands.report.read import RunData, read_run
-from manyhands.report.time_shares import change_line, slow_rank
+from manyhands.report.time_shares import change_line, slow_rank, unequal_line
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -96,6 +96,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "chosen": summary.CHOSEN[0].upper() + summary.CHOSEN[1:],
         "facts": facts(run),
         "change": _change(run),
+        "unequal": unequal_line(run),
         "pictures": {p.name: (p.title, Markup(pictures[p.name])) for p in PICTURES if p.name in pictures},
         "detail": detail,
         "scores": scores,

@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.core.phases import PHASES
 from manyhands.parallel.options import USUAL_MODE
-from manyhands.report.read import RunData
+from manyhands.report.read import STARTS, RunData
 from manyhands.sync.options import SyncOptions
 
 # More than this part of the time must go to agreeing before another way of it is worth a word.
@@ -41,6 +41,30 @@ def seconds_by_rank(run: RunData) -> list[Seconds]:
             for one, seconds in zip(found, record.seconds.get(phase, ()), strict=False):
                 one[phase] += seconds
     return found
+
+
+def samples_of_each(run: RunData) -> list[int]:
+    """Samples of each update that each process takes now, by rank; empty where that isn't recorded."""
+    taken = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
+    for event in run.events:
+        if event.kind in STARTS:  # what it began with is in plan.json
+            taken = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
+        elif event.kind == "shares" and (told := _counts(event.data.get("shares"))):
+            taken = told
+    return taken
+
+
+def _counts(told: object) -> list[int]:
+    numbers: list[Any] = list(told) if isinstance(told, list) else []  # pyright: ignore[reportUnknownArgumentType]
+    return numbers if all(type(one) is int for one in numbers) else []
+
+
+def unequal_line(run: RunData) -> str:
+    """What each process takes of an update, in words; empty where all take the same, or but for a remainder of one."""
+    shares = samples_of_each(run)
+    if not shares or max(shares) - min(shares) <= 1:
+        return ""
+    return f"of each update's {sum(shares):,} samples the processes take {', '.join(f'{one:,}' for one in shares)}"
 
 
 def shares_of(seconds: Mapping[str, float]) -> Seconds:

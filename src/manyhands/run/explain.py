@@ -63,7 +63,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     else:
         rows, many, index = _here(found), found.processes != 1, None
     rows = [ExplainedValue(row.key, row.value, _from_option(row.origin, loaded), row.said) for row in rows]
-    rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many)]
+    rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many), *_shares(loaded)]
     if "overridden" in found.origins:
         rows.append(ExplainedValue("not_followed", found.origins["overridden"], "what is above wins"))
     return rows
@@ -141,6 +141,16 @@ def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> Explaine
         return ExplainedValue("device", None, origin, "cpu or accelerator, decided at start")
     which = f"{driver}:{index}" if index is not None else f"{driver}, one for each process"
     return ExplainedValue("device", None, index_origin or "files in /dev", f"{which} if torch can use it, else cpu")
+
+
+def _shares(loaded: LoadedJob) -> list[ExplainedValue]:
+    """What processes take of each update, where it is asked that they don't simply take the same."""
+    shares, origin = loaded.job.cluster.shares, loaded.origins.get("cluster.shares", "default")
+    if shares == "auto":
+        return [ExplainedValue("shares", None, origin, "what suits each one's speed, measured at the start")]
+    if isinstance(shares, str):
+        return []
+    return [ExplainedValue("shares", list(shares), origin, f"{', '.join(map(str, shares))} samples of each update")]
 
 
 def _backend(loaded: LoadedJob, *, many: bool) -> ExplainedValue:

@@ -24,6 +24,7 @@ from manyhands.core.world import Membership
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
 from manyhands.report.read import read_run
+from manyhands.report.time_shares import samples_of_each
 from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 from manyhands.run.own_code import record_of
@@ -79,6 +80,11 @@ class Run:
     def test(self) -> EvaluationDetail | None:
         """What the best weights made of samples that decided nothing; None where none were held out."""
         return read_run(self.path).tests.get("best")
+
+    @property
+    def shares(self) -> list[int]:
+        """Samples of each update that each process took at last, by rank."""
+        return samples_of_each(read_run(self.path))
 
     def report(self) -> Path:
         """Writes report.html and its pictures, and says where."""
