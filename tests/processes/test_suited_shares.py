@@ -172,9 +172,10 @@ def _own_loop(world, folder, slow_s, epochs, settings):
         model.train()
         for x, y in batches:
             optimizer.zero_grad()
-            s.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
+            loss = nn.functional.cross_entropy(model(x), y)
             s.barrier()  # what waits for the others doesn't count
+            s.backward(loss)
+            optimizer.step()
             if s._own.made:
                 taken.append(s._trainer.feed.samples_of_each())
         losses += [s.mean_loss(), s.evaluate(model, data).loss]
