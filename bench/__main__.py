@@ -57,6 +57,7 @@ ASKED = [
     Asked("the same, packed with --size 256", "pictures", "pack-256", "main.py", least=4),
     Asked("command to first update, of torchrun", "start", "manyhands", "torchrun", most=0.5),
     Asked("one of two processes three times slower, auto of equal shares", "uneven", "auto", "equal", least=1.4),
+    Asked("the same in fp64: difference of weights after 20 updates", "uneven", "weights' difference", "", most=1e-9),
     Asked("resident memory, of a bare loop", "memory", "manyhands, resident, late", "bare loop, resident, late",
           most=1.1),
     Asked("the same, of its own 2,000 updates before", "memory", "manyhands, resident, late",
@@ -87,7 +88,7 @@ def line(asked: Asked, folder: Path) -> str:
         return f"| {asked.what} | {limit} | not measured | |"
     middle = statistics.median(rounds)
     holds = "holds" if asked.least <= middle <= asked.most else "does not hold"
-    return f"| {asked.what} | {limit} | {middle:.2f} ({min(rounds):.2f} to {max(rounds):.2f}) | {holds} |"
+    return f"| {asked.what} | {limit} | {middle:.3g} ({min(rounds):.3g} to {max(rounds):.3g}) | {holds} |"
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from bench.plan_quota import Groups, ended
+from bench.tables import keep
 
 SAMPLES, BATCH, UPDATES = 160, 32, 20
 JOB = (
@@ -96,7 +97,8 @@ def main():
               f"{statistics.median(auto) / statistics.median(equal):.2f} (of each round "
               f"{', '.join(f'{b / a:.2f}' for a, b in zip(equal, auto, strict=True))})")  # fmt: skip
     if given.out:
-        given.out.write_text(json.dumps({**found, "difference": difference}))
+        rates = {shares: [row[1] for row in rows] for shares, rows in found.items()}
+        keep(given.out, rates | {"weights' difference": [difference]}, "images/s", runs=found)
 
 
 if __name__ == "__main__":
