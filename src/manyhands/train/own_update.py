@@ -35,7 +35,7 @@ class OutputHook:
 
 
 @dataclass
-class Pace:
+class OwnPace:
     """What this process's own micro-batches took, without waiting for others."""
 
     seconds: float = 0.0
@@ -56,7 +56,7 @@ class OwnUpdate:
         at_last: its last micro-batch has been given.
     """
 
-    def __init__(self, updater: Updater, update: UpdateShare, step: int, pace: Pace) -> None:
+    def __init__(self, updater: Updater, update: UpdateShare, step: int, pace: OwnPace) -> None:
         self._updater, self._update, self._step, self._pace = updater, update, step, pace
         self._open: tuple[LoadedMicroBatch, MicroBatch, Tensor] | None = None
         self._weights: list[Tensor] = []
