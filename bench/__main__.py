@@ -68,14 +68,19 @@ ASKED = [
 ]  # fmt: skip
 
 
-def run(name: str, given: argparse.Namespace) -> None:
-    """One bench, whose output goes to the screen."""
+def run(name: str, given: argparse.Namespace) -> bool:
+    """One bench, whose output goes to the screen; False where it failed, which leaves no file of it."""
     places = {DATA: str(given.data), PICTURES: str(given.data / "imagenet-sample"), PEERS: given.peers}
     words = [places.get(word, word) for word in BENCHES[name]]
     command = [sys.executable, "-m", f"bench.{name}", *words, "--rounds", str(given.rounds)]
     print(f"\n{' '.join(command)}", flush=True)
-    if subprocess.run([*command, "--out", str(given.out / f"{name}.json")], check=False).returncode:
-        print(f"{name} failed", flush=True)
+    found = given.out / f"{name}.json"
+    found.unlink(missing_ok=True)
+    if not subprocess.run([*command, "--out", str(found)], check=False).returncode:
+        return True
+    found.unlink(missing_ok=True)
+    print(f"{name} failed", flush=True)
+    return False
 
 
 def line(asked: Asked, folder: Path) -> str:
@@ -101,10 +106,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    for name in given.names or BENCHES:
-        run(name, given)
+    failed = [name for name in given.names or BENCHES if not run(name, given)]
     print("\n| what | asked | median (least to most) | |\n| --- | --- | --- | --- |")
     print("\n".join(line(one, given.out) for one in ASKED))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

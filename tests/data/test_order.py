@@ -51,6 +51,13 @@ def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, g
     assert position == count
 
 
+@given(st.integers(1, 30), groups, wanted_shares.filter(bool))
+def test_nobody_goes_without_who_would_have_some_of_single_samples(times, group, wanted):
+    count = times * sum(wanted)
+    (shares,) = BatchSharing(len(wanted), 0, group, shares=wanted).micro_batches(count)
+    assert all(share.count for share in shares)
+
+
 @given(counts, groups, processes, st.lists(processes, min_size=1, max_size=4))
 def test_no_process_takes_more_in_one_pass_than_when_the_run_began(count, group, first, later):
     began = BatchSharing(first, 0, group).within(0, count)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhands.core.errors import UserError
 from manyhands.data.order import BatchSharing
 from manyhands.parallel import norm
 from manyhands.parallel.norm import group_batch_norms
@@ -305,3 +306,27 @@ def test_what_comes_behind_may_change_the_output_in_place():
         model(values).backward(slope.double())
         found.append(values.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("one_pass")
+@pytest.mark.parametrize("rows", [99, 101, 103])
+def test_rows_that_are_not_the_samples_are_refused_also_where_they_are_put_in_another_order(rows):
+    layer = nn.BatchNorm1d(4).train()
+    groups, _ = group_batch_norms(layer)
+    share = BatchSharing(1, 0, 7).micro_batches(100)[0][0]
+    groups.begin_micro_batch(share.spans, share.shared_groups, 100, 100)
+    assert not groups.ordered
+    with pytest.raises(UserError, match=f"has {rows} rows"):
+        layer(torch.randn(rows, 4))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_a_plain_mean_of_many_updates_in_half_precision_still_moves(kind):
+    layer = nn.BatchNorm1d(2, momentum=None).train()
+    groups, _ = group_batch_norms(layer)
+    layer.running_mean = torch.zeros(2, dtype=kind)
+    layer.num_batches_tracked.fill_(70_000)
+    groups.begin_micro_batch((), (), 4, 4)
+    layer.normalise(torch.full((4, 2), 60_000.0))
+    groups.finish_update(1)
+    assert (layer.running_mean > 0).all()

@@ -303,6 +303,17 @@ def test_parameters_that_are_moved_end_replays(tmp_path, recorded):
     trainer.release()
 
 
+def test_a_layer_that_is_frozen_ends_replays(tmp_path, recorded):
+    trainer = _built(tmp_path, _layers(nn.Dropout(0.3)), cuda_graphs=True)
+    passes, updates = trainer.update.gradients.instead, trainer.feed.updates(0, 0)
+    trainer.update(next(updates), 0)
+    before = passes.replays
+    next(one for one in trainer.network.inner if isinstance(one, nn.Dropout)).eval()
+    trainer.update(next(updates), 1)
+    assert passes.replays == before
+    trainer.release()
+
+
 def test_an_update_that_is_not_finite_is_left_out_as_without(tmp_path, recorded):
     found = []
     for graphs in (False, True):

@@ -36,7 +36,7 @@ class MemoryFeed:
         # A card is waited for by a copy that isn't pinned, until all that it was given before is done.
         self._pins = normalise.device.type == "cuda"
         self._copied = self._pins and images.device.type == "cpu"
-        self._ahead = CopiesAhead(normalise.device if self._copied else images.device)
+        self._ahead = CopiesAhead(normalise.device if self._copied else torch.device("cpu"))
         floats = pixels.channels * pixels.size**2
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * floats))
 

@@ -162,12 +162,13 @@ def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int
 
 
 def _boundaries(edges: list[int], batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Contiguous shares of the wanted sizes, or of whole groups where that costs little."""
+    """Contiguous shares of the wanted sizes, or of whole groups where that costs little and nobody goes without."""
     first, count, groups, cuts = edges[0], edges[-1] - edges[0], len(edges) - 1, batch_sharing.edges
     fair = list(itertools.pairwise(first + count * cut // cuts[-1] for cut in cuts))
     aligned = list(itertools.pairwise(edges[groups * cut // cuts[-1]] for cut in cuts))
     largest = max(stop - start for start, stop in aligned)
-    if not batch_sharing.aligned or largest > (batch_sharing.micro_batch or count):
+    idle = any(stop == start < end for (start, stop), (_, end) in zip(aligned, fair, strict=True))
+    if not batch_sharing.aligned or idle or largest > (batch_sharing.micro_batch or count):
         return fair
     wanted = batch_sharing.shares or (1,) * batch_sharing.processes
     longest_fair, longest = (

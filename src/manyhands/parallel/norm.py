@@ -132,6 +132,7 @@ class GroupedNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.rows_per_sample:
             return self._alone(input, self.groups.weight)
+        self._check_rows(input)
         runs = self._runs(input)
         ordered = runs is not self.groups.runs or self.groups.ordered
         rows = None if ordered else _rows(self.groups.runs, self.rows_per_sample, input.device)
@@ -141,12 +142,14 @@ class GroupedNorm(_BatchNorm):
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
         """What is normalised at once, in the order in which it is."""
         spans = self.groups.spans
+        if input.device.type in _EACH_ALONE_ON:
+            return [(span,) for span in spans]
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES
         single = any(span.size * values < 2 for span in spans)  # the way of these needs no statistics
         # The compiler doesn't follow what is kept, such as another order of rows.
         followed = self.groups.ordered or not torch.compiler.is_compiling()
-        if input.device.type in _EACH_ALONE_ON or single or not small or not followed:
+        if single or not small or not followed:
             return [(span,) for span in spans]
         return self.groups.runs
 
@@ -174,11 +177,16 @@ class GroupedNorm(_BatchNorm):
 
     def _split(self, input: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:  # noqa: A002
         lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
-        if (len(self.groups.spans) > 1 or self.groups.shared_sizes) and sum(lengths) != input.shape[0]:
-            what = f"a BatchNorm's input has {input.shape[0]} rows, and groups of its samples would have {sum(lengths)}"
+        return input.split(lengths) if len(runs) > 1 else (input,)
+
+    def _check_rows(self, input: Tensor) -> None:  # noqa: A002
+        """Raises UserError: these aren't the rows of the pass's samples."""
+        groups = self.groups
+        rows = groups.spans[-1].stop * self.rows_per_sample if groups.spans else input.shape[0]
+        if (len(groups.spans) > 1 or groups.shared_sizes) and rows != input.shape[0]:
+            what = f"a BatchNorm's input has {input.shape[0]} rows, and groups of its samples would have {rows}"
             mend = ("--set train.norm_group=local takes statistics over whatever rows there are",)
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
-        return input.split(lengths) if len(runs) > 1 else (input,)
 
     def _held_whole(self, part: Tensor, run: Run) -> Tensor:
         """Groups of equal size that this process holds whole: [groups n, C, ...]."""
@@ -247,11 +255,10 @@ class GroupedNorm(_BatchNorm):
         mean, variance = (total[:-1] / total[-1]).view(2, -1)
         self.num_batches_tracked.add_(any_seen)
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
-            factor = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(running.dtype)
-            if on_cpu:
-                running.lerp_(value.to(running.dtype), factor)
-            else:
-                running.copy_(torch.where(any_seen, running.lerp(value.to(running.dtype), factor), running))
+            # A count is too large for what half precision holds.
+            factor = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(value.dtype)
+            moved = running.to(value.dtype).lerp(value, factor)
+            running.copy_(moved if on_cpu else torch.where(any_seen, moved, running))
 
 
 @functools.lru_cache(maxsize=256)

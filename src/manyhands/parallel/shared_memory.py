@@ -34,6 +34,9 @@ from manyhands.parallel.plain import gather_plain
 # Why there are no sums through memory.
 ON_SEVERAL, ALONE = "they are on several machines", "this process has no neighbour"
 SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
+# So many values torch copies and adds without other threads. A thread beside the one that computes would get some of
+# its own, which take the cores from the others.
+_ALONE = 1 << 15
 # torch's own patience, where a job says none.
 _PATIENCE_S = 1800.0
 # How long a process sleeps before it looks whether the one it waits for still lives.
@@ -117,11 +120,13 @@ class SharedSums:
     def add_up_for_first(self, values: Tensor) -> None:
         """The same as `add_up`, for the process at place 0 alone; the others' values stay."""
         for piece in values.split(self.slot_bytes // values.element_size()):
-            self.own_slots(piece)[self.turn].copy_(piece)
-            if self.place == 0:
-                self.add_slots_up(piece)
-            else:
-                self.meet()
+            slots = self._slots_for(piece)[self.turn]
+            if self.place:
+                _copy_alone(slots[self.place], piece)
+            self.meet()
+            for more in slots[1:] if self.place == 0 else ():
+                for total, one in zip(piece.split(_ALONE), more.split(_ALONE), strict=True):
+                    total.add_(one)
 
     def spread(self, values: Tensor) -> None:
         """Replaces flat values [n] by those of the process at place 0; a collective, which raises as `add_up` does."""
@@ -129,10 +134,10 @@ class SharedSums:
             turn = self.turn
             first = self.slots_of(0, piece)[turn]
             if self.place == 0:
-                first.copy_(piece)
+                _copy_alone(first, piece)
             self.meet()
             if self.place:
-                piece.copy_(first)
+                _copy_alone(piece, first)
 
     def meet(self) -> None:
         """Waits until all slots of this turn are filled, which are then to be read; raises as `add_up` does."""
@@ -194,22 +199,17 @@ class SharedSums:
         return True
 
 
+def _copy_alone(into: Tensor, values: Tensor) -> None:
+    for own, one in zip(into.split(_ALONE), values.split(_ALONE), strict=True):
+        own.copy_(one)
+
+
 def tries_after(tries: int, waited_s: float) -> int:
     """How often is tried from now on, where so many tries didn't do and it took so long in all.
 
     More where a few more would have done; fewer where others are far, as with more processes than cores.
     """
     return min(2 * tries, MOST_TRIES) if waited_s < _SHORT_S else max(tries // 2, 1)
-
-
-def open_shared_sums(world: World, group: Any = None, slot_bytes: int = SLOT_BYTES) -> SharedSums | str:
-    """A group's (None: all processes') sums through memory, or why there are none; a collective, alike on all."""
-    machines = machines_of_group(world, group)
-    if isinstance(machines, str):
-        return machines
-    if len(machines) > 1:
-        return ON_SEVERAL
-    return share_within(machines, world, group, slot_bytes) or ALONE
 
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:

@@ -147,7 +147,7 @@ def _shares(loaded: LoadedJob) -> list[ExplainedValue]:
     """What processes take of each update, where it is asked that they don't simply take the same."""
     shares, origin = loaded.job.cluster.shares, loaded.origins.get("cluster.shares", "default")
     if shares == "auto":
-        return [ExplainedValue("shares", None, origin, "what suits each one's speed, measured at the start")]
+        return [ExplainedValue("shares", None, origin, "what suits each one's measured speed")]
     if isinstance(shares, str):
         return []
     return [ExplainedValue("shares", list(shares), origin, f"{', '.join(map(str, shares))} samples of each update")]

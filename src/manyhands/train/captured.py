@@ -85,6 +85,7 @@ class CapturedPasses:
         self._own, self._capture = own, capture
         own.scaler = gradients.scaler  # which changes its scale in place
         self._trained = [one for one in self._network.inner.parameters() if one.requires_grad]
+        self._layers = list(self._network.inner.modules())
         self._places = self._where()
         self._known: dict[Any, CapturedPass] = {}
         self.replays = 0
@@ -148,9 +149,10 @@ class CapturedPasses:
         tensors = [(one.shape, one.dtype, one.device) for one in (inputs, labels)]
         return *tensors, divisor, norms.spans, norms.batch, norms.weight
 
-    def _where(self) -> list[tuple[int, bool]]:
-        """Where each parameter lies, and whether it is trained: a graph goes by what that was."""
-        return [(one.data_ptr(), one.requires_grad) for one in self._trained]
+    def _where(self) -> list[Any]:
+        """Where each parameter lies, whether it is trained, and which layers train: a graph goes by what that was."""
+        layers = [one.training for one in self._layers]
+        return [*layers, *((one.data_ptr(), one.requires_grad) for one in self._trained)]
 
     def _clear(self) -> None:
         for one in self._trained:

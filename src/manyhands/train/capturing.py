@@ -276,10 +276,10 @@ class CaptureTrial:
 
     def _clean(self, pair: PassPair, refused: str) -> None:
         """Proves that the network's own pass still runs. Raises RunError: it doesn't."""
-        self.passes.release()
-        if self._device != "cpu":
-            torch.cuda.empty_cache()
         try:
+            self.passes.release()
+            if self._device != "cpu":
+                torch.cuda.empty_cache()
             with left_as_it_was(self._network.inner, self._network.norms), self._seeded(0):
                 self._gradients.forward_backward(pair.first, pair.divisor, last=False)
             now(self._world)

@@ -217,7 +217,7 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
         "most_in_a_pass": trainer.feed.cut.most,
     }
     if trainer.settle_shares:
-        extra["shares"] = trainer.feed.samples_of_each()
+        extra["shares"] = list(trainer.feed.cut.shares) or [1] * trainer.feed.cut.processes
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()
     if isinstance(trainer.update.set_rates, OwnScheduler):

@@ -1,5 +1,7 @@
 """How each update's samples are shared among the processes of a run."""
 
+from typing import Any
+
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.journal import Journal
@@ -115,7 +117,11 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
 
 def kept_shares(found: Resumable | None) -> list[int] | None:
     """What `order_and_cut` asks for of the checkpoint that a run goes on from."""
-    return list(found.snapshot.state.get("shares", [])) if found else None
+    kept: Any = found.snapshot.state.get("shares", []) if found else None
+    if kept is None:
+        return None
+    # Anything, if somebody else made the checkpoint.
+    return kept if isinstance(kept, list) and all(type(one) is int and one > 0 for one in kept) else []
 
 
 def kept_most(found: Resumable | None) -> int:

@@ -105,14 +105,16 @@ def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
     order, cut, world = trainer.feed.order, trainer.feed.cut, trainer.world
     most = broadcast_plain(gather_plain(_most(trainer), world), world)
     found = suited(speeds_s, order.batch, cut.group, most)
-    if _longest(speeds_s, trainer.feed.samples_of_each()) <= _GAIN * _longest(speeds_s, found):
+    slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
+    if tuple(found) == cut.shares or slow_s <= _GAIN * _longest(speeds_s, found):
         return
     # That these fit into memory has been looked at: a run that goes on takes as many in one pass.
     trainer.feed.cut = dataclasses.replace(cut, shares=tuple(found)).within(0, min(order.batch, order.length))
     each = [round(1 / one, 1) for one in speeds_s]
-    counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (found, each))
+    taken = trainer.feed.samples_of_each()
+    counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
     told = f"of each update's {order.batch} samples the processes take {counts}: alone they make {rates} a second"
-    trainer.journal.event("shares", told, trainer.progress.step, shares=found, samples_per_s=each)
+    trainer.journal.event("shares", told, trainer.progress.step, shares=taken, samples_per_s=each)
 
 
 def suited(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
