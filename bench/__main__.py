@@ -3,9 +3,11 @@
     make bench [DATA=FOLDER] [ROUNDS=5]
     python -m bench [NAME …] --data FOLDER [--peers PYTHON] [--rounds 5] [--out build/bench]
 
-FOLDER has mnist/ and imagenet-sample/; PYTHON has accelerate and lightning. Each bench is a program of its own (see its
-first lines), whose rounds take turns with the others'; what it found stays as NAME.json. A whole round takes some ten
-minutes on two cores. What isn't here takes longer, or needs more: `bench.cifar10`, `bench.growth`, `bench.slow_links`.
+FOLDER has mnist/ as it is published, and imagenet-sample/, some class folders of ImageNet's JPEGs; PYTHON has
+accelerate and lightning. "Document 001" is a tutorial's MNIST job: 784-256-10, 32 pictures on each of two processes,
+plain SGD. Each bench is a program of its own (see its first lines), whose rounds take turns with the others'; what it
+found stays as NAME.json. A whole round takes some ten minutes on two cores. What isn't here takes longer, or needs
+more: `bench.cifar10`, `bench.growth`, `bench.slow_links`.
 """
 
 import argparse
@@ -83,6 +85,13 @@ def run(name: str, given: argparse.Namespace) -> bool:
     return False
 
 
+def lacks(names: list[str], data: Path) -> list[str]:
+    """Folders that the benches need and that aren't there."""
+    needed = {DATA: data / "mnist", PICTURES: data / "imagenet-sample"}
+    words = {word for name in names for word in BENCHES[name]}
+    return [str(place) for word, place in needed.items() if word in words and not place.is_dir()]
+
+
 def line(asked: Asked, folder: Path) -> str:
     """What was asked, and the median of what was found in each round (least to most)."""
     path = folder / f"{asked.bench}.json"
@@ -97,18 +106,23 @@ def line(asked: Asked, folder: Path) -> str:
 
 
 def main() -> None:
-    """Runs the benches that are named, all of them by default; tells of all whose files lie there."""
+    """Runs the benches that are named, all of them by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*BENCHES, []], help=", ".join(BENCHES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
     parser.add_argument("--data", type=lambda place: Path(place).resolve(), required=True)
     parser.add_argument("--peers", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     given = parser.parse_args()
+    names = given.names or list(BENCHES)
+    if unknown := [name for name in names if name not in BENCHES]:
+        parser.error(f"no bench is named {', '.join(unknown)}: {', '.join(BENCHES)}")
+    if missing := lacks(names, given.data):
+        parser.error(f"there is no {' and no '.join(missing)}: --data names the folder that has them")
     given.out.mkdir(parents=True, exist_ok=True)
-    failed = [name for name in given.names or BENCHES if not run(name, given)]
+    failed = [name for name in names if not run(name, given)]
     print("\n| what | asked | median (least to most) | |\n| --- | --- | --- | --- |")
-    print("\n".join(line(one, given.out) for one in ASKED))
+    print("\n".join(line(one, given.out) for one in ASKED if one.bench in names))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -112,7 +112,11 @@ def run_part(module: str, name: str, device: str, variables: dict[str, str], lim
 def run_all(module: str, cases: dict, given: argparse.Namespace, kind: str) -> None:
     """Runs a module's parts in their order, as far as the time goes; exits with 1 where one failed."""
     began, bad = time.monotonic(), 0
-    given.out = given.out or Path(f"{kind}.json")
+    if unknown := [name for name in given.names if name not in cases]:
+        sys.stderr.write(f"no part is named {', '.join(unknown)}\n  do: one of {', '.join(cases)}\n")
+        sys.exit(2)
+    # Some parts alone don't take the place of what all have given.
+    given.out = given.out or Path(f"{kind}-some.json" if given.names else f"{kind}.json")
     with tempfile.TemporaryDirectory() as scratch:
         variables, result = begin(given, Path(scratch), kind)
         device = result.result["device"]

@@ -68,6 +68,7 @@ def captured(trainer: Trainer) -> Trainer:
     if unfit and not kept:
         raise UserError(f"nothing can be replayed from CUDA graphs: {unfit}", KEY, ("leave it out",))
     if unfit:
+        trainer.journal.event("warning", f"this run replayed CUDA graphs, which can't be had here: {unfit}")
         return trainer
     if kept is False and wanted == "auto":
         return _decided(trainer, replays=False)

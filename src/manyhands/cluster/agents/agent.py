@@ -65,6 +65,7 @@ from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.private import private_files
 from manyhands.core.scratch import scratch
+from manyhands.core.short_spins import short_spins
 from manyhands.core.shown import say
 from manyhands.core.stops import saved_step
 from manyhands.core.terms import Term, raise_term, term_in
@@ -305,7 +306,8 @@ def importing() -> Iterator[None]:
     """
     gc.disable()
     try:
-        yield
+        with short_spins():
+            yield
     finally:
         gc.freeze()
         gc.enable()
