@@ -25,7 +25,6 @@ from manyhands.core.pulse import PULSE_FILE, rescue_path
 from manyhands.core.world import Membership
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.worker.account import give_account, own_environment
-from manyhands.worker.heap import keep_freed_memory
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder
 from manyhands.worker.shared_options import shared_options
 
@@ -77,8 +76,6 @@ def train_here(
     """
     from manyhands.train.stopping import ended_where_deaf
 
-    if argument.get("live") is None:  # else this process is the user's own
-        keep_freed_memory()
     mine = GroupMember(membership, folder, "build")
     with ended_where_deaf(mine.hung, mine.last_words):
         try:
