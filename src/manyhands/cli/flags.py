@@ -65,7 +65,7 @@ DryRun = Annotated[
 AsJson = Annotated[
     bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
 ]  # fmt: skip
-Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="no progress")]
+Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="one line on what is trained, no progress")]
 
 
 def settings(words: list[str]) -> dict[str, Any]:
