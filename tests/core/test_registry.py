@@ -20,7 +20,9 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, append, write_json
 from manyhands.core.registry import Running, goes_on, headless, registered, registry_folder, running, signal_head
 from manyhands.report.now import as_object, look
-from manyhands.run.watch import find_run, find_running, matches
+from manyhands.run.find import find_reference, find_start
+from manyhands.run.profile import read_named
+from manyhands.run.watch import find_run, find_running, matches, without_last
 
 
 def record(run, *, pid=None, created=None, host=None, command=("x",)):
@@ -167,6 +169,55 @@ def test_the_strictest_reading_wins(names, data):
     assert all(entry.name.startswith(begun) for entry in found)
     assert begun not in names or [entry.name for entry in found] == [begun]
     assert matches("", runs) == []
+
+
+@given(names=NAMES, data=st.data())
+def test_any_part_of_a_name_is_enough_where_one_run_has_it(names, data):
+    runs = [record(f"/nowhere/{name}") for name in names]
+    first = data.draw(st.integers(0, len(names[0]) - 1))
+    part = names[0][first : data.draw(st.integers(first + 1, len(names[0])))]
+    found = [entry.name for entry in matches(part, runs)]
+    assert found
+    assert all(part in name for name in found)
+    if sum(part in name for name in names) == 1:
+        assert found == [names[0]]
+    begins = [name for name in names if name.startswith(part)]
+    assert [entry.name for entry in matches(part, runs, parts=False)] == ([part] if part in names else begins)
+
+
+def ended(run, started):
+    run.mkdir(parents=True)
+    (run / "job.toml").touch()
+    os.utime(run / "job.toml", (started, started))
+    return run
+
+
+def test_ended_runs_are_found_by_a_part_of_their_names_or_as_the_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match='no run is called "last"'):
+        find_run("last")
+    ended(tmp_path / "runs" / "2026-11-25-digits-mlp", 1000)
+    ended(tmp_path / "runs" / "2026-11-25-mnist-cnn", 2000)
+    assert find_reference("digits").name == "2026-11-25-digits-mlp"
+    with pytest.raises(UserError, match='"11-25" may mean 2 runs'):
+        find_run("11-25")
+    assert find_run("last").path.name == "2026-11-25-mnist-cnn"
+    assert "the last run is runs/2026-11-25-mnist-cnn" in capsys.readouterr().err
+    ended(tmp_path / "elsewhere", 3000)
+    assert find_run("last").path.name == "elsewhere"
+    assert [find_start(word) for word in ("auto", "mnist", "x.pth.tar", None)] == [
+        "auto", "runs/2026-11-25-mnist-cnn", "x.pth.tar", None,
+    ]  # fmt: skip
+    assert read_named("mnist") is None, "a data set's name stays one"
+    running_run = ended(tmp_path / "far" / "away", 4000)
+    put(record(running_run))
+    assert find_run("last").path == running_run
+    assert find_running(without_last("last")).run == str(running_run)
+    ended(tmp_path / "runs" / "newest", 5000)
+    with pytest.raises(UserError, match="the run isn't going on"):
+        find_running(without_last("last"))
+    ended(tmp_path / "last", 100)
+    assert find_run("last").path.resolve() == tmp_path / "last"
 
 
 def test_words_that_mean_no_run_or_several_are_refused(tmp_path):

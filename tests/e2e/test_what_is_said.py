@@ -44,6 +44,35 @@ def test_saves_between_two_records_leave_the_time_of_training_as_it_was():
         assert line["samples"] / line["images_per_s"] >= line["samples"] / 20 * 0.02
 
 
+def test_a_run_says_first_what_is_trained_on_what(capfd):
+    manyhands.fit(nets.Net(), tiny(40), epochs=2, batch=9, lr=0.1, quiet=True, out="run")
+    (setup,) = told("setup")
+    parameters = sum(each.numel() for each in nets.Net().parameters())
+    assert setup["message"].split("\n") == [
+        "data: TensorDataset, 36 training and 4 evaluation samples, 10 classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9",
+        f"network: Net, {parameters:,} parameters",
+        "training: epochs 2, updates an epoch 4, batch 9, sgd at learning rate 0.1, processes 1, device cpu",
+    ]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "data: Tensor" in line]
+    assert line.endswith(setup["message"].replace("\n", " | "))
+    page = Path("run/report.html").read_text()
+    assert all(f"<div>{line}</div>" in page.partition("<dl>")[0] for line in setup["message"].split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"), [([f"class {n}" for n in range(1000)], "class 0, class 1, "), (["é\n", "b"], "é, b")]
+)
+def test_many_classes_are_named_in_part(names, shown):
+    data = tiny(40, labels=len(names))
+    data.classes = names
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, len(names)))
+    manyhands.fit(network, data, epochs=1, batch=36, **QUIET)
+    line = told("setup")[0]["message"].split("\n")[0]
+    assert f" {len(names):,} classes: {shown}" in line
+    assert len(line) < 160
+    assert line.endswith(" …") == (len(names) > 10)
+
+
 def test_a_batch_larger_than_the_data_is_said():
     manyhands.fit(nets.Net(), tiny(40), epochs=1, batch=8192, **QUIET)
     assert "each update takes all 36 training samples: the batch can't be 8,192" in [x["message"] for x in told("note")]

@@ -118,6 +118,39 @@ def test_quiet_leaves_warnings(tmp_path):
     assert "WARNING" in lines[0]
 
 
+SETUP = "data: digits, 10 classes: 0, 1\nnetwork: mlp, 5 parameters\ntraining: batch 64, processes 2, device cpu"
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_setup_is_shown_in_three_lines_and_once(tmp_path, stream):
+    run, stream = FakeRun(tmp_path), stream()
+    screen = Screen(tmp_path, stream=stream)
+    run.begin()
+    for _ in range(2):  # the second comes from a restart
+        run.event("setup", message=SETUP)
+        screen.update()
+    screen.close()
+    shown = plain(stream.getvalue().replace("\x1b[2K", "").replace("\r", ""))
+    assert [shown.count(line) for line in SETUP.split("\n")] == [1, 1, 1]
+    lines = [
+        line for line in re.split(r"[\r\n]+", stream.getvalue()) if any(part in line for part in SETUP.split("\n"))
+    ]
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_quiet_shows_the_setup_in_one_line_and_once(tmp_path, stream):
+    run, stream = FakeRun(tmp_path), stream()
+    screen = Screen(tmp_path, stream=stream, quiet=True)
+    run.begin()
+    for _ in range(2):
+        run.event("setup", message=SETUP)
+        screen.update()
+    screen.close()
+    (line,) = stream.getvalue().splitlines()
+    assert SETUP.replace("\n", " | ") in line
+
+
 def test_an_earlier_session_is_not_told_again(tmp_path):
     FakeRun(tmp_path).begin().train(0, 200)
     stream = io.StringIO()

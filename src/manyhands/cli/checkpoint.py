@@ -10,7 +10,7 @@ from manyhands.core.shown import plain, say, show, show_json
 
 Source = Annotated[
     str,
-    Parameter(help="a run's folder or short name, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file"),
+    Parameter(help="a run (folder, part of its name, last), a checkpoint, a .pth.tar, .pth, .pt or .safetensors file"),
 ]  # fmt: skip
 Target = Annotated[Path, Parameter(help="a new checkpoint folder")]
 MergeTarget = Annotated[

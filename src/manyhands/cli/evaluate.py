@@ -9,7 +9,9 @@ from manyhands.core.shown import plain, show, show_json
 
 
 def evaluate(  # noqa: PLR0913 - one argument for each flag
-    run: Annotated[str, Parameter(help="a run's folder or short name, a checkpoint, or main.py's .pth.tar")],
+    run: Annotated[
+        str, Parameter(help="a run (its folder, a part of its name, last), a checkpoint, or main.py's .pth.tar")
+    ],
     data: Annotated[str | None, Parameter(help="other data than the run's; a plain folder is evaluated whole")] = None,
     model: Annotated[str | None, Parameter(help="the network, where the file doesn't say")] = None,
     /,

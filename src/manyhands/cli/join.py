@@ -25,6 +25,7 @@ def join(
 ) -> int:
     """Have a run that goes on take up another machine; typed there, HEAD:RUN says where its head is."""
     from manyhands.run.join import join_from_here, join_here, seen_at
+    from manyhands.run.watch import without_last
 
     if ":" in run and not Path(run).exists():
         from manyhands.config.load import load_job
@@ -32,5 +33,5 @@ def join(
         return join_from_here(run, host or "", load_job(settings(set_ or [])).job.cluster)
     if not host and not back:
         raise UserError("no machine is named", "manyhands join", ("--host n4", "typed on that machine: join HEAD:RUN"))
-    show(join_here(run, host or seen_at(back or "")))
+    show(join_here(without_last(run), host or seen_at(back or "")))
     return EXIT_OK

@@ -87,6 +87,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     """Train on several machines, started and watched from here over ssh; or hand the job to a scheduler."""
     from manyhands.config.load import load_job
     from manyhands.parallel.options import MODE_OF_PLANS
+    from manyhands.run.find import find_start
 
     job_file = Path(data) if data and data.endswith(".toml") else None
     flags: dict[str, Any] = {
@@ -99,7 +100,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "cluster.detach": detach,
         "cluster.sync_code": sync_code,
         "run.out": out,
-        "checkpoint.resume": resume,
+        "checkpoint.resume": find_start(resume),
         "train.epochs": epochs,
         "train.batch": batch,
         "train.lr": lr,

@@ -10,7 +10,7 @@ from manyhands.core.shown import say, show_as_is
 
 
 def logs(
-    run: Annotated[str, Parameter(help="its folder, the folder's name, or the beginning of that")],
+    run: Annotated[str, Parameter(help="its folder, any part of the folder's name, or last")],
     /,
     *,
     rank: Annotated[int | None, Parameter(help="one process alone, without its rank before each line")] = None,

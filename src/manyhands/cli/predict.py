@@ -11,7 +11,7 @@ from manyhands.core.shown import plain, show, show_json
 
 
 def predict(
-    run: Annotated[str, Parameter(help="a run's folder or its short name, or a checkpoint")],
+    run: Annotated[str, Parameter(help="a run (its folder, a part of its name, last) or a checkpoint")],
     pictures: Annotated[list[Path], Parameter(help="picture files, and folders of them")],
     /,
     *,

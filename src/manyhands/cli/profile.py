@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 def profile(  # noqa: PLR0913 - one argument for each flag
-    run: Annotated[str | None, Parameter(help="a run's folder or its short name; or a data set or job.toml")] = None,
+    run: Annotated[
+        str | None, Parameter(help="a run's folder, its name's beginning, or last; or a data set or job.toml")
+    ] = None,
     model: Model = None,
     /,
     *,

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 from manyhands.core.shown import show
 
 
-def report(run: Annotated[str, Parameter(help="a run's folder or its short name")], /) -> int:
+def report(run: Annotated[str, Parameter(help="a run's folder, a part of its name, or last")], /) -> int:
     """Write a run's report.html and its pictures anew; also for a run that is going on or broke."""
     from manyhands.report.page import write_report
     from manyhands.run.find import find_reference

@@ -8,7 +8,7 @@ from manyhands.cli.flags import AT_LEAST_ONE, AsJson, Quiet, Settings, settings
 
 
 def resume(
-    name: Annotated[str, Parameter(name="RUN", help="a run's folder or its short name")],
+    name: Annotated[str, Parameter(name="RUN", help="a run's folder, a part of its name, or last")],
     /,
     *,
     processes: Annotated[

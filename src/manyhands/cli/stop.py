@@ -10,7 +10,7 @@ from manyhands.core.shown import say, show
 
 
 def stop(
-    run: Annotated[str, Parameter(help="its folder, the folder's name, or the beginning of that")],
+    run: Annotated[str, Parameter(help="its folder, any part of the folder's name, or last")],
     /,
     *,
     now: Annotated[bool, Parameter(negative="", help="end it at once; what isn't saved is lost")] = False,
@@ -19,8 +19,9 @@ def stop(
     from manyhands.core.folder import RunFolder
     from manyhands.core.going_on import going_on
     from manyhands.core.stops import saved_step
-    from manyhands.run.watch import find_running, stop_headless, stop_run
+    from manyhands.run.watch import find_running, stop_headless, stop_run, without_last
 
+    run = without_last(run)
     try:
         headless = stop_headless(run, say, now=now)
         record = None if headless else find_running(run)

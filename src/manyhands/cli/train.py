@@ -78,6 +78,7 @@ def train(  # noqa: PLR0913 - one argument for each flag
     """
     from manyhands.config.load import load_job
     from manyhands.parallel.options import MODE_OF_PLANS
+    from manyhands.run.find import find_start
 
     flags: dict[str, Any] = {
         **what(data, model, arguments),
@@ -87,7 +88,7 @@ def train(  # noqa: PLR0913 - one argument for each flag
         "train.lr": lr,
         "train.seed": seed,
         "run.out": out,
-        "checkpoint.resume": resume,
+        "checkpoint.resume": find_start(resume),
         "data.dir": data_dir,
         "parallel.mode": parallel or (MODE_OF_PLANS if pin else None),
         "parallel.mesh": mesh,

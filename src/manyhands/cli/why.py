@@ -9,7 +9,9 @@ from manyhands.cli.flags import AsJson
 from manyhands.core.shown import show, show_json
 
 
-def why(run: Annotated[str, Parameter(help="a run's folder or its short name")], /, *, as_json: AsJson = False) -> int:
+def why(
+    run: Annotated[str, Parameter(help="a run's folder, a part of its name, or last")], /, *, as_json: AsJson = False
+) -> int:
     """Say why a run ended, or how it goes on: which rank, machine, step and file; what was done; what to do."""
     from manyhands.run.why import why as told
 

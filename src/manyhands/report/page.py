@@ -88,6 +88,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "title": f"{_job_value(run, 'data', 'name')} · {_job_value(run, 'model', 'name')}",
         "folder": run.folder.path.resolve().name,
         "status": summary.status(run),
+        "setup": next((event.message.split("\n") for event in reversed(run.events) if event.kind == "setup"), []),
         "best": _evaluation(run, summary.best_evaluation(run)),
         "best_by": summary.best_by(run),
         "final": _evaluation(run, summary.final_evaluation(run)),

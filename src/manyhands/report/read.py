@@ -227,13 +227,16 @@ def _read_toml(file: Path) -> dict[str, Any]:
 def no_run(path: Path) -> UserError:
     """The error for a folder that holds no run, with the newest runs nearby."""
     what = f"{path} holds no run: it has no job.toml" if path.is_dir() else f"there is no folder {path}"
-    near = [str(run) for run in _newest_runs((path, path.parent, Path("runs")))]
+    near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
     mend = ("newest runs: " + ", ".join(near),) if near else ("name a run's folder; manyhands train makes one",)
     return UserError(what, str(path), mend)
 
 
-def _newest_runs(bases: Iterable[Path], count: int = 3) -> Iterator[Path]:
-    found = {file.resolve(): file for base in bases for file in base.glob("*/job.toml")}
+def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int = 3) -> Iterator[Path]:
+    """Run folders, those started last first: of the folders in `bases` and those that are `listed`."""
+    files = [run / "job.toml" for run in listed]
+    found = {file.resolve(): file for file in files if file.is_file()}
+    found |= {file.resolve(): file for base in bases for file in base.glob("*/job.toml")}
     for file in sorted(found.values(), key=lambda file: -file.stat().st_mtime)[:count]:
         yield file.parent
 

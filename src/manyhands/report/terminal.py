@@ -40,6 +40,7 @@ LEVELS = {
     "decision": "INFO",
     "regrouped": "INFO",
     "resumed": "INFO",
+    "setup": "INFO",
     "restarted": "WARNING",
     "left-out": "WARNING",
     "replaced": "WARNING",
@@ -67,7 +68,7 @@ class Screen:
         lines: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begins to follow `folder`, which needn't be there yet. `quiet`: warnings and failures alone.
+        """Begins to follow `folder`, which needn't be there yet. `quiet`: the setup in one line, warnings, failures.
 
         `lines`: plain ones on a terminal too.
         """
@@ -163,7 +164,15 @@ class Screen:
             return
         at = f" at step {event.step}" if event.step is not None else ""
         message = "" if event.kind == "saved" else event.message
-        self._tell(LEVELS.get(event.kind, "INFO"), message or f"{event.kind}{at}")
+        level, words = LEVELS.get(event.kind, "INFO"), message or f"{event.kind}{at}"
+        if event.kind != "setup":
+            self._tell(level, words)
+        elif not self._quiet:
+            for line in words.split("\n"):
+                self._tell(level, line)
+        elif (level, words) not in self._told:
+            self._told.add((level, words))
+            self._log(level, plain(translated(words)))
 
     def _look_at_disk(self) -> None:
         """Says when the disk of the run folder is full, and when there is room again."""

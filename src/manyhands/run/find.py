@@ -1,4 +1,4 @@
-"""Finds what a user means by a word: a run under its short name, or a checkpoint's place."""
+"""Finds the place that a user's word stands for: a run by a part of its name, or a checkpoint."""
 
 from pathlib import Path
 
@@ -13,3 +13,13 @@ def find_reference(word: str) -> Path:
     """
     place = Path(word).expanduser()
     return place if place.exists() else find_run(word).path
+
+
+def find_start(word: str | None) -> str | None:
+    """The value of --resume with a run's short name as its folder; "auto", "never" and places stay as they are.
+
+    Raises:
+        UserError: the word stands for no run, or for several.
+    """
+    is_place = not word or word in {"auto", "never"} or "/" in word or Path(word).suffix or Path(word).exists()
+    return word if not word or is_place else str(find_reference(word))

@@ -14,7 +14,7 @@ def read_named(word: str) -> RunData | None:
         UserError: what is there can't be read.
     """
     try:
-        folder = find_run(word)
+        folder = find_run(word, parts=False)
     except UserError:
         return None
     return read_run(folder.path)

@@ -15,11 +15,14 @@ from manyhands.core.going_on import going_on
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import Event
 from manyhands.core.registry import Running, forget, goes_on, headed_here, headless, running, signal_head
+from manyhands.core.shown import say
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.report.now import look
-from manyhands.report.read import no_run
+from manyhands.report.read import newest_runs, no_run
 
 RUNS = Path("runs")
+# The word for the run that was started last.
+LAST = "last"
 POLL_S = 0.1
 # A head takes up one signal before the next; two at once may arrive as one.
 BETWEEN_SIGNALS_S = 0.5
@@ -32,24 +35,24 @@ QUIET_S = 2.0
 
 
 def find_running(word: str) -> Running:
-    """The run that goes on and is meant: by its folder, the folder's name, or the beginning of that.
+    """The run that goes on and is meant: by its folder, the folder's name, or a part of that.
 
     Raises:
         UserError: none is, or several are.
     """
-    runs = running()
-    found = matches(word, runs)
-    if len(found) == 1:
+    headed = running()
+    found = matches(word, [*headed, *headless()])
+    if len(found) > 1:
+        raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(f"{record.run}" for record in found))
+    if found and found[0] in headed:
         return found[0]
     if found:
-        raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(f"{record.run}" for record in found))
-    if left := matches(word, headless()):
-        run = shlex.quote(left[0].run)
+        run = shlex.quote(found[0].run)
         mend = (
             f"manyhands why {run} says what takes its place",
             f"manyhands stop {run} has the processes save and end",
         )
-        raise UserError("the run's launcher is gone, and its processes work on", left[0].run, mend)
+        raise UserError("the run's launcher is gone, and its processes work on", found[0].run, mend)
     ended = find_run(word).path
     mend = (
         f"manyhands why {shlex.quote(str(ended))} says how it ended",
@@ -65,7 +68,9 @@ def forget_elsewhere(word: str) -> list[Running]:
     Raises:
         UserError: there is none, or one has written something just now.
     """
-    found = matches(word, [record for record in running() if not record.here])
+    elsewhere = [record for record in running() if not record.here]
+    alike = matches(word, elsewhere)
+    found = matches(word, elsewhere, parts=False) or (alike if len(alike) == 1 else [])
     if not found:
         mend = ("manyhands ps lists the runs that go on; manyhands stop RUN ends one whose head is on this machine",)
         raise UserError(f'no run that "{word}" may mean has its head on another machine', word, mend)
@@ -81,8 +86,10 @@ def forget_elsewhere(word: str) -> list[Running]:
     return found
 
 
-def find_run(word: str) -> RunFolder:
-    """The run that is meant, whether it goes on or not: a folder, its name, or the beginning of that.
+def find_run(word: str, *, parts: bool = True) -> RunFolder:
+    """The run that is meant, whether it goes on or not: a folder, its name, a part of that, or "last".
+
+    With `parts` false the name is given from its beginning, since other words may be a data set's.
 
     Raises:
         UserError: there is none, or there are several.
@@ -91,28 +98,43 @@ def find_run(word: str) -> RunFolder:
         if word and folder.exists():
             return folder
     runs = running()
-    found = [Path(record.run) for record in matches(word, runs)]
-    found = found or sorted(
-        path.parent for path in RUNS.glob("*/job.toml") if word and path.parent.name.startswith(word)
-    )
+    if word == LAST:
+        listed = [Path(record.run) for record in [*runs, *headless()]]
+        for newest in newest_runs((RUNS, Path()), listed, 1):
+            say(f"the last run is {newest}")
+            return RunFolder(newest)
+    ended = {path.parent.name: path.parent for path in RUNS.glob("*/job.toml")}
+    found = [Path(record.run) for record in matches(word, runs, parts=parts)]
+    found = found or [ended[name] for name in named_by(word, ended, parts=parts)]
     if len(found) == 1:
         return RunFolder(found[0])
     if found:
         raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(map(str, found)))
     if "/" in word or Path(word).exists():
         raise no_run(Path(word))
-    raise _unknown_run(
-        word, [record.name for record in runs] + sorted(path.parent.name for path in RUNS.glob("*/job.toml"))
-    )
+    raise _unknown_run(word, [record.name for record in runs] + sorted(ended))
 
 
-def matches(word: str, runs: Iterable[Running]) -> list[Running]:
+def matches(word: str, runs: Iterable[Running], *, parts: bool = True) -> list[Running]:
     """The runs that a word may mean, by the strictest reading that fits any."""
     runs = list(runs)
     path = str(Path(word).expanduser().resolve())
     by_path = [record for record in runs if record.run == path]
-    by_name = [record for record in runs if record.name == word]
-    return by_path or by_name or [record for record in runs if word and record.name.startswith(word)]
+    names = named_by(word, [record.name for record in runs], parts=parts)
+    return by_path or [record for record in runs if record.name in names]
+
+
+def without_last(word: str) -> str:
+    """The path of the last run for the word "last"; any other word as it is."""
+    return str(find_run(word).path) if word == LAST else word
+
+
+def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str]:
+    """The names that a word stands for: the same one, else those that begin with it, else those that contain it."""
+    known = sorted(set(names))
+    readings: list[Callable[[str], bool]] = [word.__eq__, lambda name: name.startswith(word), lambda name: word in name]
+    found = ([name for name in known if fits(name)] for fits in readings[: 3 if parts else 2])
+    return next(filter(None, found), []) if word else []
 
 
 def _unknown_run(word: str, names: Iterable[str]) -> UserError:
@@ -132,7 +154,9 @@ def stop_headless(word: str, say: Callable[[str], None], *, now: bool) -> Path |
     Returns:
         Its folder, once they have left; None where there is no such run.
     """
-    left = {Path(record.run) for record in matches(word, headless())}
+    without = headless()
+    found = matches(word, [*running(), *without])
+    left = {Path(record.run) for record in found if len(found) == 1 and record in without}
     for run in (Path(word).expanduser(), RUNS / word, *left):
         ranks = run / "ranks"
         term = term_in(ranks)

@@ -1,6 +1,8 @@
 """Builds every part of a run from its job, one small function each; runs nothing."""
 
+import math
 import os
+import textwrap
 
 import torch
 
@@ -9,6 +11,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on
 from manyhands.core.journal import Journal
+from manyhands.core.shown import plain
 from manyhands.core.world import World
 from manyhands.data.splits import Splits
 from manyhands.parallel.apply import one_process, takes_mesh
@@ -24,6 +27,7 @@ from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import look_first, make_model, refuse_other_head, without_first_weights
 from manyhands.train.optimize import make_optimizer, total_steps
 from manyhands.train.own_metrics import make_metrics
+from manyhands.train.own_optimizer import largest_rate
 from manyhands.train.own_schedule import OwnScheduler, make_schedule
 from manyhands.train.prove import BETTER_LOSS, settle_loss
 from manyhands.train.pth_tar import check_same_training
@@ -142,6 +146,7 @@ def build(
         release=lambda: under.release(samples),
         bad_pictures=set(samples.splits.skipped),
     )
+    _record_setup(trainer, samples, objects)
     if found:
         resume(trainer, found)
     return captured(compiled(suit(trainer)))
@@ -208,6 +213,28 @@ def _name_all(classes: tuple[str, ...], outputs: int, journal: Journal) -> tuple
         told = f"the network has {outputs:,} outputs for {len(classes):,} classes; a guess beyond them counts as wrong"
         journal.event("note", told)
     return name_outputs(classes, outputs)
+
+
+def _record_setup(trainer: Trainer, samples: DataSetup, objects: Objects) -> None:
+    """Records what is trained on what, in three lines: the first ones on the screen, in a log and in the report."""
+    job, network, order, splits = trainer.job, trainer.network, trainer.feed.order, samples.splits
+    shapes = {name: layout.shape for name, layout in network.layouts.items()}
+    parameters = sum(math.prod(shapes.get(name, each.shape)) for name, each in network.inner.named_parameters())
+    what = "samples" if samples.pixels.own else "pictures"
+    data = job.data.name if objects.train_set is None else type(objects.train_set).__name__
+    counts = f"{order.length:,} training and {len(splits.test):,} evaluation {what}"
+    names = textwrap.shorten(", ".join(map(plain, samples.classes)), 72, placeholder=" …")
+    optimizer = trainer.update.optimizer
+    name = job.train.optimizer if job.train.built_in else type(optimizer).__name__
+    rate = job.train.lr if job.train.built_in else largest_rate(optimizer)
+    lines = (
+        f"data: {plain(data)}, {counts}, {len(samples.classes):,} classes: {names}",
+        f"network: {plain(trainer.trained.name)}, {parameters:,} parameters",
+        f"training: epochs {job.train.epochs}, updates an epoch {order.steps_per_epoch:,}, "
+        f"batch {min(job.train.batch, order.length):,}, {name} at learning rate {rate:g}, "
+        f"processes {trainer.world.size}, device {trainer.world.device.partition(':')[0]}",
+    )
+    trainer.journal.event("setup", "\n".join(lines))
 
 
 def resume(trainer: Trainer, found: Resumable) -> None:

@@ -156,13 +156,14 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         if world.device == "cpu" and job.cluster.device == "auto":
             _tell_of_unused_accelerators(Journal(folder, world.rank))
     objects = load_objects(argument)
-    job, decided, splits = _settle_measured(job, folder, world, mode, objects)
+    settled = _settle_measured(job, folder, world, mode, objects)
+    job, decided = settled.job, settled.about
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
-    trainer = build(job, folder, world, mode, objects, followed, splits)
+    trainer = build(job, folder, world, mode, objects, followed, settled.splits)
     trainer.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
-    for note in (*about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
+    for note in (*settled.said, *about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         trainer.journal.event("note", note)
     ranks = gather_plain(own_environment(world), world)
     if world.is_main:
@@ -182,8 +183,8 @@ def _tell_of_unused_accelerators(journal: Journal) -> None:
         journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
 
 
-def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Job, Any, Any]:
-    """The job with what it leaves to a measurement, what plan.json says of it, and the data if it had to be opened."""
+def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> Any:
+    """`SettledPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
     from manyhands.train.objects import Objects
     from manyhands.worker.compiling import settle_compile
     from manyhands.worker.precision import SettledPrecision, settle_precision
@@ -192,10 +193,7 @@ def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects
     settled = SettledPrecision(job)
     if job.train.measured_precision:
         settled = settle_precision(job, folder, world, mode, objects, say=say)
-    settled = settle_compile(settled, folder, world, mode, objects, say=say)
-    for sentence in settled.said:
-        say(sentence)
-    return settled.job, settled.about, settled.splits
+    return settle_compile(settled, folder, world, mode, objects, say=say)
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
