@@ -14,6 +14,7 @@ from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.failures import as_error
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.shown import say
+from manyhands.core.trained import find_record, note_pictures
 from manyhands.core.world import Membership
 from manyhands.data.on_demand import as_picture
 from manyhands.parallel.plain import gather_plain
@@ -84,8 +85,12 @@ def _give_account(trainer: Trainer) -> None:
 
 
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Gives a network the last weights of a run."""
-    model.load_state_dict(load(resolve(run, "last")).model)
+    """Gives a network the last weights of a run, and notes what it was trained on."""
+    path = resolve(run, "last")
+    snapshot = load(path)
+    model.load_state_dict(snapshot.model)
+    if record := find_record(path, snapshot.state):
+        note_pictures(model, record.pictures)
 
 
 def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[list[tuple[str, float]]]:
