@@ -20,6 +20,7 @@ from manyhands.core.shown import show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
 from manyhands.run.load import load_worker
+from manyhands.run.own_code import announce_reach
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
 from manyhands.run.train import Outcome, place_of, train
@@ -59,6 +60,7 @@ def run(
             show(lines)
         return 0
     if machines := _machines_to_reach(job):
+        announce_reach(loaded)
         end_early()  # this machine may take no part, and a head that is detached is another process
         from manyhands.run.background import Background
         from manyhands.run.launch import launch
