@@ -107,7 +107,9 @@ def load_job(
         merged.pop("train.warmup_epochs", None)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
-    return LoadedJob(_check(merged, merged_origins), merged_origins)
+    checked = _check(merged, merged_origins)
+    checked.cluster.mark_flags(key.partition(".")[2] for key, origin in origins.items() if origin == "flag")
+    return LoadedJob(checked, merged_origins)
 
 
 def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
