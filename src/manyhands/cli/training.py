@@ -16,7 +16,7 @@ from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.early_agent import end_early
 from manyhands.core.errors import UserError
-from manyhands.core.shown import show, show_json
+from manyhands.core.shown import say, show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
 from manyhands.run.load import load_worker
@@ -52,7 +52,10 @@ def run(
         refuse_changes(loaded, to_go_on=to_go_on)
     if dry_run:
         if not job.run.script:
-            load_worker("check").check_names(job)
+            check = load_worker("check")
+            check.check_names(job)
+            if too_large := check.warning_of_batch(job):
+                say(too_large)
         lines = describe(loaded)
         if as_json:
             show_json({"dry_run": lines})

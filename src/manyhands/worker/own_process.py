@@ -19,7 +19,7 @@ from manyhands.core.world import Membership
 from manyhands.data.on_demand import as_picture
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.standing import standing_membership
-from manyhands.train.predict import guess
+from manyhands.train.predict import Guesses, guess
 from manyhands.train.session import Session
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
@@ -93,6 +93,6 @@ def load_weights(model: nn.Module, run: Path) -> None:
         note_pictures(model, record.pictures)
 
 
-def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[list[tuple[str, float]]]:
-    """The most likely classes of each picture, by the network of a checkpoint."""
-    return guess(open_trained(path, model=model, device=device), files)
+def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[Guesses | str]:
+    """The most likely classes of each picture, by the network of a checkpoint; a text for one that can't be read."""
+    return guess(open_trained(path, model=model, device=device), files, skip=True)
