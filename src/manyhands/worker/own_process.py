@@ -20,6 +20,7 @@ from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.standing import standing_membership
 from manyhands.train.predict import guess
 from manyhands.train.session import Session
+from manyhands.train.state import fit_snapshot
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
@@ -85,7 +86,8 @@ def _give_account(trainer: Trainer) -> None:
 
 def load_weights(model: nn.Module, run: Path) -> None:
     """Gives a network the last weights of a run."""
-    model.load_state_dict(load(resolve(run, "last")).model)
+    path = resolve(run, "last")
+    model.load_state_dict(fit_snapshot(load(path), model, str(path)), strict=False)
 
 
 def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[list[tuple[str, float]]]:
