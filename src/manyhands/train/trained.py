@@ -26,7 +26,7 @@ from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects
 from manyhands.train.network import make_model, read_any
-from manyhands.train.state import check_fits
+from manyhands.train.state import fit_snapshot
 
 # Options that say what pictures become.
 PICTURES = ("image_size", "channels", "mean", "std")
@@ -140,8 +140,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     world, pixels = World(device=device), pixels_of(record.pictures)
     grid = Grid(Mesh(tuple((name, 1) for name in record.axes)), world) if record.axes else None
     network = make_model(job_of_record(Job(), record), pixels, record.num_classes, world, objects, silent(), grid)
-    check_fits(snapshot.model, network, where)
-    network.load_state_dict(snapshot.model)
+    network.load_state_dict(fit_snapshot(snapshot, network, where), strict=False)
     note_pictures(network, record.pictures)
     dtype = torch.float64 if record.double else torch.float32
     return Trained(network.eval(), Transform(pixels, device, dtype), record.classes)

@@ -21,6 +21,7 @@ from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.standing import standing_membership
 from manyhands.train.predict import Guesses, guess
 from manyhands.train.session import Session
+from manyhands.train.state import fit_snapshot
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
@@ -88,7 +89,7 @@ def load_weights(model: nn.Module, run: Path) -> None:
     """Gives a network the last weights of a run, and notes what it was trained on."""
     path = resolve(run, "last")
     snapshot = load(path)
-    model.load_state_dict(snapshot.model)
+    model.load_state_dict(fit_snapshot(snapshot, model, str(path)), strict=False)
     if record := find_record(path, snapshot.state):
         note_pictures(model, record.pictures)
 
