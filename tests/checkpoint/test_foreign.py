@@ -12,9 +12,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign, write_foreign
 from manyhands.checkpoint.load import load
+from manyhands.checkpoint.pieces import ALONE, NetworkLayout
+from manyhands.checkpoint.reshard import merge, reshard
 from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.source import open_checkpoint
 from manyhands.core.errors import UserError
+from manyhands.core.layouts import TensorLayout
+from manyhands.train.state import fit_snapshot, fitted
 
 
 def network() -> nn.Module:
@@ -59,7 +64,8 @@ def test_main_py_goes_on_bit_for_bit(tmp_path: Path, prefix: str, best: object):
     assert read.state.pop("scheduler")["step_size"] == 30
     assert read.state == {"foreign": "imagenet-main", "arch": "resnet18", "epoch": 3, "best": {"top1": 0.625}}
     again = network()
-    again.load_state_dict(read.model)
+    again.load_state_dict(fit_snapshot(read, again, "here"))
+    read.model = dict(again.state_dict())
     named = name_optimizer(read.optimizer, [name for name, _ in again.named_parameters()])
     saved = load(save(tmp_path, 1, Snapshot(read.model, named, read.state)))
     other = sgd(again)
@@ -73,7 +79,9 @@ def test_old_main_py_had_no_scheduler_and_wraps_only_the_features_of_vgg(tmp_pat
     weights = {"features.module.0.weight": torch.ones(2), "classifier.0.weight": torch.zeros(2)}
     torch.save({"epoch": 1, "arch": "vgg11", "state_dict": weights, "best_acc1": 0}, tmp_path / "model_best.pth.tar")
     read = read_foreign(tmp_path / "model_best.pth.tar")
-    assert list(read.model) == ["features.0.weight", "classifier.0.weight"]
+    assert list(fitted(read.model, ["features.0.weight", "classifier.0.weight"])) == [
+        "features.0.weight", "classifier.0.weight"
+    ]  # fmt: skip
     assert read.optimizer is None
     assert read.state == {"foreign": "imagenet-main", "arch": "vgg11", "epoch": 1, "best": {"top1": 0.0}}
 
@@ -89,6 +97,91 @@ def test_plain_weights(tmp_path: Path):
         assert read.optimizer is None
         assert read.state == {"foreign": "safetensors" if path.suffix == ".safetensors" else "state-dict"}
         network().load_state_dict(read.model)
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "_forward_module.", "module.model.", "module.backbone.", "a.b."])
+def test_a_prefix_that_all_names_share_is_removed_where_names_do_not_fit_otherwise(tmp_path: Path, prefix: str):
+    model, other = network(), network()
+    torch.save({prefix + name: one for name, one in model.state_dict().items()}, tmp_path / "w.pth")
+    other.load_state_dict(fit_snapshot(read_foreign(tmp_path / "w.pth"), other, "here"))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_an_averaged_model_is_read_as_its_network(tmp_path: Path):
+    model, other = network(), network()
+    torch.save(torch.optim.swa_utils.AveragedModel(model).state_dict(), tmp_path / "w.pth")
+    other.load_state_dict(fit_snapshot(read_foreign(tmp_path / "w.pth"), other, "here"))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Wrapped(nn.Module):
+    """Whose parts hang below `self.module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = network()
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_names_below_a_module_of_that_name_stay_also_through_merge_and_split(tmp_path: Path, suffix: str):
+    model, other, file = Wrapped(), Wrapped(), tmp_path / f"w{suffix}"
+    merge(open_checkpoint(save(tmp_path, 1, Snapshot(dict(model.state_dict())))), file)
+    other.load_state_dict(fit_snapshot(read_foreign(file), other, "here"))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    layouts = {"module.0.weight": TensorLayout((4, 3, 3, 3), (4, 3, 3, 3))}
+    for wanted in (layouts, {"0.weight": layouts["module.0.weight"]}):  # the network itself, and what it wraps
+        reshard(open_checkpoint(file, wanted=wanted), tmp_path / f"cut-{len(list(tmp_path.iterdir()))}",
+                NetworkLayout(ALONE, wanted))  # fmt: skip
+        assert next(iter(wanted)) in open_checkpoint(max(tmp_path.glob("cut-*"))).model.names()
+
+
+def test_names_that_do_not_fit_are_shown_as_the_file_has_them(tmp_path: Path):
+    torch.save(
+        {f"module.encoder.{name}": one for name, one in nn.Linear(2, 3).state_dict().items()}, tmp_path / "w.pth"
+    )
+    with pytest.raises(UserError, match=r"names in the file: module\.encoder\.weight, module\.encoder\.bias"):
+        fit_snapshot(read_foreign(tmp_path / "w.pth"), network(), "here")
+
+
+def test_layers_with_equal_ends_of_names_are_not_taken_for_each_other():
+    one, other = nn.ModuleDict({"head": nn.Linear(2, 3)}), nn.ModuleDict({"tail": nn.Linear(2, 3)})
+    with pytest.raises(UserError, match="is of another network"):
+        fit_snapshot(Snapshot(dict(one.state_dict())), other, "here")
+
+
+def test_weights_from_before_torch_counted_batches_are_read(tmp_path: Path):
+    model, other = network(), network()
+    model[1].running_mean += 1
+    torch.save({n: one for n, one in model.state_dict().items() if "num_batches" not in n}, tmp_path / "w.pth")
+    other.load_state_dict(fit_snapshot(read_foreign(tmp_path / "w.pth"), other, "here"))
+    assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+class Remembers(nn.Linear):
+    """Whose state is more than tensors."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.scales = {"largest": float("inf"), "shape": (1, 2), "names": ["a", None]}
+
+    def get_extra_state(self):
+        return self.scales
+
+    def set_extra_state(self, state):
+        self.scales = state
+
+
+def test_extra_state_of_modules_is_read_from_other_files_and_merged_into_them(tmp_path: Path):
+    model = nn.Sequential(Remembers())
+    torch.save({"model": {f"module.{name}": one for name, one in model.state_dict().items()}}, tmp_path / "w.pth")
+    merge(open_checkpoint(tmp_path / "w.pth"), tmp_path / "again.pth")
+    read = read_foreign(tmp_path / "again.pth")
+    other = nn.Sequential(Remembers())
+    other[0].scales = None
+    other.load_state_dict(fit_snapshot(load(save(tmp_path, 1, read)), other, "here"))
+    assert other[0].scales == model[0].scales
+    with pytest.raises(UserError, match=r"0\._extra_state is not in the network"):
+        fit_snapshot(read, nn.Sequential(nn.Linear(2, 2)), "here")
 
 
 def test_an_optimizer_of_another_network_is_refused():

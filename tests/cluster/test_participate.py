@@ -1,5 +1,6 @@
 """Who a process is, by whatever says so; variables as the launchers themselves were seen to set them."""
 
+import re
 import socket
 
 import psutil
@@ -13,8 +14,10 @@ from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.cluster.descriptions.own import find_machine, is_own_name, outer_addresses, reachable
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
+from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.parallel.ports import own_addresses
+from manyhands.run.train import place_of
 
 HERE = socket.gethostname()
 
@@ -56,6 +59,19 @@ def test_slurms_tasks_are_every_rank_once(tasks):
     assert len({(place.size, place.master_address, place.master_port) for place in places}) == 1
     assert places[0].master_address == ("n1" if len(tasks) > 1 else "127.0.0.1")
     assert places[0].master_port == 15000 + 4567
+
+
+def test_slurms_arbitrary_distribution_has_rank_0_on_the_first_line_of_its_file(tmp_path):
+    (tmp_path / "hosts").write_text("# rank by rank\n\nn[3-4]\nn1*2\n")
+    arbitrary = {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": str(tmp_path / "hosts")}
+    place = slurm.place(step(**arbitrary))
+    assert (place.master_address, place.origins["master_address"]) == ("n3", "first of SLURM_HOSTFILE")
+    assert slurm.place(step(**arbitrary, MASTER_ADDR="10.0.0.9")).master_address == "10.0.0.9"
+    (tmp_path / "hosts").unlink()
+    with pytest.raises(UserError, match="SLURM_HOSTFILE") as caught:
+        slurm.place(step(**arbitrary))
+    assert "export MASTER_ADDR" in caught.value.mend[0]
+    assert slurm.place(step(**{**arbitrary, "SLURM_DISTRIBUTION": "block"})).master_address == "n1"
 
 
 def test_masters_variables_win_under_slurm():
@@ -214,3 +230,54 @@ def test_a_described_machine_meets_the_others():
     meeting, _ = meeting_in(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"})
     assert (meeting.sizes, meeting.port) == ((2, 2), 77)
     assert meeting_in(unsized, "x", ClusterOptions(), {})[0].port == 29500
+
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+TORCHRUN = {**WORKER, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+
+
+def place_by_flags(monkeypatch, environment, flags, file=None):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return place_of(load_job(flags, file=file, environment={}).job)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "said"),
+    [
+        (ALONE, {"cluster.processes": 2}, "-n 2 can't be followed: RANK, WORLD_SIZE, LOCAL_RANK"),
+        (TORCHRUN, {"cluster.processes": 2}, "process 1 of 3, one of 3 on this machine"),
+        (step(1, (1, 1)), {"cluster.processes": 2}, "-n 2 can't be followed: SLURM_PROCID"),
+        ({**ALONE, "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 4}, "process 0 of 2"),
+        ({**WORKER, "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 3}, "process 1 of 3"),
+        (ALONE, {"cluster.file": "hosts.txt"}, "--cluster can't be followed: RANK"),
+        (ALONE, {"cluster.hosts": ["n1", "n2"]}, "--hosts can't be followed: RANK"),
+        (ALONE, {"cluster.rank_table": "table.json"}, "--rank-table can't be followed: RANK"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_a_launchers_variables_contradict_is_refused(environment, flags, said, monkeypatch):
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        place_by_flags(monkeypatch, environment, flags)
+    assert f"unset {next(name for name in environment if name.endswith(('RANK', 'PROCID')))}" in caught.value.mend[1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "processes"),
+    [(ALONE, 1), (TORCHRUN, 3), (step(), 2), (OPENMPI, 2), ({**ALONE, "WORLD_SIZE": "2"}, 2), (TORCHRUN, None)],
+)
+def test_a_number_that_agrees_with_the_launchers_is_followed(environment, processes, monkeypatch):
+    environment = {**environment, "MASTER_ADDR": "192.0.2.7"}
+    assert place_by_flags(monkeypatch, environment, {"cluster.processes": processes}).membership
+
+
+def test_a_files_number_gives_way_to_the_launchers(monkeypatch, tmp_path):
+    """A job.toml is started by several launchers in turn."""
+    (tmp_path / "job.toml").write_text("[cluster]\nprocesses = 2\n")
+    assert place_by_flags(monkeypatch, TORCHRUN, {}, tmp_path / "job.toml").membership.size == 3
+
+
+def test_a_number_that_a_description_contradicts_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "hosts").write_text(f"{HERE} slots=3\n192.0.2.77 slots=3\n")
+    flags = {"cluster.file": str(tmp_path / "hosts"), "cluster.processes": 2}
+    with pytest.raises(UserError, match=r"-n 2 can't be followed: --cluster .*hosts say: 3 on this machine"):
+        place_by_flags(monkeypatch, {}, flags)

@@ -6,10 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.main import main
+from manyhands.cluster.agents.orders import DEVICE_INDEX
 from manyhands.config.job import Job
 from manyhands.config.load import flatten, known_keys, load_job, parse_value, read_toml
 from manyhands.config.recipes import _names, recipe_for, recipe_named
+from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError
+from manyhands.core.pulse import PULSE_FILE
+from manyhands.core.records import FAILURE_FILE
+from manyhands.core.tunnel_ends import VARIABLE
 
 
 def _job_file(tmp_path, text):
@@ -121,6 +126,25 @@ def test_an_error_of_a_flag_says_which():
         load_job({"data.name": "digits", "train.lr": -3, "train.batch": 0, "trian.epochs": 3}, environment={})
     for flag in ("[flag --train.lr]", "[flag --train.batch]", "[flag --trian.epochs]"):
         assert flag in str(two.value)
+
+
+@pytest.mark.parametrize("name", ["LR", "TRAIN_LR", "CLUSTER_PROCESSES", "NAME"])
+def test_a_variable_without_its_section_is_a_mistake(name):
+    with pytest.raises(UserError, match=f"MANYHANDS_{name} sets no option") as caught:
+        load_job({}, environment={f"MANYHANDS_{name}": "3"})
+    meant = {"NAME": "MANYHANDS_DATA__NAME=3 or MANYHANDS_MODEL__NAME=3", "CLUSTER_PROCESSES": "CLUSTER__PROCESSES=3"}
+    assert meant.get(name, "MANYHANDS_TRAIN__LR=3") in str(caught.value)
+
+
+def test_any_other_variable_with_our_prefix_is_a_warning_but_for_our_own(capsys):
+    load_job({}, environment={"MANYHANDS_PORT": "tcp://10.0.0.1:29500", "MANYHANDS_DATA": "/d", "PATH": "/bin"})
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "MANYHANDS_PORT sets no option of the job and is ignored" in said
+    assert "MANYHANDS_TRAIN__LR" in said
+    ours = (LANGUAGE, FAILURE_FILE, PULSE_FILE, VARIABLE, DEVICE_INDEX, "MANYHANDS_CACHE", "MANYHANDS_MIRROR")
+    load_job({}, environment=dict.fromkeys(ours, "x"))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--epochs", "1.5"], ["--batch=63.6"], ["-n", "1.2"], ["--seed", "0.9"]])

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 import manyhands
+from manyhands.cli.main import main
 from manyhands.cluster.agents.ssh import agent_script
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
@@ -18,7 +19,7 @@ from manyhands.core.git import listed_files, revision
 from manyhands.core.registry import remember_reach
 from manyhands.run.evaluate import evaluate_run
 from manyhands.run.logs import show_logs
-from manyhands.run.own_code import announce_resumed
+from manyhands.run.own_code import announce_reach, announce_resumed
 from manyhands.run.predict import predict_files
 from tests.e2e.command import QUICK, environment, finish, run, start
 
@@ -154,6 +155,29 @@ def test_logs_reach_machines_as_this_users_launch_did(strange_run, here):
     shown_logs(strange_run)
     assert (here / "mine").exists()
     assert not (here / "mark").exists()
+
+
+@pytest.mark.parametrize("command", [["resume", "run"], ["doctor", "run/job.toml"], ["train", "run/job.toml"]])
+def test_another_users_job_file_does_not_choose_how_machines_are_reached(strange_run, here, command, capsys):
+    if os.getuid():
+        pytest.skip("NOT SHOWN what another user's folder may do: only root can make one")
+    strange_run.job.write_text(
+        f'[cluster]\nssh = "touch {here}/mark; :"\nhosts = ["192.0.2.1"]\n'
+        "[data]\nname='digits'\n[model]\nname='mlp'\n"
+    )
+    for path in (strange_run.path, *strange_run.path.rglob("*")):
+        os.chown(path, 12345, 12345)
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 2
+    assert "run/job.toml is user 12345's, not yours" in " ".join(capsys.readouterr().err.split())
+    assert not (here / "mark").exists()
+    os.chown(strange_run.job, 0, 0)
+    job = load_job({}, file=strange_run.job)
+    announce_reach(job)
+    assert f"touch {here}/mark; :' to reach the machines, since {strange_run.job} names it" in capsys.readouterr().err
+    os.chown(strange_run.job, 12345, 12345)
+    announce_reach(load_job({"cluster.ssh": "ssh"}, file=strange_run.job))
 
 
 NETWORK = """

@@ -270,6 +270,40 @@ def test_evaluate_needs_no_run():
     assert found.confusion.sum() == 33
 
 
+def shades(count, dark):
+    """Pictures uint8 of two classes, dark and bright; so many of the dark ones."""
+    labels = (torch.arange(count) >= dark).long()
+    images = torch.randint(0, 60, (count, 1, 8, 8), generator=torch.Generator().manual_seed(3)) + 70
+    return TensorDataset((images + labels.view(-1, 1, 1, 1) * 40).to(torch.uint8), labels)
+
+
+# Its own mean would make dark pictures of half of the bright ones.
+BRIGHT = shades(101, 1)
+
+
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_evaluation_normalizes_as_the_training_did(processes, tmp_path):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+    run = manyhands.fit(net, shades(200, 100), epochs=5, batch=20, lr=0.1, processes=processes, **QUIET)
+    loaded = manyhands.load(run.path, model=copy.deepcopy(net)).network
+    assert [manyhands.evaluate(each, BRIGHT).top1 for each in (net, run, loaded)] == [1, 1, 1]
+    assert manyhands.evaluate(net, TensorDataset(torch.zeros(3, 1, 8, 8), torch.arange(3) % 2)).count == 3
+    with manyhands.session() as here:
+        fresh = copy.deepcopy(net)
+        given = torch.optim.SGD(fresh.parameters(), 0.1)
+        model, _, _ = here.prepare(fresh, given, shades(200, 100), batch=20)
+        assert [here.evaluate(each, BRIGHT).top1 for each in (model, copy.deepcopy(net))] == [1, 1]
+
+
+def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+    with pytest.raises(UserError, match=r"normalized with are unknown[\s\S]*evaluate\(run, test_set\)"):
+        manyhands.evaluate(net, BRIGHT)
+    job = manyhands.Job(data={"mean": [0.4], "std": [0.1]})
+    assert manyhands.evaluate(net, BRIGHT, job=job).count == 101
+
+
 LOOP = """
 import json
 import torch

@@ -1,5 +1,6 @@
 """What a run has learnt is used by itself: without its data, its published weights, or the program that made it."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 from torchvision import models
 
 import manyhands
+from manyhands.cli.main import main
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.data.open import is_plain_folder
@@ -104,6 +106,30 @@ def test_a_class_that_the_run_does_not_know_is_refused(trained, tmp_path):
     shutil.copytree(val / "dog", tmp_path / "other" / "wolf")
     with pytest.raises(UserError, match='the run has no class "wolf"'):
         evaluated(run, tmp_path / "other")
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_path, capsys, processes):
+    run, val = trained
+    shutil.copytree(val, tmp_path / "new")
+    bad = [tmp_path / "new" / place for place in ("cat/0.png", "owl/4.png", "owl/5.png")]
+    for file in bad:
+        file.write_bytes(b"no picture")
+    words = ["predict", str(run.path), str(tmp_path / "new"), "-n", str(processes)]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *more])
+        assert ended.value.code == 1
+        said = capsys.readouterr()
+        listed = said.err[said.err.index("3 of these pictures can't be read:") :].splitlines()[1:]
+        assert [line.partition(": ")[0].strip() for line in listed] == list(map(str, bad))
+        lines = said.out.splitlines()
+        assert len(lines) == (27 if more else 24)
+    errors = {found["picture"] for found in map(json.loads, lines) if "error" in found}
+    assert errors == set(map(str, bad))
+    with pytest.raises(UserError, match=r"the picture 0\.png can't be read") as refused:
+        manyhands.predict(run, [tmp_path / "new"])
+    assert refused.value.mend[1].startswith("to leave such pictures out of training")
 
 
 @pytest.mark.slow

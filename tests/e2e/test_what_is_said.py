@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import TensorDataset
 
 import manyhands
+from manyhands.cli.main import main
 from manyhands.core.records import read_lines
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines
@@ -75,7 +77,33 @@ def test_many_classes_are_named_in_part(names, shown):
 
 def test_a_batch_larger_than_the_data_is_said():
     manyhands.fit(nets.Net(), tiny(40), epochs=1, batch=8192, **QUIET)
-    assert "each update takes all 36 training samples: the batch can't be 8,192" in [x["message"] for x in told("note")]
+    too_large = "each update takes all 36 training samples: the batch can't be 8,192"
+    assert too_large in [event["message"] for event in told("warning")]
+
+
+def test_a_dry_run_warns_of_a_batch_larger_than_the_data(tmp_path, capsys):
+    for place in ("a/1.png", "a/2.png", "b/1.png", "b/2.png", "b/3.png"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / place)
+    for data, samples in (("digits", "1,437"), (str(tmp_path), "4")):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", data, "mlp", "--batch", "5000", "--dry-run"])
+        assert ended.value.code == 0
+        assert f"all {samples} training samples: the batch can't be 5,000" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "digits", "mlp", "--batch", "1437", "--dry-run"])
+    assert "the batch" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_class_without_an_evaluation_sample_is_a_warning_with_quiet_too(named, capsys):
+    train, test = tiny(40, 4), tiny(40, 3)
+    if named:
+        train.classes = test.classes = ["ant", "wasp", "fly", "bee"]
+    manyhands.fit(nets.Net(4), train, test, epochs=1, batch=10, **QUIET)
+    missing = f"no test sample, so the evaluation says nothing about them: {'bee' if named else '3'}"
+    assert f"1 of 4 classes have {missing}" in [event["message"] for event in told("warning")]
+    assert missing in capsys.readouterr().err
 
 
 def test_a_plan_for_a_batch_larger_than_the_data_says_so():

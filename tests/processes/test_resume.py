@@ -80,6 +80,51 @@ def test_sharded_parameters_go_on_too():
         torch.testing.assert_close(resumed[1][name], wanted, rtol=0, atol=0)
 
 
+class _Scaled(nn.Linear):
+    """Counts its passes outside of tensors."""
+
+    passes = 0
+
+    def forward(self, values):
+        self.passes += self.training
+        return super().forward(values)
+
+    def get_extra_state(self):
+        return {"passes": self.passes, "shape": (1, 2)}
+
+    def set_extra_state(self, state):
+        assert state["shape"] == (1, 2)
+        self.passes = state["passes"]
+
+
+def _count_passes(world, folder, max_steps, settings):
+    network = nn.Sequential(nn.Flatten(), _Scaled(64, 5))
+    kept, globals()["_network"] = _network, lambda: network
+    try:
+        first, _, _ = _train(world, folder, max_steps, settings)
+    finally:
+        globals()["_network"] = kept
+    return first, network[1].passes
+
+
+@pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, {}), (2, {"parallel.mode": "fsdp"})])
+def test_what_modules_hold_beside_tensors_goes_on(size, settings, tmp_path):
+    (_, before), *_ = run_on_ranks(_count_passes, size, str(tmp_path), SAVED, settings)
+    for first, passes in run_on_ranks(_count_passes, size, str(tmp_path), TOTAL, settings):
+        assert first == SAVED
+        assert before + TOTAL - SAVED <= passes <= before + TOTAL - SAVED + 2  # passes before the first update
+
+
+def test_a_module_whose_state_is_no_plain_data_is_refused_before_the_first_update(tmp_path):
+    class Odd(_Scaled):
+        def get_extra_state(self):
+            return {"seen": {1, 2}}
+
+    job = load_job({"data.name": "synthetic:103x1x8x8x5"}, environment={}).job
+    with pytest.raises(UserError, match=r"1\._extra_state/seen is a set, which can't be saved"):
+        build(job, RunFolder(tmp_path), World(), "single", Objects(nn.Sequential(nn.Flatten(), Odd(64, 5))))
+
+
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
 def test_another_number_makes_the_same_updates(sizes):
     # Without dropout, whose draws are a stated exception.

@@ -1,9 +1,9 @@
 """What a checkpoint says of itself, read without torch: a folder, whole or in pieces, or a .safetensors file."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -26,9 +26,9 @@ from manyhands.core.layouts import whole
 from manyhands.core.mesh import Mesh
 from manyhands.core.outside import UnreadableError, parse_json
 
-T = TypeVar("T")
-
-_PREFIXES = ("module.", "_orig_mod.")
+# Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
+_WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_AVERAGES = "n_averaged"  # the counter of torch.optim.swa_utils.AveragedModel, whose network is its `module`
 
 
 class PlacedTensors(NamedTuple):
@@ -85,17 +85,18 @@ def is_pickled(path: Path) -> bool:
     return path.is_file() and not path.name.endswith(".safetensors")
 
 
-def open_description(path: Path, *, verified: bool = False) -> Description:
+def open_description(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Description:
     """Reads what a checkpoint folder or a .safetensors file says of its tensors.
 
-    `verified`: the folder has just been compared with its manifest.
+    `verified`: the folder has just been compared with its manifest. `wanted`: the names that a file's tensors should
+    get; see `fit_names`.
 
     Raises:
         TornCheckpointError: a file is missing or not what was committed.
         UserError: there is nothing, or what is there is no checkpoint.
     """
     if path.is_file():
-        return _describe_safetensors(path)
+        return _describe_safetensors(path, wanted)
     if not verified:
         verify(path)
     names = read_manifest(path)["files"]
@@ -130,21 +131,20 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
     return mesh, placed
 
 
-def _describe_safetensors(path: Path) -> Description:
+def _describe_safetensors(path: Path, wanted: Collection[str]) -> Description:
     if layout.is_piece(path):
         what = f"{path.name} holds one process's pieces of a checkpoint"
         raise UserError(what, str(path), (f"name the folder: {path.parent}",))
     try:
-        return Description(path, "safetensors", {MODEL: _place_file(path, foreign=True)})
+        return Description(path, "safetensors", {MODEL: _place_file(path, wanted)})
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path) from error
 
 
-def _place_file(file: Path, *, foreign: bool = False) -> PlacedTensors:
+def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
     """All tensors of one .safetensors file, each whole."""
     with safe_open(file, framework="numpy") as opened:  # no values are read; "pt" would import torch
-        order = {name: name for name in written_order(opened)}
-        keys = without_prefixes(order) if foreign else order
+        keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
         entries: Tensors = {}
         for name, key in keys.items():
             tensor = opened.get_slice(key)
@@ -168,17 +168,38 @@ def written_order(file: Any) -> list[str]:
     return written if sorted(written) == sorted(names) else names
 
 
-def without_prefixes(weights: dict[str, T]) -> dict[str, T]:
-    """Drops what DataParallel, DDP and torch.compile put before the names.
+def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """Finds the tensors of a network in a file by name.
 
-    main.py wraps only `features` of AlexNet and VGG, so theirs begin with "features.module.".
+    A prefix is removed only where more names fit without it: a wrapper's (DDP, torch.compile, …), or one that all names
+    share, such as "backbone." or "model.". The counter of an AveragedModel is left out.
+
+    Args:
+        saved: the names in the file.
+        wanted: the names in the network's state dict; none if they aren't known.
+
+    Returns:
+        The network's name for each name in the file; one that doesn't fit stays as it is.
     """
-    for prefix in _PREFIXES * 2:
-        if all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-    inner, outer = "features.module.", "features."
-    if any(name.startswith(inner) for name in weights):
-        weights = {
-            outer + name.removeprefix(inner) if name.startswith(inner) else name: held for name, held in weights.items()
-        }
-    return weights
+    found, most = dict[str, str](), -1
+    for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):
+        for form in _shorter_forms([name for name in saved if name != _AVERAGES or name in wanted or not wanted]):
+            fits = {name: known.get(short, name) for name, short in form.items()}
+            count = sum(name in wanted for name in fits.values())
+            if count > most and len(set(fits.values())) == len(fits):
+                found, most = fits, count
+    return found
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
+def _shorter_forms(names: list[str]) -> Iterator[dict[str, str]]:
+    """By full name: the names, the names without wrappers, and without one shared first component after the other."""
+    yield {name: name for name in names}
+    short = {name: _unwrapped(name) for name in names}
+    yield short
+    while len({word.partition(".")[0] for word in short.values()}) == 1 and all("." in one for one in short.values()):
+        short = {name: word.partition(".")[2] for name, word in short.items()}
+        yield short

@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from manyhands.checkpoint.described import without_prefixes
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.tensors import read_tensors
+from manyhands.checkpoint.tensors import EXTRA_STATE, plain_extra_state, read_tensors, unflatten
 from manyhands.checkpoint.verify import damaged
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.once import replacing
@@ -39,7 +38,7 @@ _HARMLESS = re.compile(r"torch\._utils\._rebuild\w+|torch\.(storage\.)?\w+Storag
 def read_foreign(path: Path) -> Snapshot:
     """Reads another tool's file without running any code in it: main.py's .pth.tar, a state dict, or .safetensors.
 
-    `model` has no "module." before its names. `optimizer` is main.py's own, its parameters numbered: give it to
+    `model` has the file's own names; see `fit_names`. `optimizer` is main.py's own, its parameters numbered: give it to
     `name_optimizer`. `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and of main.py "arch",
     "epoch", "best" (top1, 0 to 1) and "scheduler". Raises UserError: there is no such file, it is damaged, holds code,
     or holds no weights.
@@ -48,16 +47,19 @@ def read_foreign(path: Path) -> Snapshot:
         raise UserError(f"there is no file {path}")
     content = _read(path)
     weights = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), dict)), content)
-    wrong = [key for key, value in weights.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
-    if wrong or not weights:
+    try:
+        extra = plain_extra_state(weights)
+    except TypeError:
+        extra = None
+    if extra is None or not any(isinstance(value, Tensor) for value in weights.values()):
         mend = f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {_shown(weights)}"
         raise UserError(f"{path.name} holds no network's weights", str(path), (mend,))
-    model = without_prefixes({name: tensor.detach() for name, tensor in weights.items()})
+    model = {name: value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
     if path.name.endswith(".safetensors"):
         return Snapshot(model, None, {"foreign": "safetensors"})
     if weights is not content.get("state_dict"):
-        return Snapshot(model, None, {"foreign": "state-dict"})
-    return Snapshot(model, _main_optimizer(content, path), _main_state(content, path))
+        return Snapshot(model, None, {"foreign": "state-dict", **extra})
+    return Snapshot(model, _main_optimizer(content, path), {**_main_state(content, path), **extra})
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
@@ -89,13 +91,13 @@ def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "modu
     """
     if snapshot.optimizer is None:
         raise UserError("main.py can't resume without an optimizer's state, and this has none")
-    epoch = int(snapshot.state.get("epoch", 0))
+    epoch, other = int(snapshot.state.get("epoch", 0)), unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
     optimizer = _numbered(snapshot.optimizer, list(snapshot.model))
     best = (snapshot.state.get("best") or {}).get("top1", 0.0)
     content = {
         "epoch": epoch,
         "arch": arch,
-        "state_dict": {prefix + name: tensor for name, tensor in snapshot.model.items()},
+        "state_dict": {prefix + name: one for name, one in (snapshot.model | other).items()},
         "best_acc1": torch.tensor(best * 100),
         "optimizer": optimizer,
         "scheduler": _step_schedule(snapshot.state.get("scheduler"), epoch, optimizer["param_groups"][0]),

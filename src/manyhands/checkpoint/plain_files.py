@@ -43,6 +43,7 @@ class _State(_Plain):
     schedule: str = ""
     session: _Session | None = None
     scaler: dict[str, float | int | None] | None = None
+    extra_state: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
 class _Group(_Plain):

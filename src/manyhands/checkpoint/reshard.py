@@ -10,6 +10,7 @@ from manyhands.checkpoint import commit, layout
 from manyhands.checkpoint.pieces import ALONE, MODEL, NetworkLayout, Region, TensorEntry
 from manyhands.checkpoint.refuse import refuse_too_little_space, save_error
 from manyhands.checkpoint.source import Source
+from manyhands.checkpoint.tensors import EXTRA_STATE, unflatten
 from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_pieces, write_whole, write_whole_file
 from manyhands.core.errors import UserError
 from manyhands.core.once import replacing
@@ -79,7 +80,8 @@ def merge(source: Source, target: Path) -> None:
 
 
 def _save_pickled(source: Source, file: Path) -> None:
-    torch.save({name: source.model.read(name) for name in source.model.names()}, file)
+    tensors = {name: source.model.read(name) for name in source.model.names()}
+    torch.save(tensors | unflatten(source.state.get(EXTRA_STATE, {}), {}), file)
 
 
 def is_single_file(target: Path) -> bool:

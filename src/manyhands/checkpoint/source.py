@@ -1,15 +1,16 @@
 """Opens any checkpoint for reading in parts: a folder, whole or in pieces, or another tool's file."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.described import is_pickled, open_description
+from manyhands.checkpoint.described import fit_names, is_pickled, open_description
 from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.pieces import ALONE, MODEL, OPTIMIZER, NetworkLayout
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import FileTensors, StoredTensors, in_memory
-from manyhands.checkpoint.tensors import parameter_names, unflatten
+from manyhands.checkpoint.tensors import EXTRA_STATE, parameter_names, unflatten
 from manyhands.checkpoint.verify import torn
 from manyhands.core.errors import UserError
 from manyhands.core.layouts import TensorLayout, whole
@@ -27,7 +28,9 @@ class Source:
     optimizer: StoredTensors | None = None
     # the optimizer's state with {"$tensor": name} in each tensor's place
     branches: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)  # step, epoch and so on; empty of another tool's file
+    state: dict[str, Any] = field(
+        default_factory=dict
+    )  # step, epoch and so on; of another tool's file the extra state alone
     mesh: Mesh | None = None  # the processes that it is cut over; None where it is whole
     notes: tuple[str, ...] = ()  # what of the file is left out, as sentences
 
@@ -73,24 +76,26 @@ class Source:
         return Snapshot(read[MODEL], optimizer, self.state)
 
 
-def open_checkpoint(path: Path, *, verified: bool = False) -> Source:
+def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Source:
     """Opens a checkpoint folder, whole or in pieces, or a .pth.tar, .pth, .pt or .safetensors file.
 
     A .pth file can't be read in parts, so it is whole in memory as long as the source is used. `verified`: another
-    process has just compared the folder with its manifest.
+    process has just compared the folder with its manifest. `wanted`: see `open_description`.
 
     Raises:
         TornCheckpointError: a file is missing or not what was committed.
         UserError: there is nothing, or what is there is no checkpoint.
     """
     if is_pickled(path):
-        return _open_foreign(path)
-    found = open_description(path, verified=verified)
+        return _open_foreign(path, wanted)
+    found = open_description(path, verified=verified, wanted=wanted)
     kinds = {kind: FileTensors(*placed) for kind, placed in found.kinds.items()}
     return Source(path, found.form, kinds[MODEL], kinds.get(OPTIMIZER), found.branches, found.state, found.mesh)
 
 
-def _open_foreign(path: Path) -> Source:
+def _open_foreign(path: Path, wanted: Collection[str]) -> Source:
     read = read_foreign(path)
     notes = ("its optimizer's state is left out, since it numbers the parameters",) if read.optimizer else ()
-    return Source(path, "pth", in_memory(read.model), notes=notes)
+    model = {name: read.model[key] for key, name in fit_names(read.model, wanted).items()}
+    state = {EXTRA_STATE: read.state[EXTRA_STATE]} if EXTRA_STATE in read.state else {}
+    return Source(path, "pth", in_memory(model), state=state, notes=notes)

@@ -1,5 +1,6 @@
 """Tensors and plain data, as files that hold no code."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from manyhands.checkpoint.described import written_order
 from manyhands.core.outside import UnreadableError
 
+EXTRA_STATE = "extra_state"  # in a snapshot's state: what modules' `get_extra_state` gives
+_EXTRA = "_extra_state"  # torch's last component of its name in a state dict
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
 
@@ -39,6 +42,22 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise TypeError(f"{name} is a {type(tree).__name__}, which can't be saved as plain data")
+
+
+def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
+    """{"extra_state": {name: JSON data}} of what a state dict has beside tensors; {} where it has nothing else.
+
+    Raises TypeError: that is not plain data, or no module's extra state.
+    """
+    found, inner = dict[str, Any](), dict[str, Tensor]()
+    for name, value in state_dict.items():
+        if not isinstance(name, str) or not (isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA):
+            raise TypeError(f"{name} is a {type(value).__name__}")
+        if not isinstance(value, Tensor):
+            found[name] = flatten(value, name, inner)
+    if inner:
+        raise TypeError(f"{next(iter(inner))} is a tensor; register it as a buffer")
+    return {EXTRA_STATE: found} if found else {}
 
 
 def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:

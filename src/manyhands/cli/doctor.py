@@ -39,6 +39,7 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     """
     from manyhands.config.load import load_job
     from manyhands.run.doctor import diagnose
+    from manyhands.run.own_code import announce_reach
 
     job_file = Path(data) if data and data.endswith(".toml") else None
     flags = {
@@ -50,7 +51,9 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
         "cluster.interface": interface,
         **settings(set_ or []),
     }
-    job = load_job(flags, file=job_file).job
+    loaded = load_job(flags, file=job_file)
+    announce_reach(loaded)
+    job = loaded.job
     if exposure:
         return _expose(job, as_json=as_json)
     diagnosis = diagnose(job, say)

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manyhands.cli.flags import Device, Processes
+from manyhands.core.errors import EXIT_FAILED, EXIT_OK
 from manyhands.core.quantities import percentage
-from manyhands.core.shown import plain, show, show_json
+from manyhands.core.shown import plain, say, show, show_json
 
 
 def predict(
@@ -31,12 +32,17 @@ def predict(
     found = predict_files(
         find_reference(run), pictures, which=which, model=model, processes=processes, device=device
     )  # fmt: skip
+    unreadable: list[str] = []
     for path, guesses in found:
+        if isinstance(guesses, str):
+            unreadable.append(f"  {plain(str(path))}: {plain(guesses)}")
         if as_json:
-            show_json({"picture": str(path), "guesses": guesses})
-        else:
+            show_json({"picture": str(path), "error" if isinstance(guesses, str) else "guesses": guesses})
+        elif not isinstance(guesses, str):
             show(line_of(path, guesses))
-    return 0
+    if unreadable:
+        say("\n".join([f"{len(unreadable):,} of these pictures can't be read:", *unreadable]))
+    return EXIT_FAILED if unreadable else EXIT_OK
 
 
 def line_of(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:

@@ -12,18 +12,18 @@ from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
 from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.descriptions.own import is_here
-from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.early_agent import end_early
 from manyhands.core.errors import UserError
-from manyhands.core.shown import show, show_json
+from manyhands.core.shown import say, show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
 from manyhands.run.load import load_worker
+from manyhands.run.own_code import announce_reach
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
-from manyhands.run.train import Outcome, train
+from manyhands.run.train import Outcome, place_of, train
 
 
 def run(
@@ -52,7 +52,10 @@ def run(
         refuse_changes(loaded, to_go_on=to_go_on)
     if dry_run:
         if not job.run.script:
-            load_worker("check").check_names(job)
+            check = load_worker("check")
+            check.check_names(job)
+            if too_large := check.warning_of_batch(job):
+                say(too_large)
         lines = describe(loaded)
         if as_json:
             show_json({"dry_run": lines})
@@ -60,6 +63,7 @@ def run(
             show(lines)
         return 0
     if machines := _machines_to_reach(job):
+        announce_reach(loaded)
         end_early()  # this machine may take no part, and a head that is detached is another process
         from manyhands.run.background import Background
         from manyhands.run.launch import launch
@@ -78,7 +82,7 @@ def run(
 def _machines_to_reach(job: Job) -> tuple[Machine, ...]:
     """The machines that a job names; none where srun or the like has given this process its place already."""
     machines = tuple(machines_of(job.cluster))
-    return () if machines and participate(job.cluster).membership else machines
+    return () if machines and place_of(job).membership else machines
 
 
 def _check_script(loaded: LoadedJob, *, to_go_on: bool) -> None:
@@ -107,7 +111,7 @@ def describe(loaded: LoadedJob) -> list[str]:
     """What a run would do, as far as it can be told without the data."""
     job = loaded.job
     machines = machines_of(job.cluster)
-    who, starts = _on_machines(machines, job.cluster) if machines else (_taking_part(job.cluster), [])
+    who, starts = _on_machines(machines, job.cluster) if machines else (_taking_part(job), [])
     if job.run.script:
         into = f"into {job.run.out or f'runs/<date>-{Path(job.run.script[0]).stem}-script'}"
         return [f"would run {shlex.join(job.run.script)}", f"as {who}", into, *starts]
@@ -135,8 +139,8 @@ def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[
     return f"processes on {names}", [*starts, "SCRIPT, by sh:", *(f"  {line}" for line in script)]
 
 
-def _taking_part(options: ClusterOptions) -> str:
-    place = participate(options)
+def _taking_part(job: Job) -> str:
+    place = place_of(job)
     count = place.processes
     who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one for each accelerator"
     if place.meeting:

@@ -62,6 +62,38 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
     return _launched(options, variables) or _described(options, variables) or _started_here(options, variables)
 
 
+def refuse_unfollowed(options: ClusterOptions, found: Participation) -> None:
+    """Raises UserError where a flag names processes or machines, and a launcher's variables or a file name others."""
+    member, origins = found.membership, found.origins
+    if member and member.started_by == "--init":
+        return
+    here = {member.local_size if member else found.processes}
+    # Older launchers don't set LOCAL_WORLD_SIZE; LOCAL_RANK is not set where each machine has one process.
+    unknown = member and origins["local_size"] == "default"
+    if member and unknown and origins["local_rank"] != "default":
+        here.add(member.size)
+    words = {"file": "--cluster", "hosts": "--hosts", "hostfile": "--hostfile"} if member else {}
+    if member and origins["rank"] == "RANK":
+        words["rank_table"] = "--rank-table"
+    unfollowed = [word for name, word in words.items() if name in options.flags]
+    if "processes" in options.flags and options.processes not in {0, *here}:
+        unfollowed.insert(0, f"-n {options.processes}")
+    if not unfollowed:
+        return
+    names = [name for name in dict.fromkeys(origins.values()) if name in os.environ]
+    said = f"this is process {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
+    if member and not unknown:
+        said += f", one of {member.local_size} on this machine"
+    raise UserError(
+        f"{unfollowed[0]} can't be followed: {', '.join(names) or origins['size']} say: {said}",
+        "environment" if names else origins["size"],
+        (
+            f"leave out {' and '.join(unfollowed)}, where this is so",
+            *([f"or, if the variables are left over from something else: unset {' '.join(names)}"] if names else []),
+        ),
+    )
+
+
 def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> Participation | None:
     """As a worker that some launcher started."""
     # Kubeflow sets RANK for each machine, beside PET_… for torchrun; LOCAL_RANK tells torchrun's own workers.

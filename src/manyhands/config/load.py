@@ -21,11 +21,16 @@ from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
 from manyhands.core.plugins import did_you_mean, is_object_reference
+from manyhands.core.shown import say
 from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
-# Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on.
-ENVIRONMENT_RESERVED = {"MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR", LANGUAGE}
+# Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on. An agent sets the last
+# four for its workers.
+ENVIRONMENT_RESERVED = {
+    *("MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR", LANGUAGE),
+    *(f"MANYHANDS_{name}" for name in ("DEVICE_INDEX", "FAILURE_FILE", "PULSE_FILE", "TUNNELS")),
+}
 # Options that name a file or folder, or may do so.
 NAMES_OF_FILES = frozenset(
     {
@@ -107,7 +112,9 @@ def load_job(
         merged.pop("train.warmup_epochs", None)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
-    return LoadedJob(_check(merged, merged_origins), merged_origins)
+    checked = _check(merged, merged_origins)
+    checked.cluster.mark_flags(key.partition(".")[2] for key, origin in origins.items() if origin == "flag")
+    return LoadedJob(checked, merged_origins)
 
 
 def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
@@ -180,8 +187,16 @@ def _variable(key: str) -> str:
 def _from_environment(environment: Mapping[str, str]) -> Values:
     found: Values = {}
     for name, text in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name and name not in ENVIRONMENT_RESERVED:
-            found[name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)] = parse_value(text)
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in ENVIRONMENT_RESERVED:
+            continue
+        word = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if "__" in word:
+            found[word.replace("__", ".", 1)] = parse_value(text)
+        elif meant := [key for key in known_keys() if word in (key.partition(".")[2], key.replace(".", "_"))]:
+            hint = " or ".join(f"{_variable(key)}={text}" for key in meant)
+            raise UserError(f"{name} sets no option of the job", "environment", (hint, f"or: unset {name}"))
+        else:
+            say(f"{name} sets no option of the job and is ignored; options are written like {_variable('train.lr')}")
     return found
 
 

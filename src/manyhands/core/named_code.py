@@ -53,8 +53,12 @@ def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[
         if file is None or not file.is_file():
             continue
         for place in (said_by, file):
-            if place.exists() and place.stat().st_uid not in {_SYSTEM, os.geteuid()}:
-                whose = f"user {place.stat().st_uid}'s"
-                what = f"{said_by} wants {word} to be run, and {place} is {whose}, not yours"
-                raise UserError(what, str(file), (f"look at it; then name it yourself: {instead.format(word)}",))
+            refuse_other_users(word, place, said_by, instead.format(word))
         yield word, file
+
+
+def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
+    """Raises UserError where a file or folder that makes `word` run belongs to another user."""
+    if place.exists() and (owner := place.stat().st_uid) not in {_SYSTEM, os.geteuid()}:
+        what = f"{said_by} wants {word} to be run, and {place} is user {owner}'s, not yours"
+        raise UserError(what, str(place), (f"look at it; then name it yourself: {instead}",))

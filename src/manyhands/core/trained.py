@@ -7,6 +7,7 @@ without the data that they were learnt from.
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -43,6 +44,21 @@ class Pictures(BaseModel):
             if min(self.std) <= 0 or self.resize < self.size:
                 raise ValueError("a deviation or a size is too small")
         return self
+
+
+# What networks of this process were trained on.
+_PICTURES: WeakKeyDictionary[Any, Pictures] = WeakKeyDictionary()
+
+
+def note_pictures(network: Any, pictures: Pictures) -> None:
+    """Remembers, for this process, how the pictures that a network is trained on become numbers."""
+    _PICTURES[network] = pictures
+
+
+def noted_pictures(network: Any) -> Pictures | None:
+    """Returns what `note_pictures` noted for a network, or for the one that DDP or torch.compile has wrapped in it."""
+    inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
+    return next((_PICTURES[each] for each in inner if each is not None and each in _PICTURES), None)
 
 
 class TrainedNetwork(BaseModel):

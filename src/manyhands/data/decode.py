@@ -35,7 +35,7 @@ class CorruptImageError(UserError):
 
 
 def corrupt(path: str, reason: str) -> CorruptImageError:
-    mend = ("mend or remove the file", "or leave such pictures out: --data.skip-corrupt")
+    mend = ("mend or remove the file", "to leave such pictures out of training: --data.skip-corrupt")
     return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, mend)
 
 

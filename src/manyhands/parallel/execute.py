@@ -269,7 +269,7 @@ class SplitNetwork(nn.Module):
         self.draws = any(_draws(op) for op in train.ops.values())  # True where some op draws random numbers in training
         self.state = State()
         self.layouts = parameter_layouts(train, letters)  # of each parameter and buffer
-        tensors = model.state_dict(keep_vars=True)
+        tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         # A tensor of several names is read under one of them.
         of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
         for name, tensor in tensors.items():

@@ -145,7 +145,7 @@ class ParallelNetwork:
     def whole_state_dict(self) -> dict[str, Tensor]:
         """All tensors whole, on the CPU, under the network's own names; a collective where processes hold pieces."""
         state = {name: whole(one) for name, one in self.inner.state_dict().items()}
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return {name: one.detach().cpu().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
 
     def counted(self, part: MicroBatch, labels: Tensor) -> int:  # noqa: ARG002 - of those who compute the same loss
         """Samples of a loss that this process reports, of `labels` that it has computed it for."""

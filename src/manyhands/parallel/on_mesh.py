@@ -117,8 +117,10 @@ class NetworkOnMesh(ParallelNetwork):
 
     @override
     def whole_state_dict(self) -> dict[str, Tensor]:
-        state = self.inner.state_dict().items()
-        return {name: gather_whole(one.detach(), self.layouts[name], self.grid).cpu() for name, one in state}
+        return {
+            name: gather_whole(one.detach(), self.layouts[name], self.grid).cpu() if isinstance(one, Tensor) else one
+            for name, one in self.inner.state_dict().items()
+        }
 
     @override
     def release(self) -> None:

@@ -10,7 +10,7 @@ from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on, in_python
-from manyhands.core.named_code import announce
+from manyhands.core.named_code import announce, refuse_other_users
 from manyhands.core.registry import remembered_reach
 from manyhands.core.shown import say
 from manyhands.core.trained import TrainedNetwork, find_record
@@ -26,7 +26,7 @@ def record_of(checkpoint: Path) -> TrainedNetwork | None:
 
 
 def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
-    """Says what a run that goes on will run of its own job.toml: code files, and ways of reaching other machines.
+    """Says which code files of its own job.toml a run that goes on will run.
 
     Raises:
         UserError: the folder or the code is another user's, or only a program of the user's has what is trained.
@@ -49,13 +49,27 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
     for key, word in named:
         if loaded.origins.get(key) == str(folder.job):
             announce([word], folder.path, record, f"--set {key}={{}}")
+
+
+def announce_reach(loaded: LoadedJob) -> None:
+    """Says which command will reach the machines, where a run's job.toml names it rather than the user.
+
+    Raises:
+        UserError: the file that names the command is another user's.
+    """
     standard = ClusterOptions()
     for name in ("ssh", "python"):
-        wanted = getattr(job.cluster, name)
-        mine = remembered_reach(folder.path) or {}
-        from_run = loaded.origins.get(f"cluster.{name}") == str(folder.job) and mine.get(name) != wanted
-        if from_run and wanted != getattr(standard, name) and machines_of(job.cluster):
-            say(f"running {shlex.quote(wanted)} to reach the machines, since {folder.job} names it")
+        wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))
+        mine = remembered_reach(file.parent) or {}
+        if (
+            wanted in {getattr(standard, name), mine.get(name)}
+            or not file.is_file()
+            or not machines_of(loaded.job.cluster)
+        ):
+            continue
+        refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
+        if RunFolder(file.parent).ranks.is_dir():
+            say(f"running {shlex.quote(wanted)} to reach the machines, since {file} names it")
 
 
 def _refuse_objects(folder: RunFolder, loaded: LoadedJob) -> None:

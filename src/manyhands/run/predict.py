@@ -23,8 +23,10 @@ def predict_files(
     model: str | None = None,
     processes: int | None = None,
     device: str | None = None,
-) -> Iterator[tuple[Path, Guesses]]:
+) -> Iterator[tuple[Path, Guesses | str]]:
     """The most likely classes of each picture, with their probabilities; needs nothing but the checkpoint.
+
+    A picture that can't be read gives a text that says why.
 
     Args:
         reference: a run folder, or a checkpoint.
@@ -35,7 +37,7 @@ def predict_files(
         device: where to compute; None: the CPU, or what several processes take by themselves.
 
     Raises:
-        UserError: a picture is missing or broken, or the checkpoint can't be used without more.
+        UserError: a picture is missing, or the checkpoint can't be used without more.
     """
     files = list_pictures(pictures)
     path = resolve_checkpoint(reference, which)

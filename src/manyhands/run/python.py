@@ -247,7 +247,7 @@ def _on_its_own(job: Job) -> Membership:
 
 
 def evaluate(
-    model: "nn.Module",
+    model: "nn.Module | Run | str | Path",
     test_set: Any,
     *,
     batch: int | None = None,
@@ -256,16 +256,21 @@ def evaluate(
 ) -> "Evaluation":
     """Evaluates a network on a data set in this process (or with the other processes of a launcher).
 
+    8-bit pictures are normalized with the mean and deviation of the set that the network was trained on, which `fit`,
+    `load` and `Session.prepare` note for the network. Float tensors are used unchanged.
+
     Args:
-        model: the network.
+        model: the network; or what `fit` returned, a run folder, or a checkpoint, whose best weights are evaluated.
         test_set: a torch Dataset of (x, y).
         batch: samples in one pass; None for what the job says, or 256.
         metrics: more figures by name, as `fit` takes them.
         job: a Job or the path of a job.toml.
 
     Raises:
-        UserError: a sample doesn't suit the network, or an argument is wrong.
+        UserError: a sample doesn't suit the network, its normalization is unknown, or an argument is wrong.
     """
+    if isinstance(model, Run | str | Path):
+        model = load(model).network
     with session(job=job, evaluate_batch=batch) as here:
         return here.evaluate(model.to(here.device), test_set, metrics=metrics)
 

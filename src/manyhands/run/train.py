@@ -18,7 +18,7 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.descriptions.machines import machines_of
-from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate
+from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.core.claim import claim, new_holder, run_id, set_run_id
 from manyhands.core.early_agent import end_early
@@ -126,13 +126,15 @@ def place_of(job: Job) -> Participation:
     """How this process takes part; where its rank can't be, those that wait for it hear so before this raises.
 
     Raises:
-        UserError: the flags or variables contradict each other or leave something out.
+        UserError: the flags or variables contradict each other or leave something out, or a flag can't be followed.
     """
     try:
-        return participate(job.cluster)
+        found = participate(job.cluster)
     except RankOutsideError as outside:
         load_worker("member").tell_of_outside(job, outside.membership, outside.what)
         raise
+    refuse_unfollowed(job.cluster, found)
+    return found
 
 
 def _among_machines(job: Job, meeting: Meeting, *, quiet: bool) -> Job:

@@ -140,7 +140,7 @@ class Synchronizer:
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
         """What must be equal on all processes."""
-        return dict(model.state_dict())
+        return {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]] | None:
         """What this process alone has, which the next updates depend on; None where there is no such thing."""

@@ -59,13 +59,12 @@ def open_samples(
     tell_of_skipped(splits, journal)
     smaller = told_of_batch(job.train.batch, len(splits.train))
     if smaller:
-        journal.event("note", smaller)
+        journal.event("warning", smaller)
     pixels = pixels_for(job, splits, objects)
     classes = class_names(job, splits, 0 if splits.classes else outputs)
     check_labels(splits, len(classes))
-    unseen = told_of_unseen(splits)
-    if unseen:
-        journal.event("warning", unseen)
+    for missing in missing_classes(splits):
+        journal.event("warning", missing)
     train = make_loader(job, splits.train, pixels, world, train=True, classes=len(classes))
     test = make_loader(job, splits.test, pixels, world, train=False, classes=len(classes))
     held_out = None
@@ -135,17 +134,24 @@ def check_labels(splits: Splits, classes: int) -> None:
             )
 
 
-def told_of_unseen(splits: Splits) -> str:
-    """A sentence on classes that the labels leave out, which can't be learnt; else empty."""
-    labels, names = splits.train.labels, splits.classes
-    if labels is None or not names or not len(labels):
-        return ""
-    counts = labels.bincount(minlength=len(names))[: len(names)]
-    missing = (counts == 0).nonzero().flatten().tolist()
-    if not missing:
-        return ""
-    shown = ", ".join(names[number] for number in missing[:5]) + (" …" if len(missing) > 5 else "")
-    return f"{len(missing):,} of {len(names):,} classes have no training sample: {shown}"
+def missing_classes(splits: Splits) -> list[str]:
+    """A sentence for each split that lacks classes of which the others or the data set's list of names know.
+
+    A class without a training sample can't be learnt, and one without an evaluation sample is in no figure.
+    """
+    counts = {word: source.labels.bincount() for word, source in splits.named() if source.labels is not None}
+    total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
+    names = name_outputs(splits.classes, total)
+    present = {word: set(found.nonzero().flatten().tolist()) for word, found in counts.items()}
+    known = set(range(len(splits.classes))) | set().union(*present.values())
+    sentences: list[str] = []
+    for word, seen in present.items():
+        expected = known if word == "training" else present.get("training", known)
+        if missing := sorted(expected - seen):
+            shown = ", ".join(names[number] for number in missing[:5]) + (" …" if len(missing) > 5 else "")
+            effect = "" if word == "training" else ", so the evaluation says nothing about them"
+            sentences.append(f"{len(missing):,} of {len(known):,} classes have no {word} sample{effect}: {shown}")
+    return sentences
 
 
 def tell_of_skipped(splits: Splits, journal: Journal) -> None:

@@ -40,8 +40,8 @@ from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.network import make_model, without_first_weights
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.recover import Resumable, find_state, outputs_of
-from manyhands.train.state import check_fits, restore
-from manyhands.train.trained import job_of_record, need_network, pixels_of, silent
+from manyhands.train.state import fit_snapshot, restore
+from manyhands.train.trained import PICTURES, job_of_record, need_network, pixels_of, silent
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,8 @@ def _subject(
     splits = open_splits(job, world, objects, whole=whole)
     source = by_names(splits.test, splits.classes, record.classes, job.data.name)
     now = DataOptions(**{key: getattr(job.data, key) for key in PICTURES if f"data.{key}" in given})
-    pixels = resolve_pixels(now, pixels_of(record))
+    pixels = resolve_pixels(now, pixels_of(record.pictures))
     return Subject(job_of_record(job, record), source, pixels, record.classes, record.num_classes)
-
-
-# Options that say what pictures become.
-PICTURES = ("image_size", "channels", "mean", "std")
 
 
 def _shared_record(path: Path, found: Resumable, world: World) -> TrainedNetwork | None:
@@ -202,8 +198,7 @@ def _split_network(subject: Subject, world: World, objects: Objects, request: Mo
 
 def _network(subject: Subject, world: World, objects: Objects, snapshot: Snapshot, where: str) -> nn.Module:
     model = make_model(subject.job, subject.pixels, subject.num_classes, world, objects, silent())
-    check_fits(snapshot.model, model, where)
-    model.load_state_dict(snapshot.model)
+    model.load_state_dict(fit_snapshot(snapshot, model, where), strict=False)
     return model.eval()
 
 

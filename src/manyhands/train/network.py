@@ -20,7 +20,7 @@ from manyhands.models.build import build_model, describe, settle
 from manyhands.models.first_look import LOOKED_AT, LooksFirst
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects, make_loader
-from manyhands.train.state import check_fits
+from manyhands.train.state import fit_snapshot, fitted, split_state
 
 
 def make_model(
@@ -78,19 +78,19 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
     path, passed_over = choose(reference, "best")
     for note in passed_over:
         journal.event("warning", note)
-    saved = dict(read_any(path).model)
-    live = model.state_dict()
+    snapshot, (live, _) = read_any(path), split_state(model)
+    snapshot.model = saved = fitted(snapshot.model, live)
     head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
         journal.event("note", f"{', '.join(head)}: new, since {path.name} is for {outputs:,} classes, not {classes:,}")
         saved.update({name: live[name] for name in head})
     try:
-        check_fits(saved, model, "model.weights")
+        state = fit_snapshot(snapshot, model, "model.weights")
     except UserError as error:
         mend = ("name the network that these weights are of", "its last layer alone may be of other classes")
         raise UserError(error.what, f"model.weights: {path}", mend) from None
-    model.load_state_dict(saved)
+    model.load_state_dict(state, strict=False)
 
 
 def refuse_other_head(saved: dict[str, Tensor], model: nn.Module, classes: int, where: str) -> None:
@@ -99,7 +99,8 @@ def refuse_other_head(saved: dict[str, Tensor], model: nn.Module, classes: int, 
     Raises:
         UserError: it fits but for its last layer.
     """
-    head = _other_head(saved, model.state_dict(), classes)
+    saved, live = fitted(saved, model.state_dict()), split_state(model)[0]
+    head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
         mend = (

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
+from manyhands.data.decode import CorruptImageError
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.data_setup import name_outputs
@@ -18,30 +19,48 @@ Guesses = list[tuple[str, float]]
 BLOCK = 32
 
 
-def guess(trained: Trained, pictures: Sequence[Any], most: int = 5) -> Iterator[Guesses]:
+def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
     """The most likely classes of each picture, with their probabilities, in the order of the pictures.
 
+    With `skip`, a picture that can't be read gives a text that says why.
+
     Raises:
-        UserError: a picture can't be read or doesn't suit the network.
+        UserError: a picture can't be read (without `skip`) or doesn't suit the network.
     """
     for start in range(0, len(pictures), BLOCK):
-        yield from _block(trained, pictures[start : start + BLOCK], most)
+        yield from _block(trained, pictures[start : start + BLOCK], most, skip=skip)
 
 
-def guess_together(trained: Trained, pictures: Sequence[Any], world: World, most: int = 5) -> list[Guesses]:
-    """The same, shared out among the processes of a group; a collective. All get all."""
+def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
+    """The same with `skip`, shared out among the processes of a group; a collective. All get all."""
     starts = range(0, len(pictures), BLOCK)
-    mine = [_block(trained, pictures[start : start + BLOCK], most) for start in starts[world.rank :: world.size]]
+    mine = [
+        _block(trained, pictures[start : start + BLOCK], 5, skip=True) for start in starts[world.rank :: world.size]
+    ]
     everybody = gather_plain(mine, world)
     blocks = [everybody[number % world.size][number // world.size] for number in range(len(starts))]
-    return [[(name, share) for name, share in guesses] for block in blocks for guesses in block]
+    return [
+        one if isinstance(one, str) else [(name, share) for name, share in one] for block in blocks for one in block
+    ]
 
 
-def _block(trained: Trained, pictures: Sequence[Any], most: int) -> list[Guesses]:
+def _block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: bool) -> list[Guesses | str]:
+    images: list[Tensor] = []
+    unreadable: dict[int, str] = {}
+    for number, picture in enumerate(pictures):
+        try:
+            images.append(trained.transform(picture))
+        except CorruptImageError as error:
+            if not skip:
+                raise
+            unreadable[number] = error.what
+    found = iter(_guesses(trained, _stack(images), most) if images else ())
+    return [unreadable.get(number) or next(found) for number in range(len(pictures))]
+
+
+def _guesses(trained: Trained, images: Tensor, most: int) -> list[Guesses]:
     with torch.inference_mode():
-        shares = (
-            main_and_auxiliary(trained.network(_stack(list(map(trained.transform, pictures)))))[0].float().softmax(1)
-        )
+        shares = main_and_auxiliary(trained.network(images))[0].float().softmax(1)
     names = name_outputs(trained.classes, shares.shape[1])
     top = shares.topk(min(most, shares.shape[1]), dim=1)
     return [

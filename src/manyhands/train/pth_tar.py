@@ -62,7 +62,7 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
         "_last_lr": [rate],
     }
     state = {"epoch": progress.epoch, "best": {"top1": max(0.0, progress.best_figure or 0.0)}, "scheduler": scheduler}
-    return Snapshot(snapshot.model, {**snapshot.optimizer, "param_groups": groups}, state)
+    return Snapshot(snapshot.model, {**snapshot.optimizer, "param_groups": groups}, {**snapshot.state, **state})
 
 
 def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:

@@ -17,7 +17,7 @@ from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.sharded_state import restore_optimizer
-from manyhands.train.state import named_optimizer
+from manyhands.train.state import named_optimizer, split_state
 from manyhands.train.trainer import Trainer
 
 
@@ -107,5 +107,5 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
 def _belongs_to(trainer: Trainer) -> list[Any]:
     """What tells a checkpoint from others of the same step: sums over the bits of the agreed network."""
     with trainer.synchronizer.averaged():
-        sums = checksums(list(trainer.network.inner.state_dict().values())).sum(0).tolist()
+        sums = checksums(list(split_state(trainer.network.inner)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

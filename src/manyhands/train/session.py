@@ -19,12 +19,14 @@ from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.phases import CLOCK, EVALUATION
+from manyhands.core.trained import noted_pictures
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.objects import has_targets
 from manyhands.data.open import from_objects, resolve_pixels
 from manyhands.data.options import DataOptions
-from manyhands.data.splits import check_labels
+from manyhands.data.splits import ImagesInMemory, Splits, check_labels
+from manyhands.data.transforms import Pixels
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.collectives import Subgroup, new_group, whole
 from manyhands.parallel.gradients import autocast
@@ -43,6 +45,7 @@ from manyhands.train.scheduler_state import scheduler_state
 from manyhands.train.session_samples import SessionSamples
 from manyhands.train.stopping import StopSignal
 from manyhands.train.tell_time import tell_of_time
+from manyhands.train.trained import PICTURES, pixels_of
 from manyhands.train.trainer import Trainer
 
 
@@ -327,16 +330,36 @@ class Session(Subgroup):
         splits = from_objects(data, data, DataOptions(name="objects"))
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
-        pixels = resolve_pixels(DataOptions(name="objects"), splits.pixels)
+        pixels = self._pixels(splits, model)
         double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         train = self.job.train.model_copy(update={"precision": "fp64" if double else "fp32"})
         job = self.job.model_copy(update={"train": train})
         return make_loader(job, splits.train, pixels, self.world, train=False, classes=classes)
 
+    def _pixels(self, splits: Splits, model: nn.Module) -> Pixels:
+        """How pictures become numbers: as the job says, as the network was trained, or as `prepare`'s training set.
+
+        Raises:
+            UserError: the normalization of the pictures is unknown.
+        """
+        own, pixels = DataOptions(**{key: getattr(self.job.data, key) for key in PICTURES}), splits.pixels
+        if not pixels.own:
+            noted = noted_pictures(model) or (self._trainer.trained.pictures if self._trainer else None)
+            if noted and not noted.own:
+                pixels = pixels_of(noted)
+            elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
+                what = "the mean and deviation that this network's pictures are normalized with are unknown"
+                mend = (
+                    "manyhands.evaluate(run, test_set)",
+                    'or give them: job=Job(data={"mean": [0.5], "std": [0.25]})',
+                )
+                raise UserError(what, "evaluate", mend)
+        return resolve_pixels(own, pixels)
+
     def _outputs(self, evaluated: nn.Module, network: ParallelNetwork | None, test_set: Any) -> int:
         if network and network.outputs:
             return network.outputs
-        loader = self._test_loader(test_set, evaluated)
+        loader = self._test_loader(test_set, network.inner if network else evaluated)
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
         with evaluating(evaluated), torch.no_grad():
             count = main_and_auxiliary(evaluated(batch.images))[0].shape[1]

@@ -65,7 +65,8 @@ def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.op
     """
     with torch.no_grad():
         for name, tensor in network.inner.state_dict().items():
-            tensor.copy_(source.model.piece(name, network.layouts[name], network.mesh, network.rank))
+            if isinstance(tensor, Tensor):  # extra state is restored with the rest
+                tensor.copy_(source.model.piece(name, network.layouts[name], network.mesh, network.rank))
     if optimizer is None or source.optimizer is None:
         return ""
     layouts = source.layouts(network_layout_of(network))[OPTIMIZER]

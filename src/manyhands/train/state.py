@@ -2,23 +2,26 @@
 
 import copy
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpoint.described import fit_names
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.stored import in_memory
-from manyhands.checkpoint.tensors import flatten
+from manyhands.checkpoint.tensors import EXTRA_STATE, flatten, plain_extra_state, unflatten
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.spread import whole
 from manyhands.train.sharded_state import restore_optimizer, restore_pieces
+
+_COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
 
 
 @dataclass
@@ -65,13 +68,30 @@ def capture(
 
     With a sharded one all must call it; who doesn't `keep` it gets no tensors then.
     """
+    tensors, other = split_state(network.inner)
     if network.sharded:
         model, optimizer_state = _gathered(network.inner, optimizer, keep=keep)
     else:
-        model = copied(dict(network.inner.state_dict()))
+        model = copied(tensors)
         optimizer_state = named_optimizer(network.inner, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
-    return Snapshot(model, optimizer_state, copied({**asdict(progress), "best": best, **extra}), network.endless)
+    return Snapshot(
+        model, optimizer_state, copied({**asdict(progress), "best": best, **extra, **other}), network.endless
+    )
+
+
+def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A network's tensors by name, and what its modules' `get_extra_state` gives as `plain_extra_state` has it.
+
+    Raises UserError: that can't be saved.
+    """
+    state = model.state_dict()
+    try:
+        extra = plain_extra_state(state)
+    except TypeError as error:
+        mend = ("return numbers, texts, lists and dicts with texts as keys, or one tensor",)
+        raise UserError(f"a module's get_extra_state can't be saved: {error}", "the network", mend) from None
+    return {name: one for name, one in state.items() if isinstance(one, Tensor)}, extra
 
 
 def copied(value: Any, *, keep: bool = True) -> Any:
@@ -95,8 +115,8 @@ def _gathered(
     """What FSDP has spread, whole on the CPU, one tensor after another; a collective. Empty for who doesn't keep it."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    found = copied(get_state_dict(model, optimizer), keep=keep)
-    return cast(tuple[dict[str, Tensor], dict[str, Any]], found) if keep else ({}, {})
+    tensors, state = copied(get_state_dict(model, optimizer), keep=keep)
+    return ({name: one for name, one in tensors.items() if isinstance(one, Tensor)}, state) if keep else ({}, {})
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -140,17 +160,19 @@ def restore(
     progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})
     if network.layouts:
         live = {name: layout.shape for name, layout in network.layouts.items()}
-        opened = source or _in_memory(snapshot)
+        opened = source or _in_memory(replace(snapshot, model=fitted(snapshot.model, live)))
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
+        network.inner.load_state_dict(extra_state(snapshot, where), strict=False)
         return progress, restore_pieces(opened, network, optimizer)
-    check_fits(snapshot.model, network.inner, where)
+    # Our own optimizer state goes by the parameters' names.
+    renames = optimizer is None or bool(snapshot.state.get("foreign"))
+    state = fit_snapshot(snapshot, network.inner, where, renames=renames)
     if network.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        whole_state = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(network.inner, dict[str, Any](snapshot.model), options=whole_state)
+        set_model_state_dict(network.inner, state, options=StateDictOptions(full_state_dict=True, strict=False))
     else:
-        network.inner.load_state_dict(snapshot.model)
+        network.inner.load_state_dict(state, strict=False)
     if optimizer and snapshot.optimizer:
         return progress, restore_optimizer(snapshot.optimizer, network, optimizer)
     return progress, ""
@@ -164,25 +186,54 @@ def _in_memory(snapshot: Snapshot) -> Source:
     return Source(Path(), "whole", in_memory(snapshot.model), optimizer, branches, snapshot.state)
 
 
-def check_fits(saved: dict[str, Tensor], model: nn.Module, where: str) -> None:
-    """Raises UserError when saved tensors and a network differ in names or shapes; says the first few."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    check_shapes({name: tuple(tensor.shape) for name, tensor in saved.items()}, shapes, where)
+def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
+    """What a snapshot holds of a network, for `load_state_dict(…, strict=False)`: all tensors, and the extra state.
+
+    `renames`: names may differ as `fit_names` says. Raises UserError: the snapshot is of another network.
+    """
+    live, saved = model.state_dict(), {**snapshot.model, **extra_state(snapshot, where)}
+    saved = fitted(saved, live) if renames else saved
+    live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
+    shapes = [{name: tuple(getattr(one, "shape", ())) for name, one in state.items()} for state in (saved, live)]
+    check_shapes(*shapes, where, tuple(snapshot.model))
+    return saved
 
 
-def check_shapes(saved: Mapping[str, tuple[int, ...]], live: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raises UserError when saved and live tensors differ in names or shapes; says the first few."""
+def fitted(saved: Mapping[str, Any], live: Collection[str]) -> dict[str, Any]:
+    """Saved values by the network's own names; counters that torch didn't save before 0.4.1 are zero."""
+    renamed = {name: saved[key] for key, name in fit_names(saved, live).items()}
+    counters = [name for name in live if name.endswith(_COUNTER) and name.removesuffix(_COUNTER) + _MEAN in renamed]
+    return {**{name: torch.zeros((), dtype=torch.int64) for name in counters}, **renamed}
+
+
+def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
+    """What modules' `set_extra_state` gets, by name. Raises UserError: it is damaged."""
+    try:
+        return unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
+    except ValueError as error:
+        raise UserError(f"the checkpoint's extra state can't be read: {error}", where) from error
+
+
+def check_shapes(
+    saved: Mapping[str, tuple[int, ...]], live: Mapping[str, tuple[int, ...]], where: str, names: Sequence[str] = ()
+) -> None:
+    """Raises UserError when saved and live tensors differ in names or shapes; says the first few.
+
+    `names`: the names in the file, some of which are shown where names differ.
+    """
     problems = [f"{name} is missing in the checkpoint" for name in live if name not in saved]
     problems += [f"{name} is not in the network" for name in saved if name not in live]
     problems += [
         f"{name} is {list(saved[name])} in the checkpoint and {list(shape)} in the network"
         for name, shape in live.items()
-        if name in saved and saved[name] != shape
+        if name in saved and saved[name] != shape and not name.endswith(EXTRA_STATE)  # whose shape may change
     ]
     if problems:
+        own = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        shown = (f"names in the file: {own}",) if names and saved.keys() != live.keys() else ()
         more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
             f"the checkpoint is of another network: {'; '.join(problems[:3])}{more}",
             where,
-            ("use the model it was made with", "another --out starts afresh"),
+            (*shown, "use the model it was made with", "another --out starts afresh"),
         )

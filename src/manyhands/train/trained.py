@@ -15,7 +15,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plugins import code_digests
-from manyhands.core.trained import Pictures, TrainedNetwork, find_record
+from manyhands.core.trained import Pictures, TrainedNetwork, find_record, note_pictures
 from manyhands.core.world import World
 from manyhands.data.decode import to_mode
 from manyhands.data.on_demand import as_picture
@@ -26,7 +26,10 @@ from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects
 from manyhands.train.network import make_model, read_any
-from manyhands.train.state import check_fits
+from manyhands.train.state import fit_snapshot
+
+# Options that say what pictures become.
+PICTURES = ("image_size", "channels", "mean", "std")
 
 
 def describe_trained(
@@ -43,6 +46,16 @@ def describe_trained(
         size: processes.
     """
     pixels = samples.pixels
+    pictures = Pictures(
+        own=pixels.own,
+        size=pixels.size,
+        resize=pixels.resized_to,
+        channels=pixels.channels,
+        mean=pixels.mean,
+        std=pixels.std,
+    )
+    if objects.model is not None:
+        note_pictures(objects.model, pictures)
     model = job.model if objects.model is not None else settle(job.model, pixels.size)
     mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
     return TrainedNetwork(
@@ -54,22 +67,14 @@ def describe_trained(
         double=job.train.precision == "fp64",
         precision=job.train.precision,
         channels_last=job.train.channels_last is True,
-        pictures=Pictures(
-            own=pixels.own,
-            size=pixels.size,
-            resize=pixels.resized_to,
-            channels=pixels.channels,
-            mean=pixels.mean,
-            std=pixels.std,
-        ),
+        pictures=pictures,
         classes=classes,
         code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.own_code)),
     )
 
 
-def pixels_of(record: TrainedNetwork) -> Pixels:
+def pixels_of(about: Pictures) -> Pixels:
     """What the pictures of an evaluation become."""
-    about = record.pictures
     return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)
 
 
@@ -132,11 +137,11 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     record = with_model(record, model) if isinstance(model, str) else record
     objects = Objects(model=model if isinstance(model, nn.Module) else None)
     need_network(record, objects, where)
-    world, pixels = World(device=device), pixels_of(record)
+    world, pixels = World(device=device), pixels_of(record.pictures)
     grid = Grid(Mesh(tuple((name, 1) for name in record.axes)), world) if record.axes else None
     network = make_model(job_of_record(Job(), record), pixels, record.num_classes, world, objects, silent(), grid)
-    check_fits(snapshot.model, network, where)
-    network.load_state_dict(snapshot.model)
+    network.load_state_dict(fit_snapshot(snapshot, network, where), strict=False)
+    note_pictures(network, record.pictures)
     dtype = torch.float64 if record.double else torch.float32
     return Trained(network.eval(), Transform(pixels, device, dtype), record.classes)
 

@@ -30,6 +30,7 @@ from manyhands.train.optimize import steps_to_make
 from manyhands.train.pacing import Watcher
 from manyhands.train.recover import Resumable
 from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_step
+from manyhands.train.state import split_state
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _start_equal(before: BeforeMode) -> None:
     """
     model, world, grid, always = before.model, before.world, before.grid, before.job.parallel.parameter_broadcast
     cut = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
-    named = {name: tensor for name, tensor in model.state_dict().items() if name not in cut}
+    named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in cut}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
         before.journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")

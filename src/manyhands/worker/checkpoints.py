@@ -5,8 +5,9 @@ from typing import Any
 
 from manyhands.checkpoint.described import Description, PlacedTensors
 from manyhands.checkpoint.pieces import MODEL, NetworkLayout
-from manyhands.checkpoint.reshard import is_single_file, merge, read_cut, refuse_existing, reshard
-from manyhands.checkpoint.source import Source, open_checkpoint
+from manyhands.checkpoint.reshard import SAFETENSORS, is_single_file, merge, read_cut, refuse_existing, reshard
+from manyhands.checkpoint.source import open_checkpoint
+from manyhands.checkpoint.tensors import EXTRA_STATE
 
 __all__ = ["describe_file", "merge_file", "read_cut", "refuse_existing", "reshard_file"]
 
@@ -20,19 +21,20 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def merge_file(path: Path, target: Path) -> tuple[str, ...]:
     """Writes it whole; gives what was left out, as sentences."""
-    source = _open(path)
+    source = open_checkpoint(path, verified=path.is_dir())
     merge(source, target)
+    notes = list(source.notes)
     if source.optimizer is not None and is_single_file(target):
-        return (*source.notes, "the optimizer's state is left out: the file holds the weights alone")
-    return source.notes
+        notes.append("the optimizer's state is left out: the file holds the weights alone")
+    if EXTRA_STATE in source.state and target.name.endswith(SAFETENSORS):
+        notes.append(
+            "the modules' extra state is left out: a .safetensors file holds tensors alone; a .pth file has it"
+        )
+    return tuple(notes)
 
 
 def reshard_file(path: Path, target: Path, network_layout: NetworkLayout) -> tuple[str, ...]:
     """Writes it as another folder, cut in another way; gives what was left out, as sentences."""
-    source = _open(path)
+    source = open_checkpoint(path, verified=path.is_dir(), wanted=network_layout.layouts)
     reshard(source, target, network_layout)
     return source.notes
-
-
-def _open(path: Path) -> Source:
-    return open_checkpoint(path, verified=path.is_dir())

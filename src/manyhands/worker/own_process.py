@@ -14,12 +14,14 @@ from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.failures import as_error
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.shown import say
+from manyhands.core.trained import find_record, note_pictures
 from manyhands.core.world import Membership
 from manyhands.data.on_demand import as_picture
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.standing import standing_membership
-from manyhands.train.predict import guess
+from manyhands.train.predict import Guesses, guess
 from manyhands.train.session import Session
+from manyhands.train.state import fit_snapshot
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
@@ -84,10 +86,14 @@ def _give_account(trainer: Trainer) -> None:
 
 
 def load_weights(model: nn.Module, run: Path) -> None:
-    """Gives a network the last weights of a run."""
-    model.load_state_dict(load(resolve(run, "last")).model)
+    """Gives a network the last weights of a run, and notes what it was trained on."""
+    path = resolve(run, "last")
+    snapshot = load(path)
+    model.load_state_dict(fit_snapshot(snapshot, model, str(path)), strict=False)
+    if record := find_record(path, snapshot.state):
+        note_pictures(model, record.pictures)
 
 
-def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[list[tuple[str, float]]]:
-    """The most likely classes of each picture, by the network of a checkpoint."""
-    return guess(open_trained(path, model=model, device=device), files)
+def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[Guesses | str]:
+    """The most likely classes of each picture, by the network of a checkpoint; a text for one that can't be read."""
+    return guess(open_trained(path, model=model, device=device), files, skip=True)

@@ -5,12 +5,13 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine
 from manyhands.cluster.descriptions.submission import JOB, Submission
 from manyhands.cluster.descriptions.variables import FIRST_PORT, PORTS, first_set, number, port
 from manyhands.core.errors import EXIT_SAVED, UserError
-from manyhands.core.outside import typed_number
+from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes, typed_number
 
 NAMES = ("slurm", "sbatch")
 # mpirun in a batch job starts its own daemons by srun, so inside it Slurm's variables are the daemon's.
@@ -82,9 +83,22 @@ def _master(environment: Mapping[str, str], *, alone: bool) -> tuple[str, str]:
         return environment["MASTER_ADDR"], "MASTER_ADDR"
     if alone:
         return "127.0.0.1", "all tasks are on one machine"
+    if environment.get("SLURM_DISTRIBUTION") == "arbitrary" and environment.get("SLURM_HOSTFILE"):
+        return _first_of_file(environment["SLURM_HOSTFILE"]), "first of SLURM_HOSTFILE"
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     name = first_set(environment, names) or names[0]
     return expand_hosts(environment.get(name, ""), name)[0], f"first of {name}"
+
+
+def _first_of_file(name: str) -> str:
+    """The machine of task 0, whose order of tasks is a file's; lists of nodes are sorted."""
+    try:
+        lines = decoded(read_bytes(Path(name), MOST_TEXT_BYTES)).splitlines()
+    except (OSError, ValueError) as error:
+        what = f"SLURM_HOSTFILE says where task 0 is, and {name} can't be read here: {error}"
+        raise UserError(what, "SLURM_HOSTFILE", ("export MASTER_ADDR=an address of its first machine",)) from error
+    hosts = [host for line in lines if (host := line.partition("#")[0].partition("*")[0].strip())]
+    return expand_hosts(hosts[0] if hosts else "", "SLURM_HOSTFILE")[0]
 
 
 def _job_port(environment: Mapping[str, str]) -> int:
