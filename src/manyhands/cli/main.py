@@ -53,6 +53,13 @@ COMMANDS = {
 }
 
 
+# Words that other programs have for what ours do.
+COMMANDS_ELSEWHERE = {
+    "val": "eval RUN", "validate": "eval RUN", "test": "eval RUN", "infer": "predict RUN PICTURES",
+    "help": "--help", "list": "ps", "models": "train --help", "version": "--version",
+}  # fmt: skip
+
+
 def make_app() -> cyclopts.App:
     """The application with all its commands."""
     app = cyclopts.App(
@@ -91,7 +98,9 @@ def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) 
         _show(error, as_json="--json" in _own(given))
         code = error.exit_code
     except cyclopts.CycloptsError as error:
-        _show(ManyhandsError(_plain(str(error)), mend=(_help_for(given),)), as_json="--json" in _own(given))
+        hint = (_meant(error, given), _help_for(given))
+        what = _plain(str(error)).partition(" Did you mean")[0] if hint[0] else _plain(str(error))
+        _show(ManyhandsError(what, mend=tuple(filter(None, hint))), as_json="--json" in _own(given))
         code = EXIT_USAGE
     except UnwritableError as error:
         _show(ManyhandsError(str(error), mend=("make room there, or have it go elsewhere",)), as_json=False)
@@ -158,6 +167,26 @@ def _options_by_path(given: list[str]) -> list[str]:
 
 def _plain(text: str) -> str:
     return " ".join(text.split())
+
+
+def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
+    """What the user may have wanted with a word that is no command or option of ours; empty where that isn't known."""
+    if isinstance(error, cyclopts.UnknownCommandError) and given[0] in COMMANDS_ELSEWHERE:
+        return f"did you mean manyhands {COMMANDS_ELSEWHERE[given[0]]}?"
+    if not isinstance(error, cyclopts.UnknownOptionError):
+        return ""
+    from manyhands.config.load import meant_key
+    from manyhands.core.plugins import nearest
+
+    known = [name for argument in error.argument_collection for name in argument.names]
+    name = (error.token.keyword or error.token.value).partition("=")[0]
+    key = meant_key(name.lstrip("-"))
+    if key in {"data.name", "model.name"} and "--epochs" in known:
+        return "data set and network are words of their own: manyhands train digits mlp"
+    flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
+    alike = nearest(name, [each for each in known if each.startswith("--")])
+    meant = flag if flag in known else f"--{key}" if key and "--set" in known else alike
+    return f"did you mean {meant}?" if meant else ""
 
 
 def _help_for(given: list[str]) -> str:
