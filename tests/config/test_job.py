@@ -9,6 +9,7 @@ from manyhands.cli.main import main
 from manyhands.cluster.agents.orders import DEVICE_INDEX
 from manyhands.config.job import Job
 from manyhands.config.load import flatten, known_keys, load_job, parse_value, read_toml
+from manyhands.config.recipes import _names, recipe_for, recipe_named
 from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError
 from manyhands.core.pulse import PULSE_FILE
@@ -152,3 +153,23 @@ def test_a_fraction_where_a_whole_number_belongs_is_not_rounded(capsys, flags):
         main(["train", "digits", "mlp", "--dry-run", *flags])
     assert ended.value.code == 2
     assert "is no whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", sorted(_names()))
+@pytest.mark.parametrize("network", ["vit_b_16", "vit_tiny", "torchvision:vit_l_32"])
+def test_every_recipe_trains_a_vision_transformer_by_adamw(recipe, network):
+    """Except what main.py does, which is SGD for all networks."""
+    chosen = recipe_named(recipe, network).values
+    if recipe == "imagenet-main":
+        assert (chosen["train.optimizer"], chosen["train.lr"]) == ("sgd", 0.1)
+    else:
+        assert chosen["train.optimizer"] == "adamw"
+        assert chosen["train.lr"] <= 5e-4
+        assert chosen.get("train.bias_rate", 1.0) == 1.0
+    assert recipe_named(recipe, "resnet18").values.get("train.optimizer", "sgd") == "sgd"
+
+
+def test_a_folder_takes_adamw_for_the_same_networks_of_torchvision():
+    for network in ("swin_t", "convnext_tiny", "vit_b_16"):
+        assert recipe_for("./pets", f"torchvision:{network}") == recipe_for("./pets", network)
+        assert recipe_for("./pets", network).values["train.optimizer"] == "adamw"

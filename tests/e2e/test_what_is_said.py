@@ -1,6 +1,7 @@
 """What a run says of itself: its speed, its data, and what a user should know of both."""
 
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,41 @@ def test_a_batch_larger_than_the_data_is_said():
     manyhands.fit(nets.Net(), tiny(40), epochs=1, batch=8192, **QUIET)
     too_large = "each update takes all 36 training samples: the batch can't be 8,192"
     assert too_large in [event["message"] for event in told("warning")]
+
+
+def dry_run(*words):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *map(str, words), "--dry-run"])
+    return ended.value.code
+
+
+def test_a_dry_run_says_what_would_be_trained_on_and_where_it_would_be_kept(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("pets/cat/1.png", "pets/cat/2.png", "pets/dog/1.png", "pets/dog/2.png", "pets/dog/3.png"):
+        (tmp_path / place).parent.mkdir(exist_ok=True, parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / place)
+    folder = f"runs/{datetime.now():%Y-%m-%d}-pets-mlp"
+    assert dry_run("pets", "mlp", "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "with 4 training and 1 evaluation pictures, 2 classes: cat, dog\nas 1 process on this machine\n" in shown
+    assert shown.endswith(f"into {folder}\n")
+    assert not Path("runs").exists()
+    Path(folder).mkdir(parents=True)
+    assert dry_run("pets", "mlp", "-n", 3) == 0
+    assert f"as 3 processes on this machine\ninto {folder}-2\n" in capsys.readouterr().out
+    assert dry_run("digits", "mlp", "--out", "here") == 0
+    shown = capsys.readouterr().out
+    assert "with 1,437 training and 360 evaluation pictures, 10 classes: 0, 1, 2" in shown
+    assert shown.endswith("into here\n")
+
+
+@pytest.mark.parametrize(("places", "what"), [([], "no class folders"), (["cat"], "only one class folder")])
+def test_a_dry_run_refuses_a_folder_that_cannot_be_trained_on(tmp_path, capsys, places, what):
+    for place in places:
+        (tmp_path / place).mkdir()
+        Image.new("L", (8, 8)).save(tmp_path / place / "1.png")
+    assert dry_run(tmp_path, "mlp") == 2
+    assert what in capsys.readouterr().err
 
 
 def test_a_dry_run_warns_of_a_batch_larger_than_the_data(tmp_path, capsys):

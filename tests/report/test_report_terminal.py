@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from manyhands.cli.predict import line_of
+from manyhands.core.quantities import percentage
 from manyhands.core.shown import plain
-from manyhands.report.line import ScreenProgress, live_line
+from manyhands.report.line import (
+    ScreenProgress,
+    epoch_line,
+    epoch_log,
+    evaluation_line,
+    evaluation_log,
+    live_line,
+    step_line,
+)
 from manyhands.report.read import read_run
 from manyhands.report.terminal import Screen
 from manyhands.report.words import duration, shorten
@@ -228,3 +238,33 @@ def test_shortened_text_is_short(text, width):
 )
 def test_durations(seconds, words):
     assert duration(seconds) == words
+
+
+@given(total=st.integers(1, 2_000_000), data=st.data(), digits=st.integers(0, 3))
+def test_a_hundred_per_cent_is_all_and_nothing_else(total, data, digits):
+    right = data.draw(st.one_of(st.integers(0, total), st.integers(max(0, total - 3), total)))
+    shown = percentage(right / total, digits)
+    assert (float(shown) == 100) == (right == total)
+    assert abs(float(shown) - 100 * right / total) <= 10**-digits
+    assert len(shown.partition(".")[2]) == digits
+
+
+@pytest.mark.parametrize("right", [9996, 9999, 10000])
+def test_a_figure_just_below_all_is_nowhere_shown_as_all(tmp_path, right):
+    run = FakeRun(tmp_path).begin()
+    run.train(0, 100)
+    run.evaluate(100)
+    evaluation = read_run(tmp_path).evaluations[-1].model_copy(update={"top1": right / 10000, "top5": right / 10000})
+    step = (
+        read_run(tmp_path)
+        .steps[-1]
+        .model_copy(update={"top1": right / 10000, "epoch_top1": right / 10000, "epoch_loss": 0.5})
+    )
+    progress = ScreenProgress()
+    progress.take(step)
+    shown = [
+        evaluation_line(evaluation, None), evaluation_log(evaluation, None), epoch_line(step), epoch_log(step),
+        step_line(progress), live_line(progress, step.time, 300).plain.partition("acc")[2],
+        line_of(tmp_path, [("a", right / 10000)]),
+    ]  # fmt: skip
+    assert [bool(re.search(r"\b100(\.0+)?\b", line.replace("100/100", ""))) for line in shown] == [right == 10000] * 7

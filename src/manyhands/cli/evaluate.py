@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from manyhands.cli.flags import Processes, Settings, settings
+from manyhands.core.quantities import percentage
 from manyhands.core.shown import plain, show, show_json
 
 
@@ -43,9 +44,10 @@ def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
     show(plain(found["checkpoint"]) or "no checkpoint: the network as it starts")
     from manyhands.report.words import FEW_CLASSES, own_figures
 
-    fifth = f"top-5 {found['top5']:.2%}   " if found["classes"] > FEW_CLASSES else ""
+    fifth = f"top-5 {percentage(found['top5'], 2)}%   " if found["classes"] > FEW_CLASSES else ""
     own = own_figures(found["metrics"], "{} {}   ")
-    show(f"{found['count']} samples, each once   top-1 {found['top1']:.2%}   {fifth}"
+    show(f"{found['count']} samples, each once   top-1 {percentage(found['top1'], 2)}%   {fifth}"
           f"loss {found['loss']:.4f}   {own}({plain(found['data'])})")  # fmt: skip
     worst = sorted(found["per_class"], key=lambda row: row["top1"])[:5]
-    show("weakest classes: " + ", ".join(f"{plain(row['name'])} {row['top1']:.1%} of {row['count']}" for row in worst))
+    shown = [f"{plain(row['name'])} {percentage(row['top1'])}% of {row['count']}" for row in worst]
+    show(f"weakest classes: {', '.join(shown)}")

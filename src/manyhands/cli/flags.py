@@ -60,8 +60,13 @@ ShowConfig = Annotated[
     bool, Parameter(negative="", help="print every value and where it came from; train nothing")
 ]  # fmt: skip
 DryRun = Annotated[
-    bool, Parameter(negative="", help="check everything that can be checked; train nothing")
-]  # fmt: skip
+    bool,
+    Parameter(
+        negative="",
+        help="train nothing; check options, names, the data folder's layout and processes; "
+        "not whether pictures can be read, memory suffices, own code runs or other machines are ready",
+    ),
+]
 AsJson = Annotated[
     bool, Parameter(name="--json", negative="", help="last line on stdout: one JSON object")
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig
 from manyhands.cluster.descriptions.formats import imagenet as main_py
 from manyhands.cluster.descriptions.formats.imagenet import ImagenetFlags, Nodes
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.quantities import percentage
 from manyhands.core.shown import say, show
 from manyhands.models.published import published_names
 
@@ -150,6 +151,6 @@ def _evaluate(loaded: "LoadedJob", flags: ImagenetFlags, *, as_json: bool) -> in
     if found:
         if not as_json:
             # main.py's own line, for scripts that look for it.
-            show(f" *   Acc@1 {100 * found['top1']:.3f} Acc@5 {100 * found['top5']:.3f}")
+            show(f" *   Acc@1 {percentage(found['top1'], 3)} Acc@5 {percentage(found['top5'], 3)}")
         show_evaluation(found, as_json=as_json)
     return 0

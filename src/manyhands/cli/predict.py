@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import Device, Processes
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
+from manyhands.core.quantities import percentage
 from manyhands.core.shown import plain, say, show, show_json
 
 
@@ -46,4 +47,4 @@ def predict(
 
 def line_of(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:
     """What is said of one picture; its name and its classes' are others' words."""
-    return f"{plain(str(picture))}: " + ", ".join(f"{plain(name)} {share:.1%}" for name, share in guesses[:3])
+    return f"{plain(str(picture))}: " + ", ".join(f"{plain(name)} {percentage(share)}%" for name, share in guesses[:3])

@@ -23,7 +23,7 @@ from manyhands.run.load import load_worker
 from manyhands.run.own_code import announce_reach
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
-from manyhands.run.train import Outcome, place_of, train
+from manyhands.run.train import Outcome, folder_to_be, place_of, train
 
 
 def run(
@@ -51,11 +51,6 @@ def run(
     else:
         refuse_changes(loaded, to_go_on=to_go_on)
     if dry_run:
-        if not job.run.script:
-            check = load_worker("check")
-            check.check_names(job)
-            if too_large := check.warning_of_batch(job):
-                say(too_large)
         lines = describe(loaded)
         if as_json:
             show_json({"dry_run": lines})
@@ -108,18 +103,30 @@ def _tell(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
 
 
 def describe(loaded: LoadedJob) -> list[str]:
-    """What a run would do, as far as it can be told without the data."""
+    """What a run would do, as far as it can be told without starting a process or reading a picture.
+
+    Raises:
+        UserError: a name is unknown, or the data can't be trained on.
+    """
     job = loaded.job
+    data, too_large = "", ""
+    if not job.run.script:
+        check = load_worker("check")
+        check.check_names(job)
+        data, too_large = check.look_at_data(job)
+    if too_large:
+        say(too_large)
     machines = machines_of(job.cluster)
     who, starts = _on_machines(machines, job.cluster) if machines else (_taking_part(job), [])
+    into = f"into {folder_to_be(job)}"
     if job.run.script:
-        into = f"into {job.run.out or f'runs/<date>-{Path(job.run.script[0]).stem}-script'}"
         return [f"would run {shlex.join(job.run.script)}", f"as {who}", into, *starts]
     return [
         f"would train {job.model.name} on {job.data.name}: {job.train.epochs} epochs, {job.train.batch} samples per "
         f"update, {job.train.optimizer}" + (f" with a peak rate of {job.train.lr}" if job.train.built_in else ""),
+        *([f"with {data}"] if data else []),
         f"as {who}",
-        f"into {job.run.out or 'runs/<date>-<data>-<model>'}",
+        into,
         *starts,
     ]
 
@@ -142,6 +149,8 @@ def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[
 def _taking_part(job: Job) -> str:
     place = place_of(job)
     count = place.processes
+    if not (count or place.membership or job.run.script):
+        count = load_worker("check").processes_here(job)
     who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one for each accelerator"
     if place.meeting:
         who += f" on machine {place.meeting.machine} of {len(place.meeting.sizes)}, by {place.origins['size']}"

@@ -115,21 +115,29 @@ def holds_run(path: Path) -> bool:
     return (path / "job.toml").is_file() and (path / "ranks").is_dir()
 
 
-def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
-    """Creates runs/<date>-<data>-<model>, with a number behind it where that exists already."""
+def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:
+    """The first of runs/<date>-<data>-<model>, …-2, …-3 that doesn't exist yet."""
     plain = [word.removeprefix("torchvision:").split(":")[0] for word in (data, model)]
     words = [re.sub(r"[^\w.-]+", "-", Path(word).stem).strip("-") or "run" for word in plain]
     stem = f"{now:%Y-%m-%d}-{words[0]}-{words[1]}"
     for number in range(1, 10_000):
         path = base / (stem if number == 1 else f"{stem}-{number}")
+        if not os.path.lexists(path):
+            return path
+    raise UserError(f"{base} holds ten thousand runs of this name today", str(base), ("give --out DIR",))
+
+
+def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
+    """Creates runs/<date>-<data>-<model>, with a number behind it where that exists already."""
+    while True:
+        path = free_run_folder(base, data, model, now)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            continue
+            continue  # another run has just taken it
         except OSError as error:
             raise _unwritable(path, error) from error
         return RunFolder(path)
-    raise UserError(f"{base} holds ten thousand runs of this name today", str(base), ("give --out DIR",))
 
 
 def use_run_folder(path: Path) -> RunFolder:

@@ -16,6 +16,12 @@ _BYTES = {
 _BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate(_PREFIXES)}
 
 
+def percentage(share: float, digits: int = 1) -> str:
+    """A share of one in percent, without the sign; 100 stands for all alone, so 0.9996 is 99.9."""
+    value = round(100 * share, digits)
+    return f"{value if share >= 1 else min(value, 100 - 10**-digits):.{digits}f}"
+
+
 def parse_memory(text: str, where: str = "--memory") -> int:
     """Bytes of "14GiB", "500 MB" or "1000000".
 

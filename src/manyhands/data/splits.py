@@ -1,5 +1,7 @@
 """What a data set is once it is open: two sources of samples, the classes, and its usual pixels."""
 
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
+from manyhands.core.shown import plain
 from manyhands.data.names import PictureNames
 from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels
@@ -143,3 +146,9 @@ def take(source: Source, samples: Tensor) -> Source:
     else:
         part = Subset(source.dataset, samples.tolist())
     return replace(source, dataset=part, labels=labels)
+
+
+def describe_samples(train: int, test: int, classes: Sequence[str], what: str = "pictures") -> str:
+    """How many samples and which classes there are, for one line."""
+    names = textwrap.shorten(", ".join(map(plain, classes)), 72, placeholder=" …")
+    return f"{train:,} training and {test:,} evaluation {what}, {len(classes):,} classes: {names}"

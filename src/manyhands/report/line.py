@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.report.read import STARTS
 from manyhands.report.words import (
@@ -74,7 +75,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
     epoch, done = place(step)
     epochs = max(epoch, -(-step.total_steps // step.steps_per_epoch))
     share = done / step.steps_per_epoch
-    head, shown = f"epoch {epoch}/{epochs} ", f" {share:4.0%}"
+    head, shown = f"epoch {epoch}/{epochs} ", f" {percentage(share, 0):>3}%"
     fields = _fit(_fields(progress, now), width - len(head) - len(shown) - _BAR_MIN)
     text = Text("".join(f"  {words}" for words, _ in fields))
     bar = max(0, min(_BAR_MAX, width - len(head) - len(shown) - len(text)))
@@ -122,7 +123,7 @@ def step_line(progress: ScreenProgress) -> str:
     assert step is not None
     epoch, done = place(step)
     return (
-        f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={100 * step.top1:.1f} "
+        f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={percentage(step.top1)} "
         f"img_s={rate(step.images_per_s)} data_pct={100 * step.data_share:.0f}"
     )
 
@@ -148,15 +149,15 @@ def epoch_line(last: StepMetrics) -> str:
 
 
 def epoch_log(last: StepMetrics) -> str:
-    return f"epoch={last.epoch} train_loss={last.epoch_loss:.3f} train_top1={100 * (last.epoch_top1 or 0):.2f}"
+    return f"epoch={last.epoch} train_loss={last.epoch_loss:.3f} train_top1={percentage(last.epoch_top1 or 0, 2)}"
 
 
 def evaluation_log(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     """An evaluation for a log."""
     name = epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
     trained = f" train_loss={last.epoch_loss:.3f}" if last and _ends_epoch(last, record.step) else ""
-    fifth = "" if 0 < record.classes <= FEW_CLASSES else f"top5={100 * record.top5:.2f} "
+    fifth = "" if 0 < record.classes <= FEW_CLASSES else f"top5={percentage(record.top5, 2)} "
     return (
-        f"epoch={name} evaluated={record.count} top1={100 * record.top1:.2f} {fifth}"
+        f"epoch={name} evaluated={record.count} top1={percentage(record.top1, 2)} {fifth}"
         f"val_loss={record.loss:.3f}{own_figures(record.metrics, ' {}={}')}{trained}" + (" best" if record.best else "")
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail
 from manyhands.core.shown import plain
 from manyhands.report.drawing import BLUE, GREY, INK, VERMILION, new_figure
@@ -150,7 +151,7 @@ def per_class(run: RunData) -> "Figure | None":
     figure = _bars(
         [shorten(score.name, 26) for score in worst],
         [100 * score.recall for score in worst],
-        [f"{100 * score.recall:.1f}  ({score.right} of {score.count})" for score in worst],
+        [f"{percentage(score.recall)}  ({score.right} of {score.count})" for score in worst],
         "accuracy, %",
         limit=118,
     )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from manyhands.core.quantities import percentage
 from manyhands.core.records import StepMetrics
 from manyhands.core.shown import plain
 
@@ -43,7 +44,7 @@ def ago(seconds: float) -> str:
 
 def percent(share: float) -> str:
     """A share of one: 46.2 %."""
-    return f"{100 * share:.1f} %" if math.isfinite(share) else "?"
+    return f"{percentage(share)} %" if math.isfinite(share) else "?"
 
 
 def top5(share: float, classes: int, form: str) -> str:

@@ -37,6 +37,7 @@ from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import (
     NOWHERE,
     RunFolder,
+    free_run_folder,
     new_run_folder,
     remove_new,
     topmost_missing,
@@ -262,6 +263,15 @@ def _run_folder(job: Job) -> Iterator[RunFolder]:
             lock.release()
 
 
+def _words_of(job: Job) -> tuple[str, str]:
+    return (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
+
+
+def folder_to_be(job: Job) -> Path:
+    """The folder that a run of this job would be kept in if it began now."""
+    return Path(job.run.out) if job.run.out else free_run_folder(RUNS, *_words_of(job), datetime.now())
+
+
 def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """The run folder, new or gone on with, with the whole job in it, and a lock that keeps other runs out of it.
 
@@ -269,8 +279,7 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
         UserError: it can't be used, or holds a run that the user doesn't want to go on with.
     """
     if not job.run.out:
-        words = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
-        folder = new_run_folder(RUNS, *words, datetime.now())
+        folder = new_run_folder(RUNS, *_words_of(job), datetime.now())
     else:
         folder = use_run_folder(Path(job.run.out).expanduser())
         if folder.exists() and job.checkpoint.resume == "never":

@@ -7,6 +7,7 @@ from manyhands.checkpoint.verify import verify
 from manyhands.core.errors import UserError
 from manyhands.core.outside import read_object
 from manyhands.core.phases import CLOCK, EVALUATION
+from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.train.evaluate import Interrupted
@@ -36,11 +37,13 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
     best = _of_the_best(trainer, last, stop)
     trainer.journal.detail(LAST, last)
     told = f"test, {last.count:,} samples that decided nothing: "
+    of_last = percentage(last.top1, 2)
     if best:
         trainer.journal.detail(BEST, best)
-        told += f"top-1 {best.top1:.2%} with the best weights (step {best.step}), {last.top1:.2%} with the last"
+        of_best = percentage(best.top1, 2)
+        told += f"top-1 {of_best}% with the best weights (step {best.step}), {of_last}% with the last"
     else:
-        told += f"top-1 {last.top1:.2%} with the last weights"
+        told += f"top-1 {of_last}% with the last weights"
     step = trainer.progress.step
     trainer.journal.event("tested", told, step, best=best.top1 if best else None, last=last.top1)
     trainer.phase = "train"

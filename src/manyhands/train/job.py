@@ -2,7 +2,6 @@
 
 import math
 import os
-import textwrap
 
 import torch
 
@@ -13,7 +12,7 @@ from manyhands.core.going_on import going_on
 from manyhands.core.journal import Journal
 from manyhands.core.shown import plain
 from manyhands.core.world import World
-from manyhands.data.splits import Splits
+from manyhands.data.splits import Splits, describe_samples
 from manyhands.parallel.apply import one_process, takes_mesh
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE
@@ -217,18 +216,17 @@ def _name_all(classes: tuple[str, ...], outputs: int, journal: Journal) -> tuple
 
 def _record_setup(trainer: Trainer, samples: DataSetup, objects: Objects) -> None:
     """Records what is trained on what, in three lines: the first ones on the screen, in a log and in the report."""
-    job, network, order, splits = trainer.job, trainer.network, trainer.feed.order, samples.splits
+    job, network, order = trainer.job, trainer.network, trainer.feed.order
     shapes = {name: layout.shape for name, layout in network.layouts.items()}
     parameters = sum(math.prod(shapes.get(name, each.shape)) for name, each in network.inner.named_parameters())
     what = "samples" if samples.pixels.own else "pictures"
     data = job.data.name if objects.train_set is None else type(objects.train_set).__name__
-    counts = f"{order.length:,} training and {len(splits.test):,} evaluation {what}"
-    names = textwrap.shorten(", ".join(map(plain, samples.classes)), 72, placeholder=" …")
+    counted = describe_samples(order.length, len(samples.splits.test), samples.classes, what)
     optimizer = trainer.update.optimizer
     name = job.train.optimizer if job.train.built_in else type(optimizer).__name__
     rate = job.train.lr if job.train.built_in else largest_rate(optimizer)
     lines = (
-        f"data: {plain(data)}, {counts}, {len(samples.classes):,} classes: {names}",
+        f"data: {plain(data)}, {counted}",
         f"network: {plain(trainer.trained.name)}, {parameters:,} parameters",
         f"training: epochs {job.train.epochs}, updates an epoch {order.steps_per_epoch:,}, "
         f"batch {min(job.train.batch, order.length):,}, {name} at learning rate {rate:g}, "

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from manyhands.core.folder import NOWHERE
 from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
+from manyhands.core.quantities import percentage
 from manyhands.core.records import StepMetrics
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.epoch_end import tell_of_epoch
@@ -190,7 +191,7 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
             asked=trainer.line_due(),
         )
     )
-    own = f"loss={status.own_loss:.4f} acc={100 * status.own_top1:.1f}" if status.own_samples else "loss=- acc=-"
+    own = f"loss={status.own_loss:.4f} acc={percentage(status.own_top1)}" if status.own_samples else "loss=- acc=-"
     of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
     place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.total_steps}"
     trainer.journal.line(

@@ -10,11 +10,12 @@ from manyhands.data.open import find_choice, is_plain_folder, is_published, open
 from manyhands.data.order import told_of_batch
 from manyhands.data.pack_choice import of_pack
 from manyhands.data.packed import is_pack
+from manyhands.data.splits import describe_samples
 from manyhands.models.build import describe
 from manyhands.parallel.apply import MODES
 from manyhands.sync.choose import check_method
 
-__all__ = ["check_names", "is_plain_folder", "warning_of_batch"]
+__all__ = ["check_names", "is_plain_folder", "look_at_data", "processes_here"]
 
 
 def check_names(job: Job) -> None:
@@ -37,21 +38,33 @@ def check_names(job: Job) -> None:
         )
 
 
-def warning_of_batch(job: Job) -> str:
-    """Says that the batch is larger than the training split; empty where it isn't, or where that takes a download.
+def look_at_data(job: Job) -> tuple[str, str]:
+    """What the job trains on, and a warning where the batch is larger than the training split.
 
-    Pictures of a folder are counted and not read.
+    Pictures of a folder are counted and not read. Both are empty where looking takes a download or the user's own code.
+
+    Raises:
+        UserError: the folder can't be trained on.
     """
     root = Path(job.data.name).expanduser()
     if is_published(job.data.name):
         try:
-            samples = len(open_data(job.data.model_copy(update={"download": False})).train)
+            splits = open_data(job.data.model_copy(update={"download": False}))
         except UserError:
-            return ""  # the data isn't on this machine yet
+            return "", ""  # the data isn't on this machine yet
+        samples, evaluated, classes = len(splits.train), len(splits.test), splits.classes
     elif root.is_dir():
-        parts = of_pack(root)[0] if is_pack(root) else list_parts(root)
-        samples = len(divided(parts, job.data.validation)[0])
+        parts = divided(of_pack(root)[0] if is_pack(root) else list_parts(root), job.data.validation)
+        samples, evaluated = (len(part) for part in parts)
         samples = min(samples, job.data.train_samples or samples)
+        evaluated, classes = min(evaluated, job.data.test_samples or evaluated), parts[0].classes
     else:
-        return ""
-    return told_of_batch(job.train.batch, samples)
+        return "", ""
+    return describe_samples(samples, evaluated, classes), told_of_batch(job.train.batch, samples)
+
+
+def processes_here(job: Job) -> int:
+    """How many processes a run starts on this machine where the job leaves their number open."""
+    from manyhands.cluster.agents.elastic import devices_here  # torch's elastic agent comes with it
+
+    return devices_here(job.cluster.device, 1)[1]

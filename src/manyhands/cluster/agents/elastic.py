@@ -309,13 +309,14 @@ def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
 
 def prepare(device: str) -> Prepared:
     """Imports what the workers need, and says what "auto" means here."""
-    kind, count = _devices(device, 1)
+    kind, count = devices_here(device, 1)
     if kind == "cpu":
         importlib.import_module(PRELOAD).preload()
     return Prepared(kind, count)
 
 
-def _devices(wanted: str, processes: int) -> tuple[str, int]:
+def devices_here(wanted: str, processes: int) -> tuple[str, int]:
+    """The kind of device that a job's word stands for on this machine, and how many processes it is for."""
     device = device_kind(wanted, processes)
     # "cuda:1" names one of them.
     counted = device not in {"cpu", "mps"} and ":" not in device
@@ -324,7 +325,7 @@ def _devices(wanted: str, processes: int) -> tuple[str, int]:
 
 def preload(orders: Orders) -> None:
     """Imports what workers need that are to be forked, and opens their data."""
-    if not orders.script and _devices(orders.device, sum(orders.meeting.sizes))[0] == "cpu":
+    if not orders.script and devices_here(orders.device, sum(orders.meeting.sizes))[0] == "cpu":
         with importlib.import_module(AHEAD).opened_ahead(orders):
             importlib.import_module(PRELOAD).preload(orders)
 
@@ -332,7 +333,7 @@ def preload(orders: Orders) -> None:
 def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
     """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
     meeting = orders.meeting
-    device, devices = _devices(orders.device, sum(meeting.sizes))
+    device, devices = devices_here(orders.device, sum(meeting.sizes))
     sizes = tuple(size or devices for size in meeting.sizes)
     threads = orders.threads or max(1, int(cores() / sizes[meeting.machine]))
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:

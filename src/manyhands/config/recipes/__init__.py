@@ -1,6 +1,7 @@
 """Recipes: settings known to reach good accuracy, one TOML file per data set, by its name, and others by theirs.
 
-A section [for."PATTERN"] of a recipe holds what differs for networks whose name fits the pattern.
+A section [for."PATTERN"] of a recipe holds what differs for networks whose name, without "torchvision:", fits the
+pattern. `TRANSFORMERS` comes before it in every recipe.
 """
 
 import fnmatch
@@ -11,6 +12,9 @@ from typing import Any
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.outside import parse_toml
 from manyhands.core.plugins import did_you_mean, is_object_reference
+
+# For vision transformers in every recipe: with SGD at a convolutional network's rate they don't learn.
+TRANSFORMERS = {"train.optimizer": "adamw", "train.lr": 5e-4, "train.weight_decay": 0.05}
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def _read(name: str, model: str) -> Recipe:
     tree = parse_toml((files(__name__) / f"{name}.toml").read_bytes())
     per_model: dict[str, dict[str, Any]] = tree.pop("for", {})
     values = {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
-    chosen = model or str(values.get("model.name", ""))
+    chosen = (model or str(values.get("model.name", ""))).removeprefix("torchvision:")
+    if chosen.startswith("vit"):
+        values.update(TRANSFORMERS)
     for pattern, table in per_model.items():
         if fnmatch.fnmatch(chosen, pattern):
             values.update({f"{section}.{key}": value for section, t in table.items() for key, value in t.items()})
