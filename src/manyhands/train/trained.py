@@ -26,6 +26,7 @@ from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects
 from manyhands.train.network import make_model, read_any
+from manyhands.train.same_data import digest_data
 from manyhands.train.state import fit_snapshot
 
 # Options that say what pictures become.
@@ -70,6 +71,7 @@ def describe_trained(
         pictures=pictures,
         classes=classes,
         code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.own_code)),
+        digests={**objects.digests, **digest_data(samples.splits)},
     )
 
 
