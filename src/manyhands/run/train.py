@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from manyhands.core.errors import (
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import (
     NOWHERE,
+    FolderWatch,
     RunFolder,
     free_run_folder,
     new_run_folder,
@@ -165,11 +167,26 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
     """What a run's screen wants to hear of while its head watches."""
     return Watch(
-        on_tick,
+        follow_folder(screen, on_tick),
         lambda: screen.say(stopping(job, STOPPING)),
         lambda how: screen.say(how, "WARNING"),
         evicts=job.cluster.recovers,
     )
+
+
+def follow_folder(screen: Screen, on_tick: Callable[[], None]) -> Callable[[], None]:
+    """`on_tick` after a look at the run folder, which the user may have moved; the run stops where it was deleted."""
+    watched = FolderWatch(RunFolder(screen.folder))
+
+    def tick() -> None:
+        said, lost = watched.look()
+        if said:
+            screen.say(said, "WARNING")
+        if lost:
+            os.kill(os.getpid(), signal.SIGTERM)
+        on_tick()
+
+    return tick
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
@@ -367,9 +384,10 @@ class _ScreenThread:
         self._thread.start()
 
     def _draw(self) -> None:
+        draw = follow_folder(self._screen, self._screen.update)
         while not self._over.wait(0.25):
             with suppress(OSError):
-                self._screen.update()
+                draw()
 
     def close(self) -> None:
         """Draws what came last and gives the terminal back."""
