@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import Job
+from manyhands.core.devices import require_device
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
@@ -128,6 +129,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     Raises:
         UserError: the checkpoint doesn't say what it is of, or is of another network.
     """
+    require_device(device)
     snapshot, where = read_any(path), str(path)
     record = find_record(path, snapshot.state)
     if record is None:
