@@ -54,6 +54,31 @@ def test_palettes(tmp_path, transparency):
     near(found, numpy.stack([RAMP, 255 - RAMP, RAMP * 0 + 7], axis=2), 0)
 
 
+@pytest.mark.parametrize("colour", [0, 40, 255])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_shape_in_the_alpha_channel_alone_is_drawn(tmp_path, colour, mode, channels):
+    shape = Image.fromarray(RAMP)
+    if mode == "P":
+        image = Image.fromarray(RAMP)
+        image.putpalette([colour] * 768)
+        path = save(tmp_path / "a.png", image, transparency=bytes(range(256)))
+    else:
+        image = Image.new("L", shape.size, colour).convert(mode)
+        image.putalpha(shape)
+        path = save(tmp_path / "a.png", image)
+    ground = 0 if colour > 127 else 255
+    wanted = ground + (colour - ground) * (RAMP / 255)
+    near(decode(path, channels), wanted if channels == 1 else grey_in_rgb(wanted))
+
+
+def test_transparency_is_dropped_where_the_colours_show_the_content(tmp_path):
+    for colours, alpha in ((COLOURS, RAMP), (COLOURS * 0 + 9, RAMP * 0 + 200)):
+        image = Image.fromarray(colours)
+        image.putalpha(Image.fromarray(alpha))
+        near(decode(save(tmp_path / "a.png", image), 3), colours, 0)
+
+
 def test_wide_pixels_are_scaled_not_cut_off(tmp_path):
     wide = RAMP.astype(numpy.uint16) * 257
     near(decode(save(tmp_path / "16.png", Image.fromarray(wide)), 3), grey_in_rgb(RAMP))

@@ -17,6 +17,8 @@ from manyhands.core.outside import UnreadableError, open_file
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 _MORE_SUFFIXES = frozenset({".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
 _GREY = frozenset({"1", "L", "LA", "La", "I", "F"})
+_WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
+_EVEN = 15  # levels by which one colour may differ within a picture: compression changes some
 _WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose "I" is 16 bits wide
 _JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some cameras write them; the first counts
 # Where Pillow itself begins to warn. One picture of this size takes 0.7 GB and a second; it is brought to some
@@ -45,8 +47,8 @@ def decode(path: str, channels: int, content: bytes | None = None, scale: int = 
     A JPEG may be made `scale` times smaller (2, 4 or 8) as it is decoded.
 
     Grey, palette, CMYK, 16-bit and floating-point pictures are converted, a camera's orientation is applied,
-    transparency is dropped, and the first frame of an animation is taken. Raises CorruptImageError: it is missing,
-    empty, cut short, no picture, or of more than 89 megapixels.
+    transparency is dropped (but see `to_mode`), and the first frame of an animation is taken. Raises CorruptImageError:
+    it is missing, empty, cut short, no picture, or of more than 89 megapixels.
     """
     try:
         # From memory, since a file is asked for as many bytes as the picture says it has, be it four gigabytes.
@@ -134,13 +136,27 @@ def is_grey(image: Image.Image) -> bool:
 
 
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1)."""
+    """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1).
+
+    Transparency is dropped, unless the picture has one colour and its content is in the alpha channel alone, such as
+    many icons: then it is drawn on white, or on black where that colour is bright.
+    """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _eight_bits(image)
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
+    if image.mode in _WITH_ALPHA or (image.mode == "P" and "transparency" in image.info):
+        image = _without_alpha(image.convert("RGBA"))
     mode = "L" if channels == 1 else "RGB"
     return image if image.mode == mode else image.convert(mode)
+
+
+def _without_alpha(image: Image.Image) -> Image.Image:
+    *colours, (least, most) = [image.getchannel(band).getextrema() for band in "RGBA"]
+    if least == most or any(high - low > _EVEN for low, high in colours):
+        return image
+    ground = 0 if max(high for _, high in colours) > 127 else 255
+    drawn = Image.new("RGB", image.size, (ground, ground, ground))
+    drawn.paste(image, mask=image.getchannel("A"))
+    return drawn
 
 
 def _turn_upright(image: Image.Image) -> None:
