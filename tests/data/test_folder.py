@@ -179,7 +179,7 @@ def test_other_files_and_what_systems_leave_behind_are_counted_and_named(tmp_pat
     assert len(splits.train) + len(splits.test) == 6
     said = "\n".join(splits.notes)
     for words in (
-        "44 files or folders",
+        "aren't used (44)",
         "30 .heic",
         "2 @eaDir/",
         "2 .ipynb_checkpoints/",
@@ -412,7 +412,7 @@ def test_a_pipe_with_a_pictures_name_is_not_waited_for(tmp_path):
     (tmp_path / "cat" / "link.png").symlink_to("f.png")
     splits = opened(tmp_path)
     assert len(splits.train) + len(splits.test) == 20
-    assert "2 files or folders aren't used: 2 pipes or devices (such as cat/f.png)" in splits.notes
+    assert "files and folders that aren't used (2): 2 pipes or devices (such as cat/f.png)" in splits.notes
     with pytest.raises(CorruptImageError, match="a folder, a pipe or a device"):
         decode(str(tmp_path / "cat" / "f.png"), 3)
 

@@ -62,7 +62,7 @@ class Unused:
             for word, count in kinds[:_MOST_KINDS]
         ]
         more = f" and {len(kinds) - _MOST_KINDS:,} more kinds" if len(kinds) > _MOST_KINDS else ""
-        notes = [f"{self.counts.total():,} files or folders aren't used: {', '.join(shown)}{more}"]
+        notes = [f"files and folders that aren't used ({self.counts.total():,}): {', '.join(shown)}{more}"]
         if tables := sorted(_TABLES & self.counts.keys()):
             notes.append(f"{', '.join(tables)} files aren't read: the class of a picture is the folder that it lies in")
         if pictures := sorted(_PICTURES_OF_OTHER_KINDS & self.counts.keys()):
