@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import re
 import stat
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import UnreadableError, open_file
@@ -27,9 +28,13 @@ _MOST_MEGAPIXELS = 89
 MOST_PIXELS = _MOST_MEGAPIXELS * 1_000_000
 _BLOCK_ROWS = 256
 # What a picture that isn't cut short ends with, but for a few bytes that some programs add.
+_OTHER_TIFF = "Pillow reads TIFFs of 1, 3 or 4 channels with 8 bits each, and of one with 16 or 32 bits"
 _ENDS, _NEAR_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
 
 PICTURE_SUFFIXES = _SUFFIXES | _MORE_SUFFIXES
+
+# Pillow logs a line for each TIFF of many channels, before it raises; without a handler logging prints that line.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 class CorruptImageError(UserError):
@@ -123,6 +128,10 @@ def _opened(path: str, content: bytes | None) -> Image.Image:
     if image.width * image.height > MOST_PIXELS:
         image.close()
         raise _too_large(path, image.width * image.height)
+    channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+    if channels > 2 and len(image.getbands()) == 1:  # planes that lie apart, of which Pillow reads the first alone
+        image.close()
+        raise corrupt(path, f"{_OTHER_TIFF}; it has {channels} channels")
     return image
 
 
@@ -209,6 +218,9 @@ def _reason(path: str, error: Exception, content: bytes | None) -> str:
     if isinstance(error, PermissionError):
         return "no permission to read it"
     if isinstance(error, Image.UnidentifiedImageError):
-        length = len(content) if content is not None else Path(path).stat().st_size
-        return "the file is empty" if length == 0 else "it is no picture that Pillow knows"
+        with contextlib.nullcontext(io.BytesIO(content)) if content is not None else Path(path).open("rb") as file:
+            start = file.read(4)
+        if start in (b"II*\0", b"MM\0*"):
+            return _OTHER_TIFF
+        return "it is no picture that Pillow knows" if start else "the file is empty"
     return str(error) or type(error).__name__
