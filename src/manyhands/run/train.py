@@ -58,7 +58,7 @@ from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head
+from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, stop_saved
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
@@ -197,7 +197,11 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
         if ending.refused:
             note_head(job, folder, ending.refused)
             raise ending.refused
-        if ending.interrupted and (ending.hung or not ending.records):
+        if ending.interrupted == 1 and not job.run.script and stop_saved(folder) is not None:
+            report_on(job, folder)
+            return Outcome(folder, "stopped", EXIT_SAVED)
+        killed = ending.interrupted == 1 and -signal.SIGKILL in ending.failed.values()
+        if ending.interrupted and (ending.hung or not (ending.records or killed)):
             # No process has failed or left a word where none had begun.
             idle = ending.interrupted == 1 and not (ending.hung or ending.failed or ending.lost)
             error = interrupted(folder, ending.hung, idle=idle)
