@@ -1,13 +1,20 @@
 """How long processes are given to leave, once one of the run has failed."""
 
+import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.agents import leaving
+from manyhands.cluster.agents import elastic, leaving
 from manyhands.cluster.agents.leaving import Leaving
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import OthersFailed, WorkersStarted
+from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.core.pulse import rescue_path
 
 WRITES = "import sys, time\nwhile True:\n    open(sys.argv[1], 'wb').write(bytes(100)); time.sleep(0.02)"
@@ -51,3 +58,75 @@ def test_no_save_goes_on_for_ever(tmp_path, monkeypatch):
     those = Leaving(tmp_path)
     those.begin()
     assert not those.patient({0: 1}, 0.0)
+
+
+class Head:
+    """Commands at times of its own; hears what is told."""
+
+    def __init__(self, tick):
+        self.tick, self.told, self.open, self.heard = tick, [], True, time.monotonic()
+
+    @property
+    def wire(self):
+        return self
+
+    def tell(self, message):
+        self.told.append(message)
+
+    def pids(self):
+        return next(message.pids for message in self.told if isinstance(message, WorkersStarted))
+
+
+def workers_of_the_test(orders, scratch, agent_pid):
+    """Rank 1 returns at once, rank 0 once a file is there."""
+    rank = int(os.environ["RANK"])
+    while rank == 0 and not Path(orders.argument["until"]).exists():
+        time.sleep(0.02)
+    return {"status": "stopped", "rank": rank}
+
+
+def run_with(head, tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic, "WORKER", __name__)
+    monkeypatch.setattr(sys.modules[__name__], "work", workers_of_the_test, raising=False)
+    (tmp_path / "ranks").mkdir()
+    argument = {"until": str(tmp_path / "until")}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        meeting = Meeting((2,), 0, "127.0.0.1", listener.getsockname()[1])
+        return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, listener)
+
+
+@pytest.mark.timeout(60)
+def test_processes_that_have_returned_end_though_another_machine_has_failed(tmp_path, monkeypatch):
+    """They wait for their agent, which would never poll them again."""
+    ticks = iter(range(1000))
+
+    def tick():
+        if next(ticks) == 10:  # they hear of the failure first, and return then
+            (tmp_path / "until").touch()
+        return [OthersFailed()]
+
+    ended = run_with(Head(tick), tmp_path, monkeypatch)
+    assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
+    assert not ended.failed
+    assert not ended.broken
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_killed_after_it_has_returned_has_done_its_work(tmp_path, monkeypatch):
+    """The other one, which saves yet, isn't disturbed; nothing waits for the killed one to wake up."""
+    ticks = iter(range(1000))
+
+    def tick():
+        number = next(ticks)
+        if number == 10:  # by now it has returned, and waits for its agent
+            os.kill(head.pids()[1], signal.SIGKILL)
+        if number == 30:
+            (tmp_path / "until").touch()
+        return []
+
+    head = Head(tick)
+    began = time.monotonic()
+    ended = run_with(head, tmp_path, monkeypatch)
+    assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
+    assert not ended.failed
+    assert time.monotonic() - began < 30

@@ -3,10 +3,19 @@
 import json
 import math
 import sys
+import time
 
+import psutil
 import pytest
 
-from manyhands.cluster.agents.connection import AgentConnection, MisunderstoodError, close_all
+from manyhands.cluster.agents.connection import (
+    SILENT_S,
+    AgentConnection,
+    LinkClosed,
+    MisunderstoodError,
+    close_all,
+    stir,
+)
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     Alive,
@@ -19,11 +28,12 @@ from manyhands.cluster.agents.protocol import (
     WorkerExited,
     WorkersEnded,
 )
-from manyhands.cluster.agents.start import _open, open_here
+from manyhands.cluster.agents.start import _open, _start, open_here
 from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
 from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
+from manyhands.core.early_agent import AGENT
 from manyhands.core.records import Failure
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", mend=["m"])
@@ -113,3 +123,79 @@ def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path
             connection.ask(Hello(), 30)
     finally:
         close_all([connection])
+
+
+NAME = FactsWanted(only=("name",))
+# Stands in for ssh: the agent has one socket for its input and output, as sshd gives it.
+LINE = """
+import os, select, socket, subprocess, sys
+ours, theirs = socket.socketpair()
+agent = subprocess.Popen(sys.argv[1:], stdin=theirs, stdout=theirs)
+theirs.close()
+while True:
+    ready = select.select([0, ours] if len(sys.argv) else [ours], [], [])[0]
+    if ours in ready:
+        received = ours.recv(1 << 16)
+        if not received:
+            sys.exit(agent.wait())
+        os.write(1, received)
+    if 0 in ready:
+        received = os.read(0, 1 << 16)
+        ours.sendall(received)
+        if not received:
+            ours.shutdown(socket.SHUT_WR)
+            sys.argv.clear()
+"""
+
+
+@pytest.fixture
+def line(tmp_path):
+    """A conversation with an agent elsewhere, whose connection can be killed."""
+    log = tmp_path / "agent.log"
+
+    def connect(words):
+        return _start([sys.executable, "-c", LINE, sys.executable, *words], log)
+
+    connection = AgentConnection(Machine("n2"), connect(AGENT), log, here=False)
+    connection.connect_again = connect
+    yield connection
+    close_all([connection])
+
+
+def agent_of(line):
+    line.ask(Hello(NAME, remote=True), 30)
+    (agent,) = psutil.Process(line.process.pid).children()
+    return agent
+
+
+def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_comes_twice(line):
+    agent = agent_of(line)
+    for _ in range(3):
+        before, number = line.process, line.post(Hello(NAME, remote=True))
+        before.kill()  # the request, or its answer, is lost with it
+        told, until = [], time.monotonic() + 15
+        while not told and time.monotonic() < until:
+            line.pulse()
+            for link in stir([line], 0.1):
+                told += link.read()
+        ((answered, greeting),) = told
+        assert (answered, type(greeting)) == (number, Greeting)
+        assert line.process is not before
+    assert agent.is_running()
+    close_all([line])
+    agent.wait(10)  # its head has left, which is not a connection that was lost
+
+
+def test_an_agent_that_has_ended_is_not_waited_for(line):
+    agent_of(line).kill()
+    began = time.monotonic()
+    with pytest.raises(LinkClosed, match="n2 is lost"):
+        line.ask(Hello(NAME, remote=True), 30)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_an_agent_whose_connection_is_lost_for_good_ends(line):
+    agent = agent_of(line)
+    line.process.kill()
+    agent.wait(SILENT_S + 10)

@@ -194,10 +194,36 @@ def test_a_second_wish_ends_at_once_whatever_was_saved(halt, tmp_path):
 def test_a_second_wish_and_a_process_that_hangs_leave_unsaved_work(tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
     append(folder.events, Event(time=1.0, kind="saved", step=40))
-    for ending in (Ending(interrupted=1, failed={0: -9}), Ending(interrupted=1, hung="rank 1 is stopped")):
+    for ending in (Ending(interrupted=2, failed={0: -9}), Ending(interrupted=1, hung="rank 1 is stopped")):
         with pytest.raises(ManyhandsError, match="stopped without a save") as raised:
             conclude(job, folder, ending)
         assert raised.value.exit_code == 130
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize("fault", [{"failed": {1: -9}}, {"lost": {"n2": "the connection ended"}}])
+def test_what_ends_after_the_stops_checkpoint_was_committed_takes_nothing_away(fault, noted, tmp_path):
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    for kind, step in (("saved", 300), ("started", None), ("stopping", 368), ("saved", 368)):
+        append(folder.events, Event(time=1.0, kind=kind, step=step))
+    if noted:
+        append(folder.events, Event(time=1.0, kind="stopped", step=368, message="stopped and saved at step 368"))
+    outcome = conclude(job, folder, Ending(interrupted=1, **fault))
+    assert (outcome.status, outcome.exit_code) == ("stopped", 75)
+    stops = [line["step"] for line in read_lines(folder.events) if line["kind"] == "stopped"]
+    assert stops == [368]
+
+
+@pytest.mark.parametrize("turns", [[("stopping", 368)], [("stopping", 300), ("started", None)]])
+def test_a_process_that_is_killed_before_the_stops_checkpoint_is_committed_is_a_failure(turns, tmp_path):
+    """The checkpoint of an earlier step, or of an earlier stop, isn't what was asked for."""
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    for kind, step in (("saved", 300), *turns):
+        append(folder.events, Event(time=1.0, kind=kind, step=step))
+    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL") as raised:
+        conclude(job, folder, Ending(interrupted=1, failed={1: -9}))
+    assert raised.value.exit_code == 1
+    assert any("of step 300" in line for line in raised.value.mend)
 
 
 def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(tmp_path):
@@ -290,7 +316,7 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
     assert list(ending.lost) == ["n1"]
     assert not links[0].closed
     close_all(links)
-    assert heard.read_bytes().count(encode(Alive())) > 1
+    assert heard.read_bytes().count(b'"is": "Alive"') > 1
 
 
 def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_up(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from manyhands.cli.ps import ps
 from manyhands.core.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.folder import FolderWatch, RunFolder
 from manyhands.core.records import Event, append, write_json
 from manyhands.core.registry import Running, goes_on, headless, registered, registry_folder, running, signal_head
 from manyhands.report.now import as_object, look
@@ -293,3 +294,47 @@ def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
         for kind, state in [("started", "starting"), ("stopping", "stopping"), ("regrouped", "starting")]:
             append(folder.events, Event(time=time.time(), kind=kind, message=kind))
             assert look(found).state == state
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A run folder and what is made of each look at it."""
+    monkeypatch.setattr("manyhands.core.folder._LOOK_S", 0.0)
+    folder = RunFolder(tmp_path / "run")
+    folder.failures.mkdir(parents=True)
+    folder.job.write_text("[data]\n")
+    watch = FolderWatch(folder)
+    assert watch.look() == ("", False)
+    return folder, watch
+
+
+def test_a_run_folder_that_is_moved_is_written_on_in_its_new_place(watched, tmp_path):
+    folder, watch = watched
+    with registered(folder.path):
+        (moved := RunFolder(tmp_path / "elsewhere")).path.mkdir()
+        folder.path.rename(moved.path / "new")
+        folder.checkpoints.mkdir(parents=True)  # by a process that saves before anyone has noticed
+        said, lost = watch.look()
+        assert (f"was moved to {moved.path}/new" in said, lost) == (True, False)
+        append(folder.events, Event(time=1.0, kind="saved"))
+        assert (moved.path / "new" / "events.jsonl").is_file()
+        assert (moved.path / "new" / "written-while-moved-1" / "checkpoints").is_dir()
+        assert watch.look() == ("", False)
+        assert {entry.run for entry in running()} == {str(moved.path / "new")}
+        assert find_running(str(moved.path / "new")).pid == find_running(str(folder.path)).pid == os.getpid()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_folder_that_is_deleted_is_made_anew_and_what_is_lost_is_said(watched, whole):
+    folder, watch = watched
+    folder.job.write_text("[model]\n")
+    watch.look()
+    shutil.rmtree(folder.ranks)
+    folder.job.unlink()
+    if whole:
+        folder.path.rmdir()
+    said, lost = watch.look()
+    assert ("was deleted" in said, lost) == (True, True)
+    assert folder.job.read_text() == "[model]\n"
+    assert folder.failures.is_dir()
+    assert watch.look() == ("", False)

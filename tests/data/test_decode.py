@@ -1,5 +1,6 @@
 import contextlib
 import io
+import logging
 import struct
 import zlib
 
@@ -31,6 +32,29 @@ def grey_in_rgb(values):
     return numpy.repeat(values[:, :, None], 3, axis=2)
 
 
+def tiff(path, channels, *, planes_apart):
+    """A 16-bit TIFF of many channels, as satellite pictures are; deflated."""
+    pixels = zlib.compress(numpy.arange(8 * 8 * channels, dtype=numpy.uint16).tobytes())
+    tags = {256: 8, 257: 8, 258: 16, 259: 8, 262: 1, 277: channels, 278: 8, 284: 2 if planes_apart else 1, 339: 1}
+    entries = [struct.pack("<HHIHxx", tag, 3, 1, value) for tag, value in tags.items()]
+    entries += [struct.pack("<HHII", tag, 4, 1, value) for tag, value in {273: 8, 279: len(pixels)}.items()]
+    head = struct.pack("<2sHI", b"II", 42, 8 + len(pixels))
+    path.write_bytes(head + pixels + struct.pack("<H", len(entries)) + b"".join(sorted(entries)) + bytes(4))
+    return str(path)
+
+
+@pytest.mark.parametrize("planes_apart", [False, True])
+def test_a_tiff_of_many_channels_is_one_error_without_other_lines(tmp_path, capfd, monkeypatch, planes_apart):
+    """Also where Pillow alone would give the first channel as a grey picture."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for read in (probe, lambda path: decode(path, 3)):
+        with pytest.raises(CorruptImageError, match="Pillow reads TIFFs of 1, 3 or 4 channels"):
+            read(tiff(tmp_path / "x.tif", 13, planes_apart=planes_apart))
+    assert capfd.readouterr().err == ""
+    grey = decode(tiff(tmp_path / "y.tif", 1, planes_apart=planes_apart), 1)
+    near(grey, (numpy.arange(64).reshape(8, 8) / 257).round())
+
+
 def test_plain_modes(tmp_path):
     rgb = Image.fromarray(COLOURS)
     near(decode(save(tmp_path / "rgb.png", rgb), 3), COLOURS, 0)
@@ -52,6 +76,31 @@ def test_palettes(tmp_path, transparency):
     options = {} if transparency is None else {"transparency": transparency}
     found = decode(save(tmp_path / "p.png", palette, **options), 3)
     near(found, numpy.stack([RAMP, 255 - RAMP, RAMP * 0 + 7], axis=2), 0)
+
+
+@pytest.mark.parametrize("colour", [0, 40, 255])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_shape_in_the_alpha_channel_alone_is_drawn(tmp_path, colour, mode, channels):
+    shape = Image.fromarray(RAMP)
+    if mode == "P":
+        image = Image.fromarray(RAMP)
+        image.putpalette([colour] * 768)
+        path = save(tmp_path / "a.png", image, transparency=bytes(range(256)))
+    else:
+        image = Image.new("L", shape.size, colour).convert(mode)
+        image.putalpha(shape)
+        path = save(tmp_path / "a.png", image)
+    ground = 0 if colour > 127 else 255
+    wanted = ground + (colour - ground) * (RAMP / 255)
+    near(decode(path, channels), wanted if channels == 1 else grey_in_rgb(wanted))
+
+
+def test_transparency_is_dropped_where_the_colours_show_the_content(tmp_path):
+    for colours, alpha in ((COLOURS, RAMP), (COLOURS * 0 + 9, RAMP * 0 + 200)):
+        image = Image.fromarray(colours)
+        image.putalpha(Image.fromarray(alpha))
+        near(decode(save(tmp_path / "a.png", image), 3), colours, 0)
 
 
 def test_wide_pixels_are_scaled_not_cut_off(tmp_path):

@@ -1,6 +1,8 @@
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 
 import numpy
@@ -18,7 +20,7 @@ from manyhands.data.loader import Loader
 from manyhands.data.names import PictureNames
 from manyhands.data.open import open_data, resolve_pixels
 from manyhands.data.options import DataOptions
-from manyhands.data.splits import ImageFiles, ImagesInMemory
+from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
 
 
 def picture(path, size=(8, 8), mode="RGB", seed=None):
@@ -160,12 +162,34 @@ def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit):
         read_all(tmp_path, **options)
 
 
-def test_other_files_are_counted(tmp_path):
-    make(tmp_path)
-    (tmp_path / "cat" / "notes.txt").write_text("x")
-    (tmp_path / "cat" / ".DS_Store").write_text("x")
-    (tmp_path / "README").write_text("x")
-    assert "1 other files ignored" in opened(tmp_path).description
+def test_other_files_and_what_systems_leave_behind_are_counted_and_named(tmp_path):
+    """A Synology's thumbnails are no class and no samples; a class may have any other name."""
+    make(tmp_path, classes=("__background__", "@home", "cat"), count=2)
+    for place in (tmp_path, tmp_path / "cat"):
+        for name in ("@eaDir", "__MACOSX", "__pycache__", "#recycle", ".ipynb_checkpoints"):
+            picture(place / name / "cat" / "thumb.png")
+    (tmp_path / "cat" / "Thumbs.db").write_text("x")
+    (tmp_path / "cat" / "._1.png").write_text("x")
+    for number in range(30):
+        (tmp_path / "cat" / f"{number}.HEIC").write_text("x")
+    (tmp_path / "labels.csv").write_text("x")
+    picture(tmp_path / "loose.png")
+    splits = opened(tmp_path)
+    assert splits.classes == ("@home", "__background__", "cat")
+    assert len(splits.train) + len(splits.test) == 6
+    said = "\n".join(splits.notes)
+    for words in (
+        "aren't used (44)",
+        "30 .heic",
+        "2 @eaDir/",
+        "2 .ipynb_checkpoints/",
+        "cat/Thumbs.db",
+        "loose.png",
+    ):
+        assert words in said
+    assert ".csv files aren't read: the class of a picture is the folder that it lies in" in said
+    assert ".heic pictures can't be read: convert them" in said
+    assert len(opened(tmp_path, held_out=str(tmp_path)).held_out) == 6  # a set that is evaluated whole
 
 
 def test_pictures_lie_at_any_depth_in_any_spelling(tmp_path):
@@ -191,11 +215,111 @@ def test_bad_folders_say_what_is_wrong(tmp_path):
     refuses('the class folder "dog" has no pictures')
 
 
-def test_val_must_have_the_same_classes(tmp_path):
+def test_other_splits_may_lack_classes_and_class_folders_may_be_empty(tmp_path):
     make(tmp_path / "train", classes=("a", "b", "c"), count=1)
-    make(tmp_path / "val", classes=("a", "b"), count=1)
-    with pytest.raises(UserError, match="train/ has 1 class folders that val/ lacks: c"):
+    make(tmp_path / "val", classes=("a", "c"), count=2)
+    make(tmp_path / "test", classes=("c",), count=3)
+    for empty in ("train/d", "train/e", "val/b", "val/f", "test/a"):
+        (tmp_path / empty).mkdir()
+    picture(tmp_path / "val" / "d" / "0.png")
+    splits = opened(tmp_path)
+    assert splits.classes == ("a", "b", "c", "d")  # d can be evaluated, though not learnt
+    assert splits.test.labels.tolist() == [0, 0, 2, 2, 3]
+    assert splits.held_out.labels.tolist() == [2, 2, 2]
+    said = "\n".join(splits.notes)
+    assert "folder(s) without pictures are no classes: e" in said
+    assert "val/ has no pictures of 1 class(es): b" in said
+    assert "val/ has folder(s) without pictures: f" in said
+    assert "test/ has no pictures of 3 class(es): a, b, d" in said
+    picture(tmp_path / "val" / "f" / "0.png")
+    with pytest.raises(UserError, match="val/ has 1 class folders that train/ lacks: f"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("Training", "Testing"),
+        ("Train", "Val"),
+        ("seg_train", "seg_test"),
+        ("training_set", "test_set"),
+        ("TrainData", "dev"),
+        ("train2017", "val2017"),
+        ("pets_train", "pets_test"),
+        ("train", "eval"),
+        ("训练集", "测试集"),
+    ],
+)
+def test_splits_in_other_spellings_are_used_and_said(tmp_path, train, test):
+    make(tmp_path / train, count=3)
+    make(tmp_path / test, count=2)
+    picture(tmp_path / "extras" / "0.png")
+    for nested in (False, True):
+        if nested:  # as some archives are unpacked
+            (tmp_path / train).rename(tmp_path / "moved")
+            (tmp_path / train).mkdir()
+            (tmp_path / "moved").rename(tmp_path / train / train)
+        splits = opened(tmp_path)
+        assert (splits.classes, len(splits.train), len(splits.test)) == (("cat", "dog"), 6, 4)
+        if (train, test) != ("train", "val"):
+            assert f"{train}/ is used for training, {test}/ is used for evaluation" in splits.notes
+        assert "extras/" in "\n".join(splits.notes)
+
+
+@pytest.mark.parametrize(
+    ("folders", "word"),
+    [
+        ("train test", '"test", "train" are names of splits, but hold no class folders'),
+        ("Training Testing", "hold no class folders"),
+        ("seg_train seg_test seg_pred", "hold no class folders"),
+        ("train test bus", "hold no class folders"),
+        ("val/cat val/dog", "no training split"),
+        ("val/cat test/cat", "no training split"),
+        ("Train/cat TRAIN/cat val/cat", "for the same split"),
+        ("train/cat train/dog Val/cat Eval/cat", "for the same split"),
+        ("train/cat train/dog val", '"val" has no class folders'),
+        ("train/steam train/diesel bus car", "is the training split, or a class"),
+    ],
+)
+def test_splits_that_allow_several_readings_are_refused(tmp_path, folders, word):
+    for folder in folders.split():
+        picture(tmp_path / folder / "0.png")
+    with pytest.raises(UserError, match=word) as caught:
+        opened(tmp_path)
+    assert caught.value.mend
+
+
+@pytest.mark.parametrize("name", ["train", "Test", "valid", "eval_set"])
+def test_one_name_of_a_split_among_classes_is_a_class_with_a_note(tmp_path, name):
+    splits = opened(make(tmp_path, classes=("bus", "car", name), count=2))
+    assert set(splits.classes) == {"bus", "car", name}
+    assert f'the folder "{name}" is a class, not a split' in splits.notes
+
+
+def test_names_that_look_the_same_are_told_apart(tmp_path):
+    composed, parts = "caf\u00e9", "cafe\u0301"
+    make(tmp_path / "train", classes=("bar", parts, "pub"), count=1)
+    make(tmp_path / "val", classes=("bar", composed), count=1)
+    with pytest.raises(UserError, match="lacks") as caught:
+        opened(tmp_path)
+    assert caught.value.mend[0] == f"{composed!a} and {parts!a} differ in Unicode form (such as NFC, NFD)"
+    shutil.rmtree(tmp_path / "val")
+    make(tmp_path / "train", classes=("bar ",), count=1)
+    with pytest.raises(UserError, match=r"two class folders look the same: 'bar' and 'bar ' differ in blanks"):
+        opened(tmp_path)
+    source = ImagesInMemory(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+    with pytest.raises(UserError, match="the run has no class") as caught:
+        by_names(source, ("bar", composed), ("bar", parts, "pub"), "here")
+    assert f"{composed!a} and {parts!a} differ in Unicode form" in caught.value.mend[0]
+
+
+def test_a_locale_that_is_not_utf8_is_named_rather_than_the_folders(tmp_path):
+    make(tmp_path, classes=("bar", "caf\u00e9"), count=1)
+    code = "import sys, pathlib; from manyhands.data.folder import list_parts; list_parts(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+    assert "is UTF-8, but the locale's encoding is ascii" in said
 
 
 def test_an_unwritable_cache_is_named(tmp_path, monkeypatch):
@@ -277,7 +401,7 @@ def test_links_between_the_splits(tmp_path):
     assert (len(splits.train), len(splits.test)) == (6, 4)
     shutil.rmtree(tmp_path / "val")
     (tmp_path / "val").symlink_to("train")
-    assert "2 class folder(s) of val/ are those of train/" in opened(tmp_path).notes[0]
+    assert any("2 class folder(s) of val/ are those of train/" in note for note in opened(tmp_path).notes)
     (tmp_path / "train" / "kitten").symlink_to("cat")
     with pytest.raises(UserError, match='"cat" and "kitten" are one folder'):
         opened(tmp_path)
@@ -288,7 +412,7 @@ def test_a_pipe_with_a_pictures_name_is_not_waited_for(tmp_path):
     (tmp_path / "cat" / "link.png").symlink_to("f.png")
     splits = opened(tmp_path)
     assert len(splits.train) + len(splits.test) == 20
-    assert "2 other files ignored" in splits.description
+    assert "files and folders that aren't used (2): 2 pipes or devices (such as cat/f.png)" in splits.notes
     with pytest.raises(CorruptImageError, match="a folder, a pipe or a device"):
         decode(str(tmp_path / "cat" / "f.png"), 3)
 

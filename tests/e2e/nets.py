@@ -36,6 +36,17 @@ class Net(nn.Module):
         """What goes wrong, at some call."""
 
 
+class OneNumber(nn.Module):
+    """Gives one number for each sample, as the network of MindSpore's tutorial does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64, 128))
+
+    def forward(self, images):
+        return torch.matmul(images.flatten(1), self.weight).sum(-1)
+
+
 class Raises(Net):
     """On rank 1 alone."""
 

@@ -60,6 +60,108 @@ def test_a_finished_run_is_not_relabelled(changes, told, finished):
     assert fit().status == "finished"
 
 
+class Small(torch.nn.Module):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.scale, self.layers = scale, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+
+    def forward(self, x):
+        return self.scale * self.layers(x)
+
+
+class Other(Small):
+    def forward(self, x):
+        return -self.layers(x)
+
+
+Other.__name__ = "Small"
+
+
+def samples(count=60, sign=1, flipped=0):
+    images = sign * torch.rand(count, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(images, (torch.arange(count) + flipped) % 2)
+
+
+def weighted(first):
+    return lambda output, labels: torch.nn.functional.cross_entropy(output, labels, weight=torch.tensor([first, 1.0]))
+
+
+def of_objects(model=None, train_set=None, test_set=None, **changes):
+    given = (model or Small(), train_set or samples(), test_set or samples(20))
+    return manyhands.fit(*given, **{**FIT, "loss": weighted(1.0), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model": Small(2.0)}, "network changed"),
+        ({"model": Other()}, "network changed"),
+        ({"train_set": samples(flipped=1)}, "training data changed"),
+        ({"train_set": samples(120)}, "training data changed"),
+        ({"train_set": samples(sign=-1)}, "training samples changed"),
+        ({"test_set": samples(20, flipped=1)}, "test data changed"),
+        ({"loss": weighted(2.0)}, "loss changed"),
+    ],
+)
+def test_a_finished_run_of_other_objects_is_not_returned(changes, told):
+    of_objects()
+    assert of_objects().status == "finished"
+    before = contents()
+    with pytest.raises(UserError) as raised:
+        of_objects(**changes)
+    assert told in raised.value.what
+    longer, another = raised.value.mend
+    assert 'fit(…, epochs=2, checkpoint__resume="auto")' in longer
+    assert "run-2" in another
+    assert contents() == before
+    with pytest.raises(UserError, match=f"nothing would be trained as asked for: {told}"):
+        of_objects(**changes, checkpoint__resume="auto")
+    assert of_objects(**changes, epochs=2, checkpoint__resume="auto").status == "finished"
+    assert of_objects(**changes, epochs=2).status == "finished"
+
+
+def test_an_unfinished_run_goes_on_with_changed_objects():
+    def failing(end):
+        raise RuntimeError(str(end.epoch))
+
+    with pytest.raises(ManyhandsError):
+        of_objects(epochs=2, at_epoch_end=failing)
+    assert of_objects(Small(2.0), epochs=2).status == "finished"
+
+
+def test_a_finished_run_of_another_file_of_code_is_not_returned(capsys):
+    code = "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.{}(), nn.Linear(9, 3))\n"
+    Path("c.py").write_text(code.format("Tanh"))
+    words = ["train", "synthetic:60x1x8x8x3", "c.py:net", "--epochs", "1", "--batch", "20", "--lr", "0.1", "--out", RUN]
+    manyhands.fit("c.py:net", "synthetic:60x1x8x8x3", **FIT)
+    Path("c.py").write_text(code.format("Sigmoid"))
+    code, err = call(capsys, *words)
+    assert code == 2
+    assert_one_screen(err)
+    assert "c.py:net changed" in err
+    assert "manyhands resume run --epochs 2" in err
+    assert "--out run-2" in err
+
+
+def test_a_finished_session_of_another_network_is_not_returned():
+    def train(model, epochs=1):
+        with manyhands.session(out=RUN) as here:
+            call, optimizer, batches = here.prepare(
+                model, torch.optim.SGD(model.parameters(), 0.1), samples(), batch=20
+            )
+            for _ in here.epochs(epochs):
+                for x, y in batches:
+                    here.backward(torch.nn.functional.cross_entropy(call(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    train(Small())
+    train(Small())
+    with pytest.raises(UserError, match="network changed"):
+        train(Small(2.0))
+    train(Small(2.0), epochs=2)
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished):
     shutil.rmtree(RUN / "checkpoints")
     metrics = (RUN / "metrics.jsonl").read_bytes()

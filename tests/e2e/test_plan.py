@@ -6,7 +6,8 @@ import re
 import pytest
 
 from manyhands.cli.main import main
-from tests.e2e.command import Ended, assert_one_screen, run
+from tests.e2e import nets
+from tests.e2e.command import QUICK, Ended, assert_one_screen, finish, forked, run
 
 JOB = ("synthetic:64x3x16x16x10", "cnn", "--batch", "32", "-n", "2")
 
@@ -149,6 +150,33 @@ def test_devices_that_are_not_here_are_estimated_and_it_is_said(plan, here):
         assert ended.code == 2
         assert_one_screen(ended.err)
         assert said in ended.err
+
+
+@pytest.mark.parametrize("device", ["gpu", "h100", "cuda:99"])
+@pytest.mark.parametrize("count", ["2", "1..4"])
+def test_a_device_that_is_not_here_is_refused_with_the_option_that_estimates_it(plan, here, device, count):
+    ended = plan(*JOB[:-1], count, "--link", "1gbit", "--device", device)
+    assert ended.code == 2
+    assert_one_screen(ended.err)
+    assert f"there is no {device}" in ended.err or f"there is no {device.partition(':')[0]} device" in ended.err
+    if device != "cuda:99":
+        assert "--device-model h100" in ended.err
+
+
+def test_a_pin_that_does_not_fit_is_answered_with_the_op_that_it_names(plan, here):
+    ended = plan("digits", f"{nets.__file__}:OneNumber", "-n", "2", "--no-measure", "--pin", "matmul=h@dp")
+    assert ended.code == 2
+    assert "matmul (matmul) can't be split as h@dp: h means nothing to it" in ended.err
+    assert "it can be split by n, r, i, o" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [[], ["--parallel", "semi", "--pin", "matmul=((1,1),(1,2))"]])
+def test_one_number_for_each_sample_is_said_as_it_is(here, split):
+    ended = finish(forked("train", "digits", f"{nets.__file__}:OneNumber", "-n", "2", *split, *QUICK))
+    assert ended.code == 2
+    assert re.search(r"the network's forward returns a tensor \[\d+\]\n", ended.err)
+    assert "[N, classes]" in ended.err
 
 
 def test_other_mistakes_are_told_before_the_file_that_is_there(plan, here):

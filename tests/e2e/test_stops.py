@@ -1,20 +1,29 @@
 """Stops of every kind: what is saved, what is left behind, and that a run goes on exactly where it was."""
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import signal
 import stat
+import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from manyhands.cli.main import main
+from manyhands.core.shown import say, show
 from tests.e2e.command import (
     NETS,
     QUICK,
     assert_equal_weights,
     assert_one_screen,
+    environment,
     events,
     final_weights,
     finish,
@@ -273,3 +282,38 @@ def test_a_killed_worker_is_named_and_the_run_goes_on_to_the_same_bits(processes
     ended = run("train", *job, "--out", "whole", **fault)
     assert ended.code == 0, ended.err
     assert_equal_weights(final_weights("run"), final_weights("whole"))
+
+
+def test_what_is_shown_on_a_closed_terminal_is_no_error(monkeypatch):
+    """As a pipe that nobody reads; the exit code is for those who look at the command itself."""
+    master, slave = os.openpty()
+    os.close(master)
+    closed = os.fdopen(slave, "w")
+    monkeypatch.setattr("sys.stderr", closed)
+    with pytest.raises(BrokenPipeError):
+        show("a result", sys.stderr)
+    say("a line")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "nosuchnetwork", "--dry-run"])
+    assert ended.value.code == 2
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        closed.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", ["terminal", "pipe"])
+def test_a_run_whose_reader_is_gone_saves_and_leaves_as_at_any_stop(closes, here):
+    reader, writer = os.openpty() if closes == "terminal" else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "manyhands", "train", *map(str, ENDLESS), "-n", "1", "--out", "run"],
+        stdin=writer, stdout=writer, stderr=writer, start_new_session=True, env=environment(),
+        preexec_fn=lambda: closes == "terminal" and fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(writer)
+    wait_until(begun("run"), process)
+    os.close(reader)
+    if closes == "pipe":
+        process.terminate()
+    assert process.wait(60) == 75
+    assert events("run", "saved")[-1]["step"] == events("run", "stopped")[-1]["step"]

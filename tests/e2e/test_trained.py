@@ -132,6 +132,13 @@ def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_
     assert refused.value.mend[1].startswith("to leave such pictures out of training")
 
 
+@pytest.mark.parametrize("device", ["gpu", "h100", "cuda:99"])
+def test_a_device_that_is_not_here_computes_no_prediction(trained, device):
+    run, val = trained
+    with pytest.raises(UserError, match=f"there is no {device.partition(':')[0]}"):
+        list(predict_files(run.path, [val], device=device))
+
+
 @pytest.mark.slow
 def test_prediction_over_processes_is_the_same(trained):
     run, val = trained

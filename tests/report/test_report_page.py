@@ -116,6 +116,30 @@ def test_the_page_tells_the_configuration_and_the_plan(finished):
     assert "cifar10 · resnet18" in page
 
 
+def test_charts_fit_a_phone_and_take_the_page_s_colours(tmp_path):
+    complete(tmp_path, epochs=4, classes=[f"kind {number}" for number in range(12)])
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    widths = [float(width) for width in re.findall(r'<svg[^>]* viewBox="0 0 ([\d.]+) ', page)]
+    assert len(widths) == 6
+    assert 330 / max(widths) * 10 > 7.5  # pixels of a letter of 10 points, where a phone has 330 for the chart
+    style, charts = page.partition("</style>")[0], "".join(re.findall(r"(?s)<svg.*?</svg>", page))
+    assert "min-width: 34rem" not in style
+    shades = re.findall(r"(fill|stroke): (#1f2933|#e3e7ec|#6b7280|#ffffff)", re.sub("<text[^>]*>", "", charts))
+    assert shades == []
+    assert all(f"var({name})" in charts for name in ("--ink", "--dim", "--hair", "--sheet"))
+    assert "fill: #ffffff" in charts  # counts on dark cells
+
+
+def test_what_happened_comes_before_the_plan_and_a_class_has_a_recall(finished):
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    places = [page.index(f"<h2>{name}</h2>") for name in ("Training", "Classes", "What happened")]
+    places += [page.index(f"<h2>{name}</h2>") for name in ("How the work was split", "Configuration", "Environment")]
+    assert places == sorted(places)
+    assert '<th scope="col">recall</th>' in page
+    assert '<th scope="col">accuracy</th>' not in page
+    assert "Recall by class" in page
+
+
 def test_the_same_files_give_the_same_page(finished):
     before = (finished / "report.html").read_bytes(), (finished / "pictures" / "curves.png").read_bytes()
     write_report(finished)

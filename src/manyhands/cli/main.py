@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import cyclopts
 
@@ -16,6 +16,7 @@ from manyhands.core.catalogue import translated
 from manyhands.core.early_agent import end_early
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 from manyhands.core.shown import UnwritableError, plain_lines, show_json
+from manyhands.core.streams import Tolerant
 from manyhands.core.system import require_language, require_system
 from manyhands.core.version import __version__
 
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) 
         _show(ManyhandsError(str(error), mend=("make room there, or have it go elsewhere",)), as_json=False)
         code = EXIT_FAILED
     except KeyboardInterrupt:
-        sys.stderr.write("\nstopped\n")
+        Tolerant(sys.stderr).write("\nstopped\n")
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -198,11 +199,13 @@ def _show(error: ManyhandsError, *, as_json: bool) -> None:
     """One screen: what, where, what to do; below it the failing process's own traceback, or what it wrote last."""
     if as_json:
         content = {"error": error.what, "where": error.where, "do": list(error.mend), "exit_code": error.exit_code}
-        show_json(content)
+        with suppress(BrokenPipeError, UnwritableError):
+            show_json(content)
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    # The exit code tells how the command ended where nobody can read it.
+    console = Console(file=cast(TextIO, Tolerant(sys.stderr)), highlight=False, soft_wrap=True)
     console.print(Text(f"manyhands: {translated(error.what)}", style="bold red"))
     if error.where:
         console.print(Text(translated(f"  where: {error.where}")))

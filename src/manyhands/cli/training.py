@@ -6,6 +6,7 @@ It imports what a run needs; a command imports it once it has a job, since a pag
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
@@ -70,7 +71,8 @@ def run(
     else:
         outcome = train(job, quiet=quiet, meeting=meeting)
     if outcome.is_main:
-        _tell(outcome, job, as_json=as_json, quiet=quiet)
+        with suppress(BrokenPipeError):  # nobody reads the result, and the exit code is the run's own
+            _tell(outcome, job, as_json=as_json, quiet=quiet)
     return outcome.exit_code
 
 

@@ -5,6 +5,7 @@ The wings say which messages there are. Nothing is unpickled, and what doesn't f
 
 import functools
 import json
+from collections import deque
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
@@ -13,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from manyhands.core.outside import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
-VERSION = 4
+VERSION = 5
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
 MEND = ("install the same manyhands on all machines",)
@@ -110,6 +111,32 @@ def _typed(content: dict[str, Any]) -> Message:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}") from None
+
+
+class Unacknowledged:
+    """What one end has sent and the other may not have received: it is sent again over the next connection.
+
+    Heartbeats don't count; they tell how many messages have been received.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._sent = 0
+        self._lines: deque[bytes] = deque()
+
+    def add(self, line: bytes) -> None:
+        """Keeps a line that is sent now."""
+        self._sent += 1
+        self._lines.append(line)
+
+    def acknowledge(self, count: int) -> None:
+        """Drops what the other end has received, so many messages since the conversation began."""
+        while len(self._lines) > max(0, self._sent - count):
+            self._lines.popleft()
+
+    def lines(self) -> bytes:
+        """All that may have been lost."""
+        return b"".join(self._lines)
 
 
 class Lines:

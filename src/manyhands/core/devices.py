@@ -2,6 +2,8 @@
 
 import torch
 
+from manyhands.core.errors import UserError
+from manyhands.core.outside import typed_number
 from manyhands.core.processor import this_processor
 
 
@@ -20,6 +22,20 @@ def device_kind(wanted: str, processes: int) -> str:
         return wanted
     found = accelerator()
     return "cpu" if found == "mps" and processes > 1 else found
+
+
+def require_device(kind: str, *hints: str) -> None:
+    """Raises UserError where this machine lacks the device: "cuda", "cuda:1"; `hints` come before the usual one."""
+    name, _, number = kind.partition(":")
+    if name == "cpu":
+        return
+    if accelerator() != name:
+        mend = (*hints, "leave it out, or give --device cpu")
+        raise UserError(f"there is no {name} device here", "cluster.device", mend)
+    count = torch.accelerator.device_count()
+    if number and ((typed := typed_number(number)) is None or typed >= count):
+        what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"
+        raise UserError(what, "cluster.device", (f"{name}:0 … {name}:{count - 1}",))
 
 
 def wait_for(device: str | torch.device) -> None:

@@ -2,10 +2,13 @@
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import re
 import shutil
+import time
+import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +18,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
 
 _FULL_BYTES = 64 << 10
+# How often a run's folder is looked at, and how long a job file may be away while it is replaced.
+_LOOK_S, _REPLACING_S = 1.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,62 @@ NOWHERE = RunFolder(Path(os.devnull))
 def holds_run(path: Path) -> bool:
     """True for a folder that a run is or was kept in."""
     return (path / "job.toml").is_file() and (path / "ranks").is_dir()
+
+
+class FolderWatch:
+    """Finds out that a run folder was renamed or deleted while its run trains.
+
+    A renamed folder gets a link in its old place, so that all processes write into the new one. In place of a deleted
+    one a new folder is made with the same small files, so that the run can save and be resumed.
+
+    Args:
+        folder: the run folder.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._path = folder, folder.path.absolute()
+        self._kept: dict[Path, bytes] = {}
+        self._looked = 0.0
+        self._reopen()
+
+    def look(self) -> tuple[str, bool]:
+        """Returns what has happened since the last call, or an empty string; and whether records are lost."""
+        if time.monotonic() - self._looked < _LOOK_S:
+            return "", False
+        self._looked = time.monotonic()
+        files = (self._folder.job, self._folder.plan, self._folder.network, self._folder.environment)
+        if self._folder.exists() or (time.sleep(_REPLACING_S) or self._folder.exists()):
+            self._kept |= {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
+            return "", False
+        place = self._place()
+        if place is None:
+            for folder in (self._path, self._path / "ranks" / "failures"):
+                folder.mkdir(parents=True, exist_ok=True)
+            for file, content in self._kept.items():
+                file.write_bytes(content)
+            self._close()
+            self._reopen()
+            return f"{self._folder.path} was deleted: what was recorded and saved in it is lost", True
+        if self._path.exists():  # made again by a process that was saving
+            self._path.rename(free_name(place, "written-while-moved"))
+        self._path.symlink_to(place)
+        return (
+            f"{self._folder.path} was moved to {place}: the run continues there, and a link is in its old place",
+            False,
+        )
+
+    def _reopen(self) -> None:
+        self._open = os.open(self._path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._open)
+
+    def _place(self) -> Path | None:
+        """Where the opened folder is now; None where it was deleted or emptied."""
+        if hasattr(fcntl, "F_GETPATH"):
+            found = Path(os.fsdecode(fcntl.fcntl(self._open, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+        else:
+            found = Path(f"/proc/self/fd/{self._open}").readlink()
+        holds = found != self._path and holds_run(found)
+        return found if holds and os.path.samestat(found.stat(), os.fstat(self._open)) else None
 
 
 def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:

@@ -192,5 +192,7 @@ def _path(record: Running) -> Path:
 def _read(path: Path) -> Running | None:
     """The record, or None where it went away meanwhile or isn't one that this version knows."""
     with suppress(OSError, ValueError, ValidationError):
-        return Running.model_validate(parse_json(read_bytes(path)))
+        record = Running.model_validate(parse_json(read_bytes(path)))
+        # A run folder that was moved has left a link in its old place.
+        return record.model_copy(update={"run": str(Path(record.run).resolve())})
     return None

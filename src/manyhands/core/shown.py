@@ -3,10 +3,12 @@
 All that this program says goes out through `say`, `show`, `show_as_is` and `show_json`; an error cleans its words.
 """
 
+import errno
 import json
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TextIO
 
 from manyhands.core.catalogue import translated
@@ -41,9 +43,10 @@ def as_json(content: Any) -> str:
 
 
 def say(text: str, who: str = "manyhands") -> None:
-    """Tells the user something beside the command's own output."""
-    sys.stderr.write(f"{who}: {_writable(plain_lines(translated(text)), sys.stderr)}\n")
-    sys.stderr.flush()
+    """Tells the user something beside the command's own output; nothing fails where nobody reads it."""
+    with suppress(OSError):
+        sys.stderr.write(f"{who}: {_writable(plain_lines(translated(text)), sys.stderr)}\n")
+        sys.stderr.flush()
 
 
 def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
@@ -61,6 +64,8 @@ def show_as_is(lines: str | Iterable[str], to: TextIO | None = None) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
+        if error.errno == errno.EIO:  # a terminal that was closed has no reader, as a pipe may have none
+            raise BrokenPipeError from error
         raise UnwritableError(f"what this command shows can't be written: {error.strerror or error}") from error
 
 

@@ -79,6 +79,12 @@ class TrainedNetwork(BaseModel):
     code: dict[str, str] = Field(
         default_factory=dict, description="SHA-256 of each file of code that the run was made with: net.py:Net …"
     )
+    digests: dict[str, str] = Field(default_factory=dict, description="of its data, and of objects given in Python")
+
+    def changed(self, now: Mapping[str, str]) -> list[str]:
+        """Returns the names of code, objects and data whose digests are known and have changed."""
+        then = {**self.code, **self.digests}
+        return [name for name, digest in now.items() if then.get(name, digest) != digest]
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import re
 import stat
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import UnreadableError, open_file
@@ -17,6 +18,8 @@ from manyhands.core.outside import UnreadableError, open_file
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 _MORE_SUFFIXES = frozenset({".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
 _GREY = frozenset({"1", "L", "LA", "La", "I", "F"})
+_WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
+_EVEN = 15  # levels by which one colour may differ within a picture: compression changes some
 _WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose "I" is 16 bits wide
 _JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some cameras write them; the first counts
 # Where Pillow itself begins to warn. One picture of this size takes 0.7 GB and a second; it is brought to some
@@ -25,9 +28,13 @@ _MOST_MEGAPIXELS = 89
 MOST_PIXELS = _MOST_MEGAPIXELS * 1_000_000
 _BLOCK_ROWS = 256
 # What a picture that isn't cut short ends with, but for a few bytes that some programs add.
+_OTHER_TIFF = "Pillow reads TIFFs of 1, 3 or 4 channels with 8 bits each, and of one with 16 or 32 bits"
 _ENDS, _NEAR_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
 
 PICTURE_SUFFIXES = _SUFFIXES | _MORE_SUFFIXES
+
+# Pillow logs a line for each TIFF of many channels, before it raises; without a handler logging prints that line.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 class CorruptImageError(UserError):
@@ -45,8 +52,8 @@ def decode(path: str, channels: int, content: bytes | None = None, scale: int = 
     A JPEG may be made `scale` times smaller (2, 4 or 8) as it is decoded.
 
     Grey, palette, CMYK, 16-bit and floating-point pictures are converted, a camera's orientation is applied,
-    transparency is dropped, and the first frame of an animation is taken. Raises CorruptImageError: it is missing,
-    empty, cut short, no picture, or of more than 89 megapixels.
+    transparency is dropped (but see `to_mode`), and the first frame of an animation is taken. Raises CorruptImageError:
+    it is missing, empty, cut short, no picture, or of more than 89 megapixels.
     """
     try:
         # From memory, since a file is asked for as many bytes as the picture says it has, be it four gigabytes.
@@ -121,6 +128,10 @@ def _opened(path: str, content: bytes | None) -> Image.Image:
     if image.width * image.height > MOST_PIXELS:
         image.close()
         raise _too_large(path, image.width * image.height)
+    channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+    if channels > 2 and len(image.getbands()) == 1:  # planes that lie apart, of which Pillow reads the first alone
+        image.close()
+        raise corrupt(path, f"{_OTHER_TIFF}; it has {channels} channels")
     return image
 
 
@@ -134,13 +145,27 @@ def is_grey(image: Image.Image) -> bool:
 
 
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1)."""
+    """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1).
+
+    Transparency is dropped, unless the picture has one colour and its content is in the alpha channel alone, such as
+    many icons: then it is drawn on white, or on black where that colour is bright.
+    """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _eight_bits(image)
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
+    if image.mode in _WITH_ALPHA or (image.mode == "P" and "transparency" in image.info):
+        image = _without_alpha(image.convert("RGBA"))
     mode = "L" if channels == 1 else "RGB"
     return image if image.mode == mode else image.convert(mode)
+
+
+def _without_alpha(image: Image.Image) -> Image.Image:
+    *colours, (least, most) = [image.getchannel(band).getextrema() for band in "RGBA"]
+    if least == most or any(high - low > _EVEN for low, high in colours):
+        return image
+    ground = 0 if max(high for _, high in colours) > 127 else 255
+    drawn = Image.new("RGB", image.size, (ground, ground, ground))
+    drawn.paste(image, mask=image.getchannel("A"))
+    return drawn
 
 
 def _turn_upright(image: Image.Image) -> None:
@@ -193,6 +218,9 @@ def _reason(path: str, error: Exception, content: bytes | None) -> str:
     if isinstance(error, PermissionError):
         return "no permission to read it"
     if isinstance(error, Image.UnidentifiedImageError):
-        length = len(content) if content is not None else Path(path).stat().st_size
-        return "the file is empty" if length == 0 else "it is no picture that Pillow knows"
+        with contextlib.nullcontext(io.BytesIO(content)) if content is not None else Path(path).open("rb") as file:
+            start = file.read(4)
+        if start in (b"II*\0", b"MM\0*"):
+            return _OTHER_TIFF
+        return "it is no picture that Pillow knows" if start else "the file is empty"
     return str(error) or type(error).__name__

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,12 @@ import numpy
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
-from manyhands.data.names import PictureNames
+from manyhands.data.layout import read_layout, split_word
+from manyhands.data.names import PictureNames, plain_form, told_of_lookalike
 from manyhands.data.packed import PackedRows
-from manyhands.data.walk import Identity, class_identities, folders_in, walk
+from manyhands.data.walk import Identity, Unused, add_loose, class_identities, folders_in, walk
 
-_HELD_OUT = "test"
-_TEST_NAMES = ("val", "validation", "valid", _HELD_OUT)
+_MOST_NAMES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class Listing:
     classes: tuple[str, ...]  # names of the class folders, sorted
     names: PictureNames  # each picture's path below root, with "/"; sorted by class, then by name
     labels: numpy.ndarray  # int64 [n], each picture's class
-    ignored: int = 0  # how many other files lie there
+    word: str = ""  # the split, such as "train"; empty where the folder isn't divided
     notes: tuple[str, ...] = ()  # sentences for the user on what was left out
     packed: PackedRows | None = None  # the packed copies that are read instead
 
@@ -42,109 +43,138 @@ class Listing:
 
     def part(self, chosen: Sequence[int] | numpy.ndarray) -> "Listing":
         packed = self.packed.part(chosen) if self.packed else None
-        return Listing(self.root, self.classes, self.names.part(chosen), self.labels[chosen], packed=packed)
+        return Listing(self.root, self.classes, self.names.part(chosen), self.labels[chosen], self.word, packed=packed)
 
 
 def list_parts(root: Path) -> tuple[Listing, ...]:
-    """Lists root/train and root/val (or test), or one folder of class folders, which is still to be split.
+    """Lists the splits of a folder (training, evaluation and, if there is one, the test at the end), or all of it.
 
-    Raises UserError: there are no class folders, fewer than two, an empty one, or the two splits differ in classes.
+    All have the same classes: a folder without pictures is one only where another split has pictures of that class.
+    Links carry no pictures of one split into another. Raises UserError: there are no class folders, fewer than two with
+    pictures, or the training split lacks a class of another.
     """
-    train_root = root / "train"
-    if not is_divided(root):
-        return (list_classes(root),)
-    for word in _TEST_NAMES:
-        if (root / word).is_dir():
-            return _list_both(train_root, root / word)
-    return (list_classes(train_root),)
+    layout, unused = read_layout(root), Unused()
+    add_loose(root, unused)
+    for name in layout.unused:
+        unused.add(name, "folder")
+    places = [root / path for path in layout.splits] or [root]
+    homes = [set(class_identities(place, folders_in(place))) for place in places]
+    notes, parts, entered = list(layout.notes), list[Listing](), list[set[Identity]]()
+    for number, place in enumerate(places):
+        others = [index for index in range(len(places)) if index != number]
+        taken = {os.path.realpath(places[index]) for index in others}.union(*(homes[index] for index in others))
+        taken.update(*(entered[index] for index in range(number) if not homes[index] & homes[number]))
+        if shared := len(homes[number].intersection(set[Identity]().union(*homes[:number]))):
+            # Somebody linked whole class folders, so they want it; but they must know.
+            why = ("the network is evaluated on pictures that it was trained on", "this is no test of new pictures")
+            of = f"{layout.train}/" if number == 1 else "other splits"
+            notes.append(f"{shared} class folder(s) of {layout.splits[number]}/ are those of {of}: {why[number - 1]}")
+        part, below = _list_classes(place, root, unused, taken - homes[number])
+        parts.append(replace(part, word=split_word(place.name) if layout.splits else ""))
+        entered.append(below)
+    parts, more = _with_same_classes(parts)
+    return (replace(parts[0], notes=(*notes, *parts[0].notes, *more, *unused.notes())), *parts[1:])
 
 
-def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, Listing]:
-    """The pictures for training and for evaluation; those of one folder are split."""
-    return split(parts[0], validation) if len(parts) == 1 else (parts[0], parts[1])
-
-
-def _list_both(train_root: Path, test_root: Path) -> tuple[Listing, Listing]:
-    """Lists two splits; links don't carry pictures of the one into the other."""
-    homes = [set(class_identities(place, folders_in(place))) for place in (train_root, test_root)]
-    if shared := homes[0] & homes[1]:
-        # Somebody linked whole class folders, so they want it; but they must know.
-        train, test = list_classes(train_root), list_classes(test_root)
-        note = f"{len(shared)} class folder(s) of {test_root.name}/ are those of {train_root.name}/: the network is"
-        train = replace(train, notes=(f"{note} evaluated on pictures that it was trained on", *train.notes))
-    else:
-        train, entered = _list_classes(train_root, homes[1] | {os.path.realpath(test_root)})
-        test, _ = _list_classes(test_root, entered - homes[1])
-    for here, there in ((train, test), (test, train)):
-        _refuse_unknown(here.root.name, here.classes, there, str(there.root))
-    return train, test
-
-
-def list_held_out(root: Path, train: Listing) -> tuple[Listing | None, tuple[str, ...]]:
-    """Lists root/test where another split is evaluated during training, and gives sentences for the user.
-
-    Its labels are those of the training classes. Raises UserError: it has classes that the training split lacks, or an
-    empty one.
-    """
-    place = root / _HELD_OUT
-    if not is_divided(root) or not place.is_dir() or not any((root / word).is_dir() for word in _TEST_NAMES[:-1]):
-        return None, ()
-    classes = folders_in(place)
-    if not classes:
-        return None, (f"{_HELD_OUT}/ has no class folders, so that it can't be evaluated",)
-    _refuse_unknown(_HELD_OUT, classes, train, str(place))
-    own = set(class_identities(place, classes))
-    others = [
-        each for word in ("train", *_TEST_NAMES[:-1]) if (root / word).is_dir()
-        for each in class_identities(root / word, folders_in(root / word))
-    ]  # fmt: skip
-    shared = own & set(others)
-    notes = (
-        (f"{len(shared)} class folder(s) of {_HELD_OUT}/ are those of other splits: this is no test of new pictures",)
-        if shared
-        else ()
-    )
-    found, _ = _list_classes(place, set(others) - own, least=1)
-    places = numpy.array([train.classes.index(name) for name in found.classes], numpy.int64)
-    return replace(found, classes=train.classes, labels=places[found.labels]), notes
+def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, ...]:
+    """The pictures for training, for evaluation and, if there are some, for the end; those of one folder are split."""
+    return split(parts[0], validation) if len(parts) == 1 else tuple(parts)
 
 
 def is_divided(root: Path) -> bool:
-    """True where a folder has train/ with class folders in it."""
-    return (root / "train").is_dir() and bool(folders_in(root / "train"))
+    """True for a folder with a training split. Raises UserError: the names of its folders allow several readings."""
+    return bool(read_layout(root).train)
 
 
-def list_classes(root: Path, *, least: int = 2) -> Listing:
-    """The pictures in root's class folders, at any depth. Raises UserError: fewer than `least`, or an empty one."""
-    return _list_classes(root, set(), least)[0]
+def list_whole(root: Path) -> Listing:
+    """The pictures in root's class folders, one or more, at any depth. Raises UserError: there is none."""
+    unused = Unused()
+    add_loose(root, unused)
+    (listing,), notes = _with_same_classes([_list_classes(root, root, unused, set())[0]], least=1)
+    return replace(listing, notes=(*listing.notes, *notes, *unused.notes()))
 
 
-def _list_classes(root: Path, taken: set[Identity], least: int = 2) -> tuple[Listing, set[Identity]]:
-    """The listing, and the folders that were entered; links to those in `taken` aren't followed."""
+def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
+    """The listings with the same classes, and sentences on those that have no pictures.
+
+    Raises UserError: fewer than `least` have some for training, or the training split lacks a class.
+    """
+    full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
+    trained = [name for name in parts[0].classes if name in full[0]]
+    empty = [name for name in parts[0].classes if name not in full[0]]
+    if len(trained) < least:
+        raise _too_few_classes(parts[0].root, trained, empty)
+    for part, there in zip(parts[1:], full[1:], strict=True):
+        if unknown := sorted(there - {*parts[0].classes}):
+            what = f"{part.root.name}/ has {len(unknown)} class folders that {parts[0].root.name}/ lacks: "
+            alike = tuple(filter(None, (told_of_lookalike(name, parts[0].classes) for name in unknown)))
+            mend = (*alike, "remove them, or add folders with pictures of these classes for training")
+            raise UserError(what + _some(unknown), str(part.root), mend)
+        if not there:
+            mend = (f"put pictures into its class folders, or remove {part.root.name}",)
+            raise UserError(f"{part.root.name}/ has no pictures", str(part.root), mend)
+    seen = set[str]().union(*full)
+    classes = tuple(name for name in parts[0].classes if name in seen)
+    notes = [f"folder(s) without pictures are no classes: {_some(sorted({*empty} - seen))}"] if {*empty} - seen else []
+    for part, there in zip(parts[1:], full[1:], strict=True):
+        extra = sorted({*part.classes} - {*classes})
+        if missing := [name for name in classes if name not in there]:
+            notes.append(f"{part.root.name}/ has no pictures of {len(missing)} class(es): {_some(missing)}")
+        if extra:
+            notes.append(f"{part.root.name}/ has folder(s) without pictures: {_some(extra)}")
+    return [_of_classes(part, classes) for part in parts], notes
+
+
+def _of_classes(part: Listing, classes: tuple[str, ...]) -> Listing:
+    place = {name: number for number, name in enumerate(classes)}
+    numbers = numpy.array([place.get(name, -1) for name in part.classes], numpy.int64)
+    return replace(part, classes=classes, labels=numbers[part.labels])
+
+
+def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
+    """The pictures of one split of the data set in `top`, by its folders; and the folders that were entered."""
+    prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
+    for above in [place for place in (root, *root.parents) if top in place.parents]:
+        add_loose(above, unused, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
     if not classes:
         raise _no_classes(root)
-    for name in classes:
-        if not _is_utf8(name):
-            mend = (f"rename it; of many: convmv -f gbk -t utf-8 -r --notest {root}, with the encoding it was made in",)
-            raise UserError(f'the name of the class folder "{_as_bytes(name)}" isn\'t UTF-8', str(root), mend)
-    if len(classes) < least:
-        mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
-        raise UserError(f'{root} has only one class folder, "{classes[0]}"', str(root), mend)
-    below = walk(root, classes, taken)
-    for name, found in zip(classes, below.classes, strict=True):
-        if not found.text:
-            mend = ("put pictures into it, or remove it", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
-            raise UserError(f'the class folder "{name}" has no pictures', str(root / name), mend)
+    _check_names(root, classes)
+    below = walk(root, classes, taken, unused, prefix)
     names = PictureNames.of_text(b"".join(found.text for found in below.classes))
     counts = [found.text.count(0) for found in below.classes]
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), counts)
-    ignored = sum(found.others for found in below.classes)
-    notes = _of_links(root, below.left_out)
-    return Listing(root, classes, names, labels, ignored, notes), below.entered
+    return Listing(root, classes, names, labels, notes=_of_links(root, below.left_out)), below.entered
+
+
+def _check_names(root: Path, classes: tuple[str, ...]) -> None:
+    """Raises UserError: names that can't be shown, or two that look the same."""
+    encoding = sys.getfilesystemencoding().lower()
+    for name in classes:
+        if encoding not in ("utf-8", "utf8") and not name.isascii() and _is_utf8(name):
+            what = (
+                f'the name of the class folder "{_as_bytes(name)}" is UTF-8, but the locale\'s encoding is {encoding}'
+            )
+            raise UserError(what, str(root), ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8"))
+        if not _is_utf8(name) and (encoding in ("utf-8", "utf8") or not _is_text(name)):
+            mend = (f"rename it; of many: convmv -f gbk -t utf-8 -r --notest {root}, with the encoding it was made in",)
+            raise UserError(f'the name of the class folder "{_as_bytes(name)}" isn\'t UTF-8', str(root), mend)
+    if len({plain_form(name) for name in classes}) < len(classes):
+        alike = next(filter(None, (told_of_lookalike(name, classes) for name in classes)))
+        raise UserError(
+            f"two class folders look the same: {alike}", str(root), ("put their pictures into one of them",)
+        )
 
 
 def _is_utf8(name: str) -> bool:
+    try:
+        os.fsencode(name).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _is_text(name: str) -> bool:
     """False for a name from the disk whose bytes Python could only carry along."""
     try:
         name.encode()
@@ -161,8 +191,12 @@ def _as_bytes(name: str) -> str:
 def _of_links(root: Path, left_out: list[str]) -> tuple[str, ...]:
     if not left_out:
         return ()
-    shown = ", ".join(f"{root.name}/{name}" for name in left_out[:3]) + (" …" if len(left_out) > 3 else "")
+    shown = _some([f"{root.name}/{name}" for name in left_out])
     return (f"{len(left_out)} link(s) to folders that are part of the set already aren't followed: {shown}",)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (" …" if len(names) > _MOST_NAMES else "")
 
 
 def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
@@ -182,15 +216,16 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     if not kept.any():
         kept[digests.argmin()] = True
     train = listing.part(numpy.flatnonzero(~kept))
-    return replace(train, ignored=listing.ignored, notes=listing.notes), listing.part(numpy.flatnonzero(kept))
+    return replace(train, notes=listing.notes), listing.part(numpy.flatnonzero(kept))
 
 
-def _refuse_unknown(name: str, classes: tuple[str, ...], known: Listing, where: str) -> None:
-    unknown = sorted(set(classes) - set(known.classes))
-    if unknown:
-        shown = ", ".join(unknown[:8]) + (" …" if len(unknown) > 8 else "")
-        what = f"{name}/ has {len(unknown)} class folders that {known.root.name}/ lacks: {shown}"
-        raise UserError(what, where, ("both need the same class folders",))
+def _too_few_classes(root: Path, full: list[str], empty: list[str]) -> UserError:
+    if not empty:
+        mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
+        return UserError(f'{root} has only one class folder, "{full[0]}"', str(root), mend)
+    only = f'only one class folder of {root} has pictures, "{full[0]}"; ' if full else ""
+    mend = (f"put pictures into {root / empty[0]}", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
+    return UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), mend)
 
 
 def _no_classes(root: Path) -> UserError:

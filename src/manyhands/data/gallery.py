@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, divided, list_classes, list_held_out, list_parts
+from manyhands.data.folder import Listing, divided, list_parts, list_whole
 from manyhands.data.listed import Listed, listed_once
 from manyhands.data.memory import Decoded, decode_once, find_corrupt_once
 from manyhands.data.options import DataOptions
@@ -32,7 +32,7 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
     """
     if is_pack(root):
         parts, notes = of_pack(root)
-        listings = (*divided(parts, options.validation), *parts[2:])
+        listings = divided(parts, options.validation)
     else:
         listings, notes = listed_once(root, options.model_dump_json(), lambda: _listed(root, options))
     opened = _open(listings, root, options, title, usual)
@@ -41,10 +41,8 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
 
 def _listed(root: Path, options: DataOptions) -> Listed:
     """The pictures for training, for evaluation and, where there are some, for the end."""
-    parts = list_parts(root)
-    held_out, notes = list_held_out(root, parts[0])
-    parts, more = with_pack(root, (*parts, *([held_out] if held_out else [])), options)
-    return (*divided(parts, options.validation), *parts[2:]), (*notes, *more)
+    parts, notes = with_pack(root, list_parts(root), options)
+    return divided(parts, options.validation), notes
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
@@ -53,8 +51,8 @@ def open_whole_folder(root: Path, options: DataOptions) -> Splits:
         (listing, *_), notes = of_pack(root)
     else:
         purpose = f"whole {options.model_dump_json()}"
-        (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, (list_classes(root, least=1),), options))
-    opened = _open((listing, replace(listing, ignored=0, notes=())), root, options, "", None)
+        (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, (list_whole(root),), options))
+    opened = _open((listing, replace(listing, notes=())), root, options, "", None)
     text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
     notes = (*opened.notes, *notes)
     return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)), notes=notes)
@@ -75,7 +73,7 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
         pixels = measured_pixels(opened[0].images, "crop-flip")
     names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
-    text += _left_out(sum(listing.ignored for listing in listings), len(names))
+    text += f"; {len(names):,} unreadable pictures left out" if names else ""
     notes = tuple(note for listing in listings for note in listing.notes)
     held_out = sources[2] if len(sources) > 2 else None
     text += f"; {len(held_out):,} more in test/ are kept for the end" if held_out is not None else ""
@@ -91,11 +89,6 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
         held_out=held_out,
         packed=packed,
     )
-
-
-def _left_out(ignored: int, skipped: int) -> str:
-    text = f"; {ignored:,} other files ignored" if ignored else ""
-    return text + (f"; {skipped:,} unreadable pictures left out" if skipped else "")
 
 
 def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:

@@ -18,7 +18,7 @@ from manyhands.core.outside import parse_json
 from manyhands.core.scratch import of_this_start
 from manyhands.data.folder import Listing
 from manyhands.data.names import PictureNames
-from manyhands.data.pack_choice import Parts, place_of_pack, word_of
+from manyhands.data.pack_choice import Parts, place_of_pack
 from manyhands.data.packed import PackedRows, open_pack
 
 Listed = tuple[Parts, tuple[str, ...]]  # and sentences for the user
@@ -67,7 +67,7 @@ def _told(listing: Listing, root: Path, arrays: dict[int, numpy.ndarray]) -> dic
     columns["packed"] = packed.rows if packed else None
     arrays.update({id(array): array for array in columns.values() if array is not None})
     files = {name: None if array is None else id(array) for name, array in columns.items()}
-    own = {"word": word_of(listing, root), "classes": listing.classes, "ignored": listing.ignored}
+    own = {"root": str(listing.root.relative_to(root)), "classes": listing.classes, "word": listing.word}
     return {**own, "notes": listing.notes, "files": files}
 
 
@@ -77,11 +77,11 @@ def _read(folder: Path, root: Path) -> Listed:
     pack = open_pack(place_of_pack(root)) if any("packed" in arrays for _, arrays in found) else None
     listings = tuple(
         Listing(
-            root / each["word"],
+            root / each["root"],
             tuple(each["classes"]),
             PictureNames(arrays["text"], arrays["ends"], arrays.get("rows")),
             arrays["labels"],
-            each["ignored"],
+            each["word"],
             tuple(each["notes"]),
             PackedRows(pack, arrays["packed"]) if pack and "packed" in arrays else None,
         )

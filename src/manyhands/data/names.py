@@ -5,6 +5,7 @@ No torch.
 """
 
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -75,3 +76,17 @@ class PictureNames(Sequence[str]):
 
 def encoded(name: str) -> bytes:
     return name.encode(errors="surrogateescape") + b"\0"
+
+
+def plain_form(name: str) -> str:
+    """A name as it looks: Unicode's composed form (NFC), without blanks at the ends."""
+    return unicodedata.normalize("NFC", name).strip()
+
+
+def told_of_lookalike(name: str, known: Iterable[str]) -> str:
+    """What a name differs in from one of those known that looks the same; else empty."""
+    for other in known:
+        if other != name and plain_form(other) == plain_form(name):
+            how = "blanks at an end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
+            return f"{name!a} and {other!a} differ in {how}"
+    return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy
 
-from manyhands.data.folder import Listing, list_held_out, list_parts
+from manyhands.data.folder import Listing
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import PackedRows, PackedSet, is_pack, open_pack
 
@@ -21,13 +21,6 @@ def place_of_pack(root: Path) -> Path:
     return whole.with_name(f"{whole.name}.pack")
 
 
-def folder_listings(root: Path) -> Parts:
-    """All parts of a folder: one that is to be split, or training, evaluation and, where there is one, the test."""
-    parts = list_parts(root)
-    held_out, _ = list_held_out(root, parts[0])
-    return (*parts, held_out) if held_out else parts
-
-
 def packed_listings(pack: PackedSet) -> Parts:
     """The same from a pack alone, without the folder."""
     labels = pack.columns["label"]
@@ -37,6 +30,7 @@ def packed_listings(pack: PackedSet) -> Parts:
             pack.classes,
             pack.names[group.start : group.stop],
             labels[group.start : group.stop].astype(numpy.int64),
+            group.word,
             packed=PackedRows(pack, numpy.arange(group.start, group.stop)),
         )
         for group in pack.groups
@@ -54,10 +48,6 @@ def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
     return packed_listings(pack), note_of_sizes(pack)
 
 
-def word_of(listing: Listing, root: Path) -> str:
-    return "" if listing.root == root else listing.root.name
-
-
 def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
     """The sizes and times of a folder's files, int64 [n] each; -1 for what can't be read."""
     found = numpy.fromiter(map(_state, map(listing.path, range(len(listing)))), numpy.dtype((numpy.int64, 2)))
@@ -72,10 +62,10 @@ def _state(path: str) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-def difference(pack: PackedSet, root: Path, listings: Sequence[Listing]) -> str:
+def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
     """What the folder has that the pack hasn't, or has otherwise, in words; empty where nothing."""
     groups = {group.word: group for group in pack.groups}
-    words = [word_of(listing, root) for listing in listings]
+    words = [listing.word for listing in listings]
     if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
         return "the class folders are others"
     added = removed = changed = 0
@@ -101,7 +91,7 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
     if not options.packed or not is_pack(place):
         return listings, ()
     pack = open_pack(place)
-    if changed := difference(pack, root, listings):
+    if changed := difference(pack, listings):
         note = f"the packed copy {place.name} isn't read, since the folder has changed ({changed}):"
         how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
         return listings, (f"{note} manyhands pack {shlex.quote(str(root))}{how} --replace packs it anew",)
@@ -110,7 +100,7 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
     groups = {group.word: group for group in pack.groups}
     found: list[Listing] = []
     for listing in listings:
-        group = groups[word_of(listing, root)]
+        group = groups[listing.word]
         found.append(replace(listing, packed=PackedRows(pack, numpy.arange(group.start, group.stop))))
     return tuple(found), note_of_sizes(pack)
 

@@ -21,8 +21,8 @@ from manyhands.core.once import one_at_a_time, replacing
 from manyhands.core.outside import read_object
 from manyhands.core.seeds import derive, mix
 from manyhands.data.child import begin_worker
-from manyhands.data.folder import Listing
-from manyhands.data.pack_choice import difference, folder_listings, folder_state, word_of
+from manyhands.data.folder import Listing, list_parts
+from manyhands.data.pack_choice import difference, folder_state
 from manyhands.data.packed import (
     FORMAT,
     HEAD,
@@ -102,12 +102,12 @@ class PackEstimate:
 
 def read_contents(root: Path) -> _Contents:
     """Lists a folder as training does. Raises UserError: it can't be used, or a picture is missing."""
-    listings = folder_listings(root)
+    listings = list_parts(root)
     states = [folder_state(listing) for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
     contents = _Contents(
         listings,
-        tuple(word_of(listing, root) for listing in listings),
+        tuple(listing.word for listing in listings),
         numpy.concatenate([listing.labels for listing in listings]),
         sizes,
         times,
@@ -136,7 +136,7 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
     if not is_pack(request.target):
         return False
     pack = open_pack(request.target)
-    changed = difference(pack, request.root, contents.listings)
+    changed = difference(pack, contents.listings)
     mend = (f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew", "or name another place: --to")
     if changed:
         raise UserError(f"there is a packed copy of the folder as it was: {changed}", str(request.target), mend)

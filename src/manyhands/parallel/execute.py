@@ -265,7 +265,8 @@ class SplitNetwork(nn.Module):
         super().__init__()
         self.grid, self.letters = grid, letters
         self._whole = (model,)
-        self.classes = train.ops[train.ops[LOSS].sources[0]].extent.dims[-1]  # of the network's output
+        dims = train.ops[train.ops[LOSS].sources[0]].extent.dims
+        self.classes = dims[-1] if len(dims) > 1 else 0  # of the network's output
         self.draws = any(_draws(op) for op in train.ops.values())  # True where some op draws random numbers in training
         self.state = State()
         self.layouts = parameter_layouts(train, letters)  # of each parameter and buffer

@@ -18,9 +18,8 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from manyhands.core.devices import accelerator, device_kind
+from manyhands.core.devices import device_kind, require_device
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
-from manyhands.core.outside import typed_number
 from manyhands.core.world import Membership, World
 from manyhands.parallel import ports
 from manyhands.parallel.cause import Cause
@@ -217,14 +216,10 @@ def _device(membership: Membership) -> str:
         return _apples(kind, membership.size)
     if name == "cpu":
         return kind
-    if accelerator() != name:
-        raise UserError(f"there is no {name} device here", "cluster.device", ("leave it out, or give --device cpu",))
-    count = torch.accelerator.device_count()
+    require_device(kind)
     if number:
-        if (typed := typed_number(number)) is None or typed >= count:
-            what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"
-            raise UserError(what, "cluster.device", (f"{name}:0 … {name}:{count - 1}",))
         return kind
+    count = torch.accelerator.device_count()
     if membership.device_index is not None:
         return _chosen(kind, membership.device_index, count)
     if membership.local_size > count:

@@ -185,7 +185,7 @@ def _spread(
                         where,
                         (f"give both {other[0]}@{axis_name}",),
                     )
-        for op in ops:
+        for op in sorted(ops, key=lambda op: op.name not in said):  # an error is about an op that the user named
             letters = [
                 chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
                 for axis in range(len(plan.mesh.axes))

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from manyhands.config.load import LoadedJob, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder, free_name
 from manyhands.core.going_on import OBJECTS
+from manyhands.core.plugins import code_digests
+from manyhands.core.trained import find_record
 from manyhands.report.read import read_run
 from manyhands.report.summary import status
 
@@ -26,18 +29,20 @@ _MOST_SHOWN = 4
 
 
 class Change(NamedTuple):
-    """An option that is otherwise than it was."""
+    """An option whose value changed, or code, an object or data that did."""
 
     key: str
-    old: Any
+    old: Any  # None for all but options
     new: Any
 
     @property
     def decides(self) -> bool:
         """True where it decides what is trained."""
-        return self.key.partition(".")[0] in _DECIDING and self.key not in _NOT_DECIDING
+        return self.old is None or (self.key.partition(".")[0] in _DECIDING and self.key not in _NOT_DECIDING)
 
     def __str__(self) -> str:
+        if self.old is None:
+            return f"{self.key} changed"
         return f"{self.key} is {_shown(self.new)}, and was {_shown(self.old)}"
 
 
@@ -55,26 +60,42 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
     ]
 
 
-def refuse_changes(loaded: LoadedJob, *, to_go_on: bool = False) -> None:
+def refuse_changes(
+    loaded: LoadedJob, *, to_go_on: bool = False, digests: Callable[[], Mapping[str, str]] = dict
+) -> None:
     """Refuses to go on with a finished run under other options than it was trained by: nothing would be trained.
 
-    Where the user has asked `to_go_on` with changes only those that come too late are refused. Raises UserError.
+    So it does where the code files that the job names, or what `digests` returns, changed. Where the user has asked
+    `to_go_on` with changes only those that come too late are refused. Raises UserError.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
         return
+    if status(run := read_run(folder.path)) != "finished":
+        return
     found = [change for change in changes_since(folder, job) if change.decides]
-    if not found or status(run := read_run(folder.path)) != "finished":
+    found = found or _changed_parts(folder, job, digests())
+    if not found:
         return
     if not to_go_on and "checkpoint.resume" not in loaded.origins:
         raise UserError(
-            f"the run in {folder.path} has finished, with other options: {_listed(found)}",
+            f"the run in {folder.path} has finished, and something else is to be trained: {_listed(found)}",
             "--out",
             (*_go_on(folder, job, found), f"train another one, from the start: the same with --out {_another(folder)}"),
         )
     longer = any(change.key in {"train.max_steps", "train.batch"} or _more_epochs(change) for change in found)
     if run.steps and not longer:
         refuse_idle(folder, found, run.steps[-1].step, run.steps[-1].total_steps)
+
+
+def _changed_parts(folder: RunFolder, job: Job, digests: Mapping[str, str]) -> list[Change]:
+    options = job.train
+    words = (job.model.name, job.data.name, job.data.held_out, options.loss, options.optimizer, options.schedule)
+    try:
+        record = find_record(folder.checkpoints / "any", {})
+    except UserError:
+        return []  # without a readable record nothing can be compared
+    return [Change(name, None, None) for name in record.changed({**code_digests(words), **digests})] if record else []
 
 
 def _more_epochs(change: Change) -> bool:
@@ -103,7 +124,7 @@ def _go_on(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
     if job.data.name == OBJECTS:
         return [f'train this one longer: fit(…, epochs={epochs}, checkpoint__resume="auto")']
     lost = () if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS
-    rest = [change for change in found if change.key != "train.epochs" and change.key not in lost]
+    rest = [each for each in found if each.old is not None and each.key not in {"train.epochs", *lost}]
     words = ["manyhands", "resume", str(folder.path), "--epochs", str(epochs)]
     for change in rest:
         words += ["--set", f"{change.key}={json.dumps(change.new, ensure_ascii=False)}"]

@@ -34,8 +34,8 @@ def curves(run: RunData) -> "Figure | None":
     """Loss and accuracy, in training and in evaluation."""
     if not run.steps and not run.evaluations:
         return None
-    figure = new_figure(10, 3.9)
-    loss, accuracy = figure.subplots(1, 2)
+    figure = new_figure(6)
+    loss, accuracy = figure.subplots(2, 1)
     _pair(loss, run, [step.loss for step in run.steps], [evaluation.loss for evaluation in run.evaluations])
     loss.set_title("loss")
     if _spans_decades([*(step.loss for step in run.steps), *(e.loss for e in run.evaluations)]):
@@ -55,7 +55,7 @@ def curves(run: RunData) -> "Figure | None":
         at = best.step / (steps_per_epoch(run) or 1)
         accuracy.plot(at, 100 * best.top1, "o", markersize=9, fillstyle="none", color=VERMILION, label="best")
     handles, labels = accuracy.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -83,7 +83,7 @@ def _pair(axes: "Axes", run: RunData, training: list[float], evaluated: list[flo
 def learning_rate(run: RunData) -> "Figure | None":
     if not run.steps:
         return None
-    figure = new_figure(10, 2.4)
+    figure = new_figure(2.4)
     axes = figure.subplots()
     length = steps_per_epoch(run) or 1
     points = thin([step.step / length for step in run.steps], [step.learning_rate for step in run.steps])
@@ -101,7 +101,7 @@ def throughput(run: RunData) -> "Figure | None":
     unit, size = time_unit(sum(session.seconds for session in run.sessions))
     times, speeds, waits = _along_time(run, size)
     shows_waits = any(wait >= 1 for wait in waits)
-    figure = new_figure(10, 3.9 if shows_waits else 2.7)
+    figure = new_figure(3.9 if shows_waits else 2.7)
     rows = figure.subplots(
         2 if shows_waits else 1, 1, sharex=True, squeeze=False, height_ratios=(3, 1) if shows_waits else None
     )[:, 0]
@@ -169,7 +169,7 @@ def time_stack(run: RunData) -> "Figure | None":
     bars = [numbers[at : at + size] for at in range(0, len(numbers), size)]
     whole = sum(sum(seconds.values()) for seconds in epochs.values())
     unit, unit_s = time_unit(max(sum(seconds.values()) for seconds in epochs.values()))
-    figure = new_figure(10, 3.2)
+    figure = new_figure(3.6)
     axes = figure.subplots()
     bottoms = [0.0] * len(bars)
     for phase, colour in _COLOURS.items():
@@ -184,7 +184,7 @@ def time_stack(run: RunData) -> "Figure | None":
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
     axes.grid(axis="y")
-    figure.legend(loc="outside lower center", ncols=len(_COLOURS))
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 

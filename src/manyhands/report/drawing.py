@@ -74,8 +74,8 @@ def _settings(fonts: Sequence[str]) -> Any:
     }
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of so many inches, that no window knows of."""
+def new_figure(height: float, width: float = 5.0) -> "Figure":
+    """An empty figure of so many inches, that no window knows of; its letters can be read on a phone too."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

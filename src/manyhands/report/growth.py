@@ -68,7 +68,7 @@ def draw_growth(rows: Rows, title: str, file: Path) -> None:
 
 
 def _figure(rows: Rows, title: str) -> "Figure":
-    figure = new_figure(10, 3.6)
+    figure = new_figure(3.6, 10)
     figure.suptitle(title, x=0.01, horizontalalignment="left")
     speed, efficiency, cost = figure.subplots(1, 3)
     counts = [row["processes"] for row in rows]

@@ -96,15 +96,19 @@ def confusion(run: RunData) -> "Figure | None":
 
 
 def _matrix(detail: EvaluationDetail) -> "Figure":
+    from matplotlib.colors import LinearSegmentedColormap
+
     size = len(detail.classes)
     counts = [[0] * size for _ in range(size)]
     for true, guess, number in _cells(detail):
         counts[true][guess] += number
     shares = [[number / (sum(row) or 1) for number in row] for row in counts]
-    side = min(8.5, 3.4 + 0.42 * size) if size <= _WITH_COUNTS else min(9.5, 4.0 + 0.13 * size)
-    figure = new_figure(side + 0.9, side)
+    side = 2.6 + 0.22 * size if size <= _WITH_COUNTS else min(9.5, 4.0 + 0.13 * size)
+    figure = new_figure(side, side + 0.6)
     axes = figure.subplots()
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    # From transparent, so that an empty cell has the page's colour.
+    blues = LinearSegmentedColormap.from_list("blues", [BLUE + "00", BLUE + "ff"])
+    image = axes.imshow(shares, cmap=blues, vmin=0, vmax=1)
     small = 10 if size <= _WITH_COUNTS else (8.5 if size <= 25 else 7)
     names = [shorten(plain(name) or f"class {index}", 18) for index, name in enumerate(detail.classes)]
     upright = max(map(len, names)) > 2
@@ -115,7 +119,7 @@ def _matrix(detail: EvaluationDetail) -> "Figure":
     axes.spines[:].set_visible(False)
     if size <= _WITH_COUNTS:
         _write_counts(axes, counts, shares)
-    bar = figure.colorbar(image, ax=axes, shrink=0.7, ticks=[0, 0.5, 1], label="share of the class")
+    bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30, ticks=[0, 0.5, 1], label="share of the class")
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue] -- matplotlib declares it as a callable
     bar.ax.set_yticklabels(["0", "50 %", "100 %"])
     return figure
@@ -152,20 +156,20 @@ def per_class(run: RunData) -> "Figure | None":
         [shorten(score.name, 26) for score in worst],
         [100 * score.recall for score in worst],
         [f"{percentage(score.recall)}  ({score.right} of {score.count})" for score in worst],
-        "accuracy, %",
-        limit=118,
+        "recall, %",
+        limit=140,
     )
     axes = figure.axes[0]
     axes.set_xticks(range(0, 101, 20))
     axes.axvline(
-        100 * detail.top1, color=VERMILION, linewidth=1.2, linestyle="--", label=f"all: {percent(detail.top1)}"
+        100 * detail.top1, color=VERMILION, linewidth=1.2, linestyle="--", label=f"top-1: {percent(detail.top1)}"
     )
     figure.legend(loc="outside lower right")
     return figure
 
 
 def _bars(names: list[str], values: list[float], notes: list[str], label: str, limit: float = 0.0) -> "Figure":
-    figure = new_figure(10, 1.3 + 0.27 * len(names))
+    figure = new_figure(1.3 + 0.27 * len(names))
     axes = figure.subplots()
     axes.barh(range(len(names)), values, color=BLUE, height=0.68)
     axes.set_yticks(range(len(names)), names)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.report.curves import curves, learning_rate, throughput, time_stack
-from manyhands.report.drawing import house_style, write_png
+from manyhands.report.drawing import GREY, HAIR, INK, house_style, write_png
 from manyhands.report.fonts import fonts_for
 from manyhands.report.mistakes import confusion, per_class
 from manyhands.report.read import RunData
@@ -26,13 +26,16 @@ class Picture:
     draw: Callable[[RunData], "Figure | None"]
 
 
+# What follows the page's colours, light or dark.
+_OF_THE_PAGE = {INK: "--ink", GREY: "--dim", HAIR: "--hair", "#ffffff": "--sheet"}
+
 PICTURES = (
     Picture("curves", "Loss and accuracy", curves),
     Picture("learning-rate", "Learning rate", learning_rate),
     Picture("throughput", "Speed", throughput),
     Picture("time", "Where the time goes", time_stack),
     Picture("confusion", "What is taken for what", confusion),
-    Picture("classes", "Accuracy by class", per_class),
+    Picture("classes", "Recall by class", per_class),
 )
 
 
@@ -71,6 +74,9 @@ def svg_text(figure: "Figure", name: str) -> str:
 
 
 def _inline_tag(tag: str, name: str) -> str:
+    for colour, variable in _OF_THE_PAGE.items():
+        if colour != "#ffffff" or not tag.startswith("<text"):  # letters on a coloured cell stay white
+            tag = tag.replace(colour, f"var({variable})")
     tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag).replace("xlink:href", "href")
     tag = re.sub(r'\bid="', f'id="{name}-', tag)
     tag = tag.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")

@@ -94,7 +94,7 @@ class Screen:
         self._plain_at = clock()
         self._drawn = ""
         self._untold: StepMetrics | None = None
-        self._folder, self._disk_at, self._disk_full = folder, clock(), False
+        self.folder, self._disk_at, self._disk_full = folder, clock(), False
 
     def update(self) -> None:
         """Reads what is new and shows it. Cheap: to be called a few times a second."""
@@ -179,12 +179,12 @@ class Screen:
         if self._clock() - self._disk_at < _DISK_EVERY_S:
             return
         self._disk_at = self._clock()
-        full = is_full(self._folder)
+        full = is_full(self.folder)
         if full and not self._disk_full:
             words = "the run goes on; records wait for room, and checkpoints are left out"
-            self.say(f"the disk of {self._folder} is full: {words}", "WARNING")
+            self.say(f"the disk of {self.folder} is full: {words}", "WARNING")
         elif self._disk_full and not full:
-            self.say(f"the disk of {self._folder} has room again")
+            self.say(f"the disk of {self.folder} has room again")
         self._disk_full = full
 
     def _tell(self, level: str, message: str) -> None:

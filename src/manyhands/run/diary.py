@@ -8,8 +8,11 @@ from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import REPLACED, Event, Failure, append, write_json
+from manyhands.core.records import REPLACED, Event, Failure, append, read_lines, write_json
 from manyhands.core.stops import saved_step, unsaved
+
+# What says whether the processes of the last start have come to a stop.
+_TURNS = {"started", "stopping", "stopped"}
 
 
 def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
@@ -19,6 +22,20 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
     _note(folder, Event(time=time.time(), kind=kind, step=step, message=error.what, data={"rankless": True}))
     return error
+
+
+def stop_saved(folder: RunFolder) -> int | None:
+    """The step of the checkpoint that the processes made to stop, where it was committed; its event is noted too.
+
+    A process that is killed after that, or a machine that is lost, takes nothing away.
+    """
+    last = next((line for line in reversed([*read_lines(folder.events)]) if line.get("kind") in _TURNS), {})
+    step, saved = last.get("step"), saved_step(folder)
+    if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
+        return None
+    if last.get("kind") == "stopping":
+        _note(folder, Event(time=time.time(), kind="stopped", step=step, message=f"stopped and saved at step {step}"))
+    return step
 
 
 def note_replaced(folder: RunFolder, told: str) -> None:

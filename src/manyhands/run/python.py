@@ -31,7 +31,7 @@ from manyhands.run.own_code import record_of
 from manyhands.run.predict import list_pictures
 from manyhands.run.session_block import SessionBlock
 from manyhands.run.train import Outcome, place_of, report_on, run_folder, train, train_in_process
-from manyhands.train.objects import Objects, metric_words
+from manyhands.train.objects import Objects, digest_objects, metric_words
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -156,7 +156,6 @@ def fit(  # noqa: PLR0913 - all but three are named
         given[f"train.{name}"] = one if one is None or isinstance(one, str) else OBJECT
     given["train.metrics"] = metric_words(metrics)
     loaded = load_on(job, {**_flags(settings, "fit"), **named, **given})
-    refuse_changes(loaded)
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("at_epoch_end=lambda end: print(end.epoch)",))
     if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
@@ -169,6 +168,11 @@ def fit(  # noqa: PLR0913 - all but three are named
         objects.train_set, objects.test_set = train_set, test_set
     _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)
     objects.held_out_set = held_out_set
+    weights = tuple(loss.buffers()) if hasattr(loss, "buffers") else None
+    objects.digests = digest_objects(**live, network=objects.model, loss_weights=weights)
+    refuse_changes(
+        loaded, digests=lambda: objects.digests | load_worker("own_process").digest_of_objects(loaded.job, objects)
+    )
     started = processes if processes is not None else loaded.job.cluster.processes or None
     outcome, elsewhere = _start(loaded.job, objects, processes, started, quiet=quiet)
     if elsewhere and objects.model is not None:

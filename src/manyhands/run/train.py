@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from manyhands.core.errors import (
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import (
     NOWHERE,
+    FolderWatch,
     RunFolder,
     free_run_folder,
     new_run_folder,
@@ -56,7 +58,7 @@ from manyhands.core.world import Membership
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head
+from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, stop_saved
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
@@ -165,11 +167,26 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
     """What a run's screen wants to hear of while its head watches."""
     return Watch(
-        on_tick,
+        follow_folder(screen, on_tick),
         lambda: screen.say(stopping(job, STOPPING)),
         lambda how: screen.say(how, "WARNING"),
         evicts=job.cluster.recovers,
     )
+
+
+def follow_folder(screen: Screen, on_tick: Callable[[], None]) -> Callable[[], None]:
+    """`on_tick` after a look at the run folder, which the user may have moved; the run stops where it was deleted."""
+    watched = FolderWatch(RunFolder(screen.folder))
+
+    def tick() -> None:
+        said, lost = watched.look()
+        if said:
+            screen.say(said, "WARNING")
+        if lost:
+            os.kill(os.getpid(), signal.SIGTERM)
+        on_tick()
+
+    return tick
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
@@ -180,7 +197,11 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
         if ending.refused:
             note_head(job, folder, ending.refused)
             raise ending.refused
-        if ending.interrupted and (ending.hung or not ending.records):
+        if ending.interrupted == 1 and not job.run.script and stop_saved(folder) is not None:
+            report_on(job, folder)
+            return Outcome(folder, "stopped", EXIT_SAVED)
+        killed = ending.interrupted == 1 and -signal.SIGKILL in ending.failed.values()
+        if ending.interrupted and (ending.hung or not (ending.records or killed)):
             # No process has failed or left a word where none had begun.
             idle = ending.interrupted == 1 and not (ending.hung or ending.failed or ending.lost)
             error = interrupted(folder, ending.hung, idle=idle)
@@ -367,9 +388,10 @@ class _ScreenThread:
         self._thread.start()
 
     def _draw(self) -> None:
+        draw = follow_folder(self._screen, self._screen.update)
         while not self._over.wait(0.25):
             with suppress(OSError):
-                self._screen.update()
+                draw()
 
     def close(self) -> None:
         """Draws what came last and gives the terminal back."""

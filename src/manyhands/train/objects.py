@@ -1,7 +1,12 @@
 """What a user of the Python interface brings instead of names; without torch, as the head puts it together."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT
@@ -27,6 +32,7 @@ class Objects:
     schedule: Callable[..., Any] | None = None  # function of the step, or what makes a torch scheduler of the optimizer
     metrics: Mapping[str, Any] | None = None  # functions of outputs and labels, or objects that add up, by name
     targets: bool = False  # the y of train_set are no classes
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # as `digest_objects` returns them
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:
@@ -47,6 +53,32 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
         mend = ('metrics={"top3": function}', 'or metrics=["file.py:function"]')
         raise UserError(f"metrics is a {type(given).__name__} that names none", "fit", mend)
     return tuple(words) if words else None
+
+
+def digest_objects(**objects: Any) -> dict[str, str]:
+    """Digests of the structure, source and plain attributes of networks and functions, by name."""
+    return {
+        name: hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", "\n".join(_definition(thing))).encode()).hexdigest()
+        for name, thing in objects.items()
+        if thing is not None
+    }
+
+
+def _definition(thing: Any) -> Iterator[str]:
+    yield repr(thing)
+    sources, named = [thing], dict[str, Any]()
+    if isinstance(thing, FunctionType):
+        used = inspect.getclosurevars(thing)
+        named = {name: one for name, one in (used.nonlocals | used.globals).items() if not inspect.ismodule(one)}
+    for number, part in enumerate(thing.modules() if hasattr(thing, "modules") else ()):
+        plain = {name: one for name, one in vars(part).items() if isinstance(one, str | int | float | FunctionType)}
+        named |= {f"{number}.{name}": one for name, one in plain.items() if name != "training"}
+        sources += type(part).__mro__
+    yield repr(named)
+    for one in dict.fromkeys([*sources, *filter(inspect.isfunction, named.values())]):
+        if not str(getattr(one, "__module__", "")).startswith("torch"):
+            with contextlib.suppress(OSError, TypeError):  # where Python has no source of it
+                yield inspect.getsource(one)
 
 
 def brought(key: str, word: str, given: Any) -> Any:

@@ -19,6 +19,7 @@ from manyhands.core.journal import Journal
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.phases import CLOCK
 from manyhands.core.shown import say
+from manyhands.core.trained import find_record
 from manyhands.core.world import World
 from manyhands.data.objects import has_targets
 from manyhands.parallel.apply import follows_plan, resolve_mode
@@ -30,7 +31,7 @@ from manyhands.train.compiled import keep_compiled
 from manyhands.train.data_setup import open_samples
 from manyhands.train.feed import Feed
 from manyhands.train.job import refuse_uncuttable, resume, set_determinism
-from manyhands.train.objects import Objects
+from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_own, mark_own
 from manyhands.train.own_schedule import OwnScheduler, make_schedule
@@ -122,7 +123,8 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     # Layers that the user has frozen, such as a pretrained network's BatchNorm.
     frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
     model, job = _placed(own.model, job, world)
-    objects = Objects(model=model, train_set=own.train_set, test_set=own.train_set, targets=has_targets(own.train_set))
+    digests = digest_objects(network=model)
+    objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
     found = find_state(job, folder, world, in_pieces=plan is not None) if folder else None
     samples = open_samples(job, world, objects, journal)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -142,8 +144,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         make_own(lambda _: own.optimizer, model)
     else:
         mark_own(own.optimizer)
-    steps = order.steps_per_epoch
-    set_rates = make_schedule(own.optimizer, job.train, steps) if own.scheduled else _the_users_own
+    set_rates = make_schedule(own.optimizer, job.train, order.steps_per_epoch) if own.scheduled else _the_users_own
     if isinstance(set_rates, OwnScheduler) and set_rates.waits:
         mend = ("session.prepare(…, scheduler=scheduler), and step it: scheduler.step(loss)",)
         raise UserError("in a loop of your own nothing evaluates unasked", "train.schedule", mend)
@@ -177,7 +178,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
             world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every
         ),
         progress=Progress(),
-        total_steps=total_steps(job.train, steps),
+        total_steps=total_steps(job.train, order.steps_per_epoch),
         digest=training_digest(job, order.length),
         sync=synced.cost,
         augment=samples.pixels.augment,
@@ -265,4 +266,6 @@ def _go_on(trainer: Trainer, found: Resumable, own: OwnParts) -> dict[str, Any]:
     if own.scheduler and noted.get("scheduler"):
         with reading_of(str(found.path)):
             restore_scheduler(own.scheduler, json.loads(noted["scheduler"]))
-    return {"epochs": trainer.progress.epoch, **noted}
+    record = find_record(found.path, found.snapshot.state)
+    changed = record.changed(trainer.trained.digests) if record else []
+    return {"epochs": trainer.progress.epoch, **noted, "changed": changed}

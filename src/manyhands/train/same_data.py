@@ -47,6 +47,11 @@ def refuse_other_data(splits: Splits, world: World) -> None:
         )
 
 
+def digest_data(splits: Splits) -> dict[str, str]:
+    """Digests of a run's data by name: lengths, shapes, labels, names of files, and some of the samples."""
+    return {name: _digest(content).hex() for name, content in _parts(splits, elsewhere=False)}
+
+
 def _compare(parts: Mapping[str, Iterable[bytes]], world: World) -> tuple[str, list[int]] | None:
     """The first that differs, and the ranks where it does; a collective of processes with the same names."""
     prints = {

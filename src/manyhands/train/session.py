@@ -90,7 +90,7 @@ class Session(Subgroup):
         self._own: OwnUpdate | None = None
         self._hook: RemovableHandle | None = None
         # Epochs whose end the user's loop has come to; and where this process is in the one that goes on.
-        self._concluded, self._begun, self._owed = 0, False, False
+        self._concluded, self._begun, self._owed, self._changed = 0, False, False, list[str]()
         # Updates after which the loop ends, where it says so; and the last that left all processes with one network.
         self._last_step, self._together_at = -1, 0
         self._loss: list[Tensor] = []
@@ -151,7 +151,7 @@ class Session(Subgroup):
         own = OwnParts(model, optimizer, train_set, split, scheduler, self._scheduled)
         trainer, noted = prepare_trainer(job, self._folder, self.world, own)
         self._trainer, self._scheduler, self._loss = trainer, scheduler, self._losses_of(noted)
-        self._concluded = int(noted.get("epochs", 0))
+        self._concluded, self._changed = int(noted.get("epochs", 0)), noted.get("changed", [])
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
         self._last_step, self._together_at = -1, trainer.progress.step
         trainer.noted = self._noted
@@ -165,9 +165,17 @@ class Session(Subgroup):
         return trainer.network.call, prepared, SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs up to `count` that are left, 0 … count - 1 at a start; the run folder holds each one's end."""
+        """The epochs up to `count` that are left, 0 … count - 1 at a start; the run folder holds each one's end.
+
+        Raises:
+            UserError: none is left, and network or data changed.
+        """
         trainer = self._ready()
         trainer.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
+        if self._concluded >= count and self._changed:
+            what = f"the {self._concluded} epochs of this run are trained, and {self._changed[0]} changed"
+            mend = (f"train longer: epochs({2 * self._concluded})", "or train another run: session(out=…)")
+            raise UserError(what, str(trainer.folder.path), mend)
         while self._concluded < count:
             epoch = self._concluded
             yield epoch

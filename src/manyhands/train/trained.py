@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import Job
+from manyhands.core.devices import require_device
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
@@ -26,6 +27,7 @@ from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects
 from manyhands.train.network import make_model, read_any
+from manyhands.train.same_data import digest_data
 from manyhands.train.state import fit_snapshot
 
 # Options that say what pictures become.
@@ -70,6 +72,7 @@ def describe_trained(
         pictures=pictures,
         classes=classes,
         code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.own_code)),
+        digests={**objects.digests, **digest_data(samples.splits)},
     )
 
 
@@ -126,6 +129,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     Raises:
         UserError: the checkpoint doesn't say what it is of, or is of another network.
     """
+    require_device(device)
     snapshot, where = read_any(path), str(path)
     record = find_record(path, snapshot.state)
     if record is None:

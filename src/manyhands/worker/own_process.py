@@ -15,11 +15,14 @@ from manyhands.core.failures import as_error
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.shown import say
 from manyhands.core.trained import find_record, note_pictures
-from manyhands.core.world import Membership
+from manyhands.core.world import Membership, World
 from manyhands.data.on_demand import as_picture
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.standing import standing_membership
+from manyhands.train.data_setup import open_splits
+from manyhands.train.objects import Objects
 from manyhands.train.predict import Guesses, guess
+from manyhands.train.same_data import digest_data
 from manyhands.train.session import Session
 from manyhands.train.state import fit_snapshot
 from manyhands.train.stopping import StopSignal, listening
@@ -92,6 +95,11 @@ def load_weights(model: nn.Module, run: Path) -> None:
     model.load_state_dict(fit_snapshot(snapshot, model, str(path)), strict=False)
     if record := find_record(path, snapshot.state):
         note_pictures(model, record.pictures)
+
+
+def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
+    """Digests of data that a user gives as objects."""
+    return digest_data(open_splits(job, World(), objects)) if objects.train_set is not None else {}
 
 
 def guess_files(path: Path, files: Sequence[Path], model: str | None, device: str) -> Iterator[Guesses | str]:

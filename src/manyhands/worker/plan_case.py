@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from manyhands.config.job import Job
-from manyhands.core.devices import device_kind
+from manyhands.core.devices import device_kind, require_device
 from manyhands.core.folder import NOWHERE
 from manyhands.core.link_speeds import LinkSpeed, through_ssh
 from manyhands.core.world import World
@@ -81,6 +81,8 @@ def case_to_plan(job: Job, processes: int, link: str, model: str) -> JobCase:
     """
     modelled = device_model(model) if model else None
     device = modelled.name if modelled else device_kind(job.cluster.device, processes)
+    if not modelled:
+        require_device(device, "devices of another machine are estimated: --device-model h100 (a100, 910b, rtx4090 …)")
     return JobCase(job, network_of(job), device, link_between(job, link), modelled)
 
 

@@ -98,7 +98,7 @@ class Agent:
         self._keepers: dict[str, Receiver] = {}
         self._probes = Probe()
         self._mirror_at, self._started, self._alone = 0.0, False, False
-        self._tunnels, self._tunnel_told = Tunnels(), False
+        self._tunnels, self._tunnel_told, self._socket = Tunnels(), False, ""
         until_gone.callback(self._tunnels.close)
         self.answers: dict[type[Message], Callable[[Any], Message]] = {
             Hello: self._hello,
@@ -125,13 +125,14 @@ class Agent:
                 self._keep_copy(message)
             else:
                 commands.append(message)
-        if self._sender and time.monotonic() > self._mirror_at and not self.wire.silent:
+        if self._sender and time.monotonic() > self._mirror_at and self.wire.connected and not self.wire.silent:
             self._mirror_at = time.monotonic() + MIRROR_S
             self.send_records()
         self._tell_of_tunnels()
-        if self.wire.remote and not (self.wire.open or self._alone):
-            self._alone = True
+        alone = self.wire.remote and not (self.wire.open and self.wire.connected)
+        if alone and not self._alone:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of ssh's end nobody reads any more
+        self._alone = alone
         return commands
 
     def _tell_of_tunnels(self) -> None:
@@ -150,7 +151,9 @@ class Agent:
         from manyhands.cluster.doctor.facts import gather
 
         self.wire.remote = request.remote
-        return Greeting(gather(request.wanted))
+        if request.remote:
+            self._socket = self._socket or self.wire.listen(self._until_gone.enter_context(scratch("wire")))
+        return Greeting(gather(request.wanted), self._socket)
 
     def _take_code(self, request: TakeCode) -> FolderThere:
         """Puts the head's code into a folder named after its content, of this user alone, and works there."""

@@ -9,20 +9,35 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import cast
 
-from manyhands.cluster.agents.protocol import Alive
+from manyhands.cluster.agents.protocol import Alive, Greeting, Reconnected
 from manyhands.cluster.descriptions.inventory import Machine
-from manyhands.cluster.messages import A, Lines, Message, Misunderstood, Request, RequestFailed, encode
-from manyhands.core.errors import RunError
+from manyhands.cluster.messages import (
+    A,
+    Lines,
+    Message,
+    Misunderstood,
+    Request,
+    RequestFailed,
+    Unacknowledged,
+    encode,
+)
+from manyhands.core.early_agent import SAFE
+from manyhands.core.errors import RunError, UserError
 
 # The other end is told so often that its head is there.
 PULSE_S = 1.0
 # Who is silent for so long is given up. After a break of 8 s TCP sends anew after 12.6 s; the last word was up to a
 # pulse before the break, and busy machines take their time.
 SILENT_S = 16.0
+# Passes a new connection on to the agent that is there; ends with this code where there is none any more.
+RECONNECT, NO_AGENT = "manyhands.cluster.agents.wire", 3
+# Between two attempts at a new connection; and so long ssh has to say how the last one ended.
+RECONNECT_S, ENDED_S = 1.0, 0.5
+SSH_FAILED = 255
 
 
 class LinkClosed(RunError):  # noqa: N818 - a state that callers ask for, as often as an error
@@ -34,7 +49,7 @@ class MisunderstoodError(RunError):
 
 
 class AgentConnection:
-    """A conversation with one machine.
+    """A conversation with one machine, over a new connection where the last one ends and the agent doesn't.
 
     Attributes:
         machine: who is there.
@@ -43,7 +58,10 @@ class AgentConnection:
         log: the file that its standard error goes to.
         heard: when the last sign of it came, by the monotonic clock.
         closed: True once nothing more can come.
+        connected: False from the end of a connection until the agent answers over another.
         unsent: what waits until the machine takes it; one that is slow must not keep the head from the others.
+        connect_again: starts what leads to the machine anew, and runs these words of Python there; None where
+            nothing can.
     """
 
     def __init__(
@@ -52,12 +70,12 @@ class AgentConnection:
         self.machine, self.process, self.log, self.here = machine, process, log, here
         self.heard, self.closed = time.monotonic(), False
         self.unsent = bytearray()
-        self._lines = Lines()
+        self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
+        self._lines, self._kept, self._socket = Lines(), Unacknowledged(), ""
+        self.connected = True
+        self._reconnect_at = 0.0  # the next attempt, where the last connection has ended
         self._asked, self._log_start, self._pulse_at = 0, log_start, 0.0
-        assert process.stdin is not None
-        assert process.stdout is not None
-        os.set_blocking(process.stdin.fileno(), False)
-        os.set_blocking(process.stdout.fileno(), False)
+        _unblock(process)
 
     def fileno(self) -> int:
         """Of what comes from the machine, for a selector."""
@@ -66,14 +84,21 @@ class AgentConnection:
 
     def send(self, message: Message, number: int = 0) -> None:
         """Sends a message, without waiting; one that can't be sent is noticed when nothing comes back."""
-        self.unsent += encode(message, number)
-        self.flush()
+        line = encode(message, number)
+        if not isinstance(message, Alive):
+            self._kept.add(line)
+        if self.connected:
+            self.unsent += line
+            self.flush()
 
     def pulse(self) -> None:
-        """Lets the machine know that its head is there, where it is time to."""
-        if not self.closed and time.monotonic() > self._pulse_at:
-            self._pulse_at = time.monotonic() + PULSE_S
-            self.send(Alive())
+        """Lets the machine know that its head is there, where it is time to; connects again, too."""
+        now = time.monotonic()
+        if self._reconnect_at and not self.closed and now > self._reconnect_at:
+            self._reconnect()
+        if not self.closed and now > self._pulse_at:
+            self._pulse_at = now + PULSE_S
+            self.send(Alive(self._kept.received))
 
     def flush(self) -> None:
         """Sends what waits, as far as the machine takes it now."""
@@ -91,12 +116,59 @@ class AgentConnection:
         """What has come, with its numbers, without waiting; sets `closed` at the end."""
         messages: list[tuple[int, Message]] = []
         with contextlib.suppress(BlockingIOError):
-            while not self.closed:
+            while self.readable:
                 received = os.read(self.fileno(), 1 << 16)
-                self.closed = not received or self._lines.too_long
+                if not received or self._lines.too_long:
+                    self._disconnect()
+                    break
                 self.heard = time.monotonic()
-                messages += self._lines.take(received)
+                for number, message in self._lines.take(received):
+                    self._take(message)
+                    if not isinstance(message, Alive):
+                        messages.append((number, message))
         return messages
+
+    @property
+    def readable(self) -> bool:
+        """Whether anything can come just now."""
+        return not (self.closed or self._reconnect_at)
+
+    def _take(self, message: Message) -> None:
+        """Keeps the account of what has come and what is to be sent again."""
+        if not isinstance(message, Alive):
+            self._kept.received += 1
+            if isinstance(message, Greeting):
+                self._socket = message.socket
+            return
+        self._kept.acknowledge(message.received)
+        if isinstance(message, Reconnected):
+            self.connected = True
+            self.unsent += self._kept.lines()
+            self.flush()
+
+    def _disconnect(self) -> None:
+        """The connection has ended; tries another one, unless the agent itself has ended or it is too late."""
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(ENDED_S)
+        by_itself = code is not None and 0 <= code != SSH_FAILED
+        late = time.monotonic() - self.heard > SILENT_S
+        self.closed = by_itself or late or self._lines.too_long or not (self._socket and self.connect_again)
+        if not self.closed:
+            self._reconnect_at = time.monotonic() + (0.0 if self.connected else RECONNECT_S)
+            self.connected, self._lines = False, Lines()
+            self.unsent.clear()
+
+    def _reconnect(self) -> None:
+        assert self.connect_again
+        self.close(0.0)
+        try:
+            self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._kept.received)))
+        except UserError:  # no memory for a process, perhaps
+            self._disconnect()
+            return
+        _unblock(self.process)
+        self.closed, self._reconnect_at = False, 0.0
 
     def ask(self, request: Request[A], timeout_s: float, others: Collection["AgentConnection"] = ()) -> A:
         """Sends a request and waits for its answer; other machines are told meanwhile that their head is there.
@@ -152,6 +224,13 @@ def close_all(links: Sequence[AgentConnection], patience_s: float = 5.0) -> None
         link.close(max(0.0, until - time.monotonic()))
 
 
+def _unblock(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    os.set_blocking(process.stdout.fileno(), False)
+
+
 def ask_all(
     links: Sequence[AgentConnection],
     requests: Sequence[Request[A]],
@@ -174,31 +253,26 @@ def ask_all(
     answers: dict[AgentConnection, A | RunError] = {}
     until = time.monotonic() + timeout_s
     kept = {*links, *others}
-    with selectors.DefaultSelector() as selector:
-        for link in links:
-            selector.register(link, selectors.EVENT_READ, link)
-        while len(answers) < len(links) and time.monotonic() < until:
-            for link in kept:
-                link.pulse()
-            for link in _stir(selector, [link for link in links if link.unsent and link not in answers], 0.2):
-                answer = answer_to(link, *asked[link])
-                if answer is not None:
-                    answers[link] = answer
-                    selector.unregister(link)
+    while len(answers) < len(links) and time.monotonic() < until:
+        for link in kept:
+            link.pulse()
+        for link in stir([link for link in links if link not in answers], 0.2):
+            answer = answer_to(link, *asked[link])
+            if answer is not None:
+                answers[link] = answer
     silent = f"did not answer within {timeout_s:.0f} s"
     return [answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in links]
 
 
-def _stir(
-    selector: selectors.BaseSelector, unsent: Sequence[AgentConnection], patience_s: float
-) -> list[AgentConnection]:
+def stir(links: Sequence[AgentConnection], patience_s: float) -> list[AgentConnection]:
     """Waits until there is something to read or room to send; sends, and gives the links that can be read."""
-    full = [(link, link.process.stdin) for link in unsent if link.process.stdin]
-    for link, stdin in full:
-        selector.register(stdin, selectors.EVENT_WRITE, link)
-    events = selector.select(patience_s)
-    for _, stdin in full:
-        selector.unregister(stdin)
+    with selectors.DefaultSelector() as selector:
+        for link in links:
+            if link.readable:
+                selector.register(link, selectors.EVENT_READ, link)
+            if link.unsent and link.process.stdin and not link.process.stdin.closed:
+                selector.register(link.process.stdin, selectors.EVENT_WRITE, link)
+        events = selector.select(patience_s)
     for key, event in events:
         if event & selectors.EVENT_WRITE:
             key.data.flush()

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -182,6 +182,11 @@ class ElasticAgent(_Base):
         context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
         context.close = functools.partial(_close_soon, context.close)
+        if not self._orders.script:
+            # `Event.set` waits without limit for a sleeping process that was killed.
+            context._worker_finished_event.set = functools.partial(
+                _wake, context._worker_finished_event, len(worker_group.workers)
+            )
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
             meeting, descriptor = self._orders.meeting, self._listener.detach()
@@ -195,8 +200,12 @@ class ElasticAgent(_Base):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Tells the head which processes have ended by themselves before the base class ends the others."""
         self._memory.look(self._pids())
+        returned = self._returned()
+        if len(returned) == len(self._ranks()):
+            return self._let_go(returned)
         for worker, exit_code in zip(worker_group.workers, self._exit_codes(), strict=True):
-            if exit_code and worker.global_rank not in self.exits:
+            # A process that is killed after it has returned has done its work.
+            if exit_code and worker.global_rank not in {*self.exits, *returned}:
                 self.exits[worker.global_rank] = exit_code
                 record = self._scratch / f"{worker.global_rank}.json"
                 if exit_code == -signal.SIGKILL and not record.is_file():
@@ -207,18 +216,35 @@ class ElasticAgent(_Base):
                 self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
         if self.exits and not self._orders.script:
             self._leaving.begin()
-        if self._leaving.begun and self._give_time():
+        if (self._leaving.begun and self._give_time(returned)) or (returned and not self.exits):
             return RunResult(WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
-    def _give_time(self) -> bool:
+    def _returned(self) -> dict[int, Any]:
+        """What processes of this machine have returned, by rank; each waits then until all have."""
+        context: Any = self._pcontext
+        if self._orders.script:
+            return {}
+        for number, queue in context._ret_vals.items():
+            if not queue.empty():
+                context._return_values[number] = queue.get()
+        return {self._ranks()[number]: value for number, value in context._return_values.items()}
+
+    def _let_go(self, returned: dict[int, Any]) -> RunResult:
+        """Lets the processes end, which have all returned; those that don't are killed when the agent is closed."""
+        context: Any = self._pcontext
+        context._worker_finished_event.set()
+        until = time.monotonic() + LEAVE_S
+        for process in context._pc.processes:
+            process.join(max(0.0, until - time.monotonic()))
+        return RunResult(WorkerState.SUCCEEDED, return_values=returned)
+
+    def _give_time(self, returned: Collection[int]) -> bool:
         """Whether processes of this machine are to leave by themselves; those that don't in time are killed."""
         codes = dict(zip(self._ranks(), self._exit_codes(), strict=True))
-        left = {rank: pid for rank, pid in self._pids_by_rank().items() if codes[rank] is None}
-        if not left:
-            return False
-        if not self._leaving.patient(left, self._pulses.usual_s):
-            self._signal(signal.SIGKILL)
+        left = {rank: pid for rank, pid in self._pids_by_rank().items() if codes[rank] is None and rank not in returned}
+        if not (left and self._leaving.patient(left, self._pulses.usual_s)):
+            self._signal(signal.SIGKILL)  # those too that have returned, for which torch would wait
             return False
         if time.monotonic() > self._told_at + TELL_S:
             self._told_at = time.monotonic()
@@ -372,6 +398,14 @@ def _last_words(agent: ElasticAgent, rank: int) -> str:
 
 def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: float = LEAVE_S) -> None:
     close(death_sig, min(timeout, LEAVE_S))
+
+
+def _wake(event: Any, sleepers: int) -> None:
+    """Sets an event of multiprocessing as `Event.set` does, without its wait for the sleeping processes to wake up."""
+    event._flag.acquire(False)
+    event._flag.release()
+    for _ in range(sleepers):
+        event._cond._wait_semaphore.release()
 
 
 def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEnded:

@@ -15,7 +15,14 @@ from manyhands.core.records import Failure
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """A heartbeat: the head is there; the agent answers with another."""
+    """A heartbeat: the head is there; the agent answers with another. So many messages have been received."""
+
+    received: int = 0
+
+
+@dataclass(frozen=True)
+class Reconnected(Alive):
+    """The first message over a new connection to the same agent: what was sent since may be lost, and is sent again."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Greeting(Message):
     """What a machine says of itself; see `doctor.facts`."""
 
     facts: dict[str, Any]
+    socket: str = ""  # where a new connection reaches this agent, should the first one end; empty where none can
 
 
 @dataclass(frozen=True)

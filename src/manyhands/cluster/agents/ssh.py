@@ -41,11 +41,11 @@ def ssh_words(options: ClusterOptions) -> list[str]:
     return [*words, "-T", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
 
 
-def agent_command(machine: Machine, options: ClusterOptions, workdir: Path) -> list[str]:
+def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> list[str]:
     """The command that starts the agent on another machine, in the same folder as here where it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is no host', "cluster.hosts", ("write a name or an address",))
-    script = python_script(options, workdir, AGENT)
+    script = python_script(options, workdir, words)
     return [*ssh_words(options), *port_words(machine), "--", machine.host, script]
 
 

@@ -33,16 +33,22 @@ def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
 
 def open_there(machine: Machine, options: ClusterOptions, log: Path) -> AgentConnection:
     """Starts an agent on another machine over ssh; whether that works shows when it is first asked."""
-    return _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+    link = _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+    link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
+    return link
 
 
 def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> AgentConnection:
+    log_start = log.stat().st_size if log.exists() else 0
+    return AgentConnection(machine, _start(command, log), log, here=here, log_start=log_start)
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """In a session of its own, so that Ctrl-C and the terminal's end reach only the head."""
     with log.open("ab") as output:
-        start = output.tell()
         try:
             with _usr1_ignored():
-                process = subprocess.Popen(
+                return subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -53,7 +59,6 @@ def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> Age
         except OSError as error:
             what = f"{command[0]} can't be started: {error.strerror}"
             raise UserError(what, "cluster.ssh", ("name the ssh program that is installed here",)) from None
-    return AgentConnection(machine, process, log, here=here, log_start=start)
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Watches the agents of all machines from their head: passes on Ctrl-C, and waits for the end."""
 
 import contextlib
-import selectors
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
+from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all, stir
 from manyhands.cluster.agents.ending import Ending, how_it_ended
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
@@ -91,16 +90,13 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
     """
     head = _Head(links, watch)
     try:
-        with _signals_counted() as signals, selectors.DefaultSelector() as selector:
+        with _signals_counted() as signals:
             for link, order in zip(links, orders, strict=True):
                 link.heard = time.monotonic()
                 link.post(StartWorkers(order))
-                selector.register(link, selectors.EVENT_READ, link)
             while head.running:
-                for key, _ in selector.select(POLL_S):
-                    head.hear(key.data)
-                    if key.data.closed:
-                        selector.unregister(key.data)
+                for link in stir(links, POLL_S):
+                    head.hear(link)
                 head.obey(len(signals))
                 head.look()
                 watch.on_tick()
@@ -120,6 +116,7 @@ class _Head:
         self.ending = Ending()
         self._links, self.running = links, set(links)
         self._started: set[AgentConnection] = set()
+        self._apart: set[AgentConnection] = set()
         self._watch = watch
         self._kill_at = self._end_at = float("inf")
         self._told_failure = False
@@ -181,6 +178,10 @@ class _Head:
     def look(self) -> None:
         """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
         for link in self._links:  # also those whose processes have ended, which the next start needs
+            if link.connected == (link in self._apart):
+                (self._apart.discard if link.connected else self._apart.add)(link)
+                how = "is back" if link.connected else "has ended; connecting again"
+                self._watch.on_warning(f"the connection to {link.machine.name} {how}")
             link.pulse()
             link.flush()
         now = time.monotonic()

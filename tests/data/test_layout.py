@@ -1,0 +1,216 @@
+"""Folders of all kinds: what is trained on and evaluated is what was put there, and everything else is named."""
+
+import itertools
+import os
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from manyhands.core.errors import UserError
+from manyhands.data.folder import list_parts
+from manyhands.data.layout import read_layout
+from manyhands.data.open import open_data
+from manyhands.data.options import DataOptions
+
+CLASSES = ("cat", "__background__", "@home", "猫", "0", "Cat", "train data of cats")
+JUNK_FOLDERS = ("@eaDir", "__MACOSX", "__pycache__", "#recycle", ".ipynb_checkpoints", "System Volume Information")
+JUNK_FILES = (".DS_Store", "Thumbs.db", "desktop.ini", ".hidden.png")
+OTHER_FILES = ("README", "labels.csv", "notes.txt", "a.heic", "b.HEIC", "c.json")
+WORDS = {
+    "train": ("train", "Training", "TRAIN", "trn", "训练集"),
+    "val": ("val", "valid", "Validation", "eval", "Dev"),
+    "test": ("test", "Testing", "TEST", "tst", "holdout"),
+}
+AFFIXES = (("", ""), ("", "_set"), ("seg_", ""), ("", "2017"), ("01-", ""), ("", " data"), ("images_", ""))
+FEW = st.integers(0, 2)
+COUNTS = st.dictionaries(st.sampled_from(CLASSES), st.integers(0, 3), min_size=1, max_size=4)
+NUMBERS = itertools.count()
+
+
+class Made:
+    """A folder on the disk, and what is to become of each thing in it."""
+
+    def __init__(self, base: Path, name: str) -> None:
+        self.outside, self.root = base / f"{name}-outside", base / name
+        self.outside.mkdir()
+        self.root.mkdir()
+        self.used: dict[str, set[tuple[str, str]]] = defaultdict(set)  # (class, path) by split
+        self.unused: dict[str, str] = {}  # the kind of each, by its path
+        self.links: set[str] = set()  # those that aren't followed
+        self.folders: list[tuple[Path, str, str]] = []  # class folders and those below, with their split and class
+
+    def path(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def picture(self, path: Path, split: str, label: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self.used[split].add((label, str(path)))
+
+    def classes(self, place: Path, split: str, counts: dict[str, int]) -> None:
+        for label, count in counts.items():
+            (place / label).mkdir(parents=True, exist_ok=True)
+            self.folders.append((place / label, split, label))
+            for number in range(count):
+                deeper = place / label / "more" if number == 2 else place / label
+                self.picture(deeper / f"{number}.{'png' if number else 'JPG'}", split, label)
+            if count > 2:
+                self.folders.append((place / label / "more", split, label))
+
+    def put_strange(self, place: Path, name: str) -> None:
+        """Adds a file, or a folder with a picture, that isn't used."""
+        path = place / name
+        if name in JUNK_FOLDERS:
+            (path / "cat").mkdir(parents=True)
+            (path / "cat" / "0.png").touch()
+            self.unused[self.path(path) + "/"] = f"{name}/"
+        else:
+            path.touch()
+            self.unused[self.path(path)] = name if name in (*JUNK_FILES, "README") else Path(name).suffix.lower()
+
+    def put_loose(self, place: Path) -> None:
+        (place / "loose.jpg").touch()
+        self.unused[self.path(place / "loose.jpg")] = ".jpg outside the class folders"
+
+    def put_link(self, place: Path, split: str, label: str, kind: str) -> None:
+        """Adds a link: to a folder of pictures elsewhere, to this folder's own, to a picture, or to nothing."""
+        number = next(NUMBERS)
+        if kind == "elsewhere":
+            (self.outside / str(number)).mkdir()
+            (self.outside / str(number) / "x.webp").touch()
+            (place / f"link{number}").symlink_to(self.outside / str(number))
+            self.used[split].add((label, str(place / f"link{number}" / "x.webp")))
+        elif kind == "loop":
+            (place / f"link{number}").symlink_to(self.root)
+            self.links.add(f"link{number}")
+        elif kind == "picture":
+            (self.outside / f"{number}.png").touch()
+            (place / f"link{number}.png").symlink_to(self.outside / f"{number}.png")
+            self.used[split].add((label, str(place / f"link{number}.png")))
+        else:
+            (place / f"link{number}.txt").symlink_to("nowhere")
+            self.unused[self.path(place / f"link{number}.txt")] = ".txt"
+
+
+@st.composite
+def plans(draw):
+    """Splits with their folders' names and the pictures of each class; what else lies at which level."""
+    counts = draw(COUNTS.filter(lambda found: sum(map(bool, found.values())) > 1))
+    plan: dict[str, tuple[str, dict[str, int]]] = {"": ("", counts)}
+    if draw(st.booleans()):
+        splits = ["train", *draw(st.sampled_from([[], ["val"], ["test"], ["val", "test"]]))]
+        before, behind = draw(st.sampled_from(AFFIXES))
+        plan = {}
+        for split in splits:
+            name = before + draw(st.sampled_from(WORDS[split])) + behind
+            name += f"/{name}" * draw(st.booleans())  # as some archives are unpacked
+            part = counts if split == "train" else {label: draw(st.integers(0, 2)) for label in counts}
+            if split != "train" and not any(part.values()):
+                part = dict.fromkeys(counts, 1)
+            plan[split] = (name, part)
+    strange = st.sampled_from((*JUNK_FOLDERS, *JUNK_FILES, *OTHER_FILES))
+    links = st.sampled_from(("elsewhere", "loop", "picture", "nothing"))
+    level = st.integers(0, 30)
+    return (
+        plan,
+        draw(st.sets(st.tuples(level, strange), max_size=8)),
+        draw(st.sets(st.tuples(level, links), max_size=4)),
+        draw(st.sets(level, max_size=2)),
+        draw(st.sets(st.sampled_from(("extras", "masks", "pred")), max_size=2)),
+    )
+
+
+def put_there(made: Made, plan, strange, links, loose, extras) -> None:
+    for split, (name, counts) in plan.items():
+        made.classes(made.root / name, split, counts)
+    splits = [made.root / name for name, _ in plan.values()]
+    above = sorted({made.root, *splits, *(place.parent for place in splits if "" not in plan)})
+    if "" not in plan:
+        for name in extras:
+            (made.root / name / "deep").mkdir(parents=True)
+            (made.root / name / "deep" / "0.png").touch()
+            made.unused[f"{name}/"] = f"{name}/"
+    places = [*above, *(place for place, *_ in made.folders)]
+    for level, name in strange:
+        if not os.path.lexists(places[level % len(places)] / name):
+            made.put_strange(places[level % len(places)], name)
+    for level, kind in links:
+        made.put_link(*made.folders[level % len(made.folders)], kind)
+    for level in loose:
+        if not (above[level % len(above)] / "loose.jpg").exists():
+            made.put_loose(above[level % len(above)])
+
+
+def named_in(notes) -> Counter[str]:
+    """The unused things by the words that the note has for each: a path, or a kind with its number."""
+    found: Counter[str] = Counter()
+    for note in notes:
+        if match := re.fullmatch(r"files and folders that aren't used \(([\d,]+)\): (.*)", note):
+            for item in re.split(r", (?![^(]*\))", match[2]):
+                counted = re.fullmatch(r"(\d+) (.*) \(such as .*\)", item)
+                found[counted[2] if counted else item] += int(counted[1]) if counted else 1
+            assert found.total() == int(match[1])
+    return found
+
+
+EXAMPLE = {"train": ("Training", {"cat": 3, "猫": 2, "0": 0}), "test": ("Testing", {"cat": 1, "猫": 0, "0": 2})}
+
+
+@settings(max_examples=60)
+@given(plans())
+@example((EXAMPLE, {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}, {(0, "loop")}, {0, 1}, {"extras"}))
+def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_path, plan):
+    made = Made(tmp_path, f"set{next(NUMBERS)}")
+    put_there(made, *plan)
+    splits = open_data(DataOptions(name=str(made.root)))
+    sources = {"train": splits.train, "test": splits.test, "held-out": splits.held_out}
+    read = {
+        word: {(splits.classes[label], path) for path, label in zip(source.paths, source.labels.tolist(), strict=True)}
+        for word, source in sources.items()
+        if source is not None
+    }
+    assert [len(source.paths) for source in sources.values() if source] == [len(found) for found in read.values()]
+    words = list(made.used)
+    if len(words) == 1:
+        assert read["train"] | read["test"] == made.used[words[0]]
+        assert not read["train"] & read["test"]
+    else:
+        evaluated = "val" if "val" in words else "test"
+        assert (read["train"], read["test"]) == (made.used["train"], made.used[evaluated])
+        assert read.get("held-out") == (made.used["test"] if len(words) == 3 else None)
+    assert splits.classes == tuple(sorted({label for found in made.used.values() for label, _ in found}))
+    assert f"{len(splits.train):,} + {len(splits.test):,} pictures" in splits.description
+    kinds = Counter(made.unused.values())
+    wanted = Counter({kind if kinds[kind] > 1 else path: kinds[kind] for path, kind in made.unused.items()})
+    assert named_in(splits.notes) == wanted
+    said = "\n".join(splits.notes)
+    assert all(link in said for link in made.links)
+    empty = {label for _, counts in plan[0].values() for label in counts} - {*splits.classes}
+    assert all(word in said for word in empty)
+    folders = {name.partition("/")[0] for split, (name, _) in plan[0].items() if split}
+    assert folders <= {"train", "val", "valid", "test"} or all(f"{name}/ is used for" in said for name in folders)
+
+
+@given(st.sets(st.sampled_from([word for words in WORDS.values() for word in words]), min_size=2, max_size=4))
+def test_folders_that_are_all_named_after_splits_are_never_classes(tmp_path, names):
+    root = tmp_path / str(next(NUMBERS))
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "0.png").touch()
+    with pytest.raises(UserError, match="split"):
+        list_parts(root)
+
+
+@given(st.sampled_from([word for words in WORDS.values() for word in words]), st.sampled_from(AFFIXES))
+def test_one_of_them_among_classes_is_a_class(tmp_path, word, affixes):
+    root, name = tmp_path / str(next(NUMBERS)), word.join(affixes)
+    for folder in ("bus", "car", name):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "0.png").touch()
+    (found,) = list_parts(root)
+    assert found.classes == tuple(sorted(("bus", "car", name)))
+    assert read_layout(root).notes == (f'the folder "{name}" is a class, not a split',)
