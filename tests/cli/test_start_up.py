@@ -35,6 +35,37 @@ def test_torch_is_not_imported(what, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+MISSING = {
+    "there is no folder nowhere/pets": ["nowhere/pets", "mlp"],
+    "data.csv is a file": ["data.csv", "mlp"],
+    "d.yaml is YAML": ["d.yaml"],
+    "there is no file net.py": ["digits", "net.py:Net"],
+    "there is no file data.py": ["data.py:make", "mlp"],
+    "there is no weights.pth": ["digits", "mlp", "--model.weights", "weights.pth"],
+    "there is no gpu device here": ["digits", "mlp", "--device", "gpu"],
+}
+REFUSED = """
+import sys
+from manyhands.cli.main import main
+for words in {}:
+    try:
+        main(["train", *words])
+    except SystemExit as ended:
+        assert ended.code == 2, words
+assert "torch" not in sys.modules
+"""
+
+
+def test_what_is_missing_is_found_before_torch_is_imported(tmp_path):
+    for name in ("data.csv", "d.yaml"):
+        (tmp_path / name).touch()
+    code = REFUSED.format(list(MISSING.values()))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(what in done.stderr for what in MISSING), done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_command_that_imports_torch_ends_without_a_word_of_others():
     words = [sys.executable, "-m", "manyhands", "train", "digits", "mlp", "--dry-run"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -82,16 +82,22 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
 _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
 
 
+def refuse_no_code(word: str, where: str) -> None:
+    """Raises UserError for "file.py:object" where the file is missing."""
+    if (file := code_file(word)) and not file.is_file():
+        mend = ("write it as path/to/file.py:object",)
+        raise UserError(f"there is no file {word.rpartition(':')[0]}", where, mend)
+
+
 def load_object(reference: str, where: str) -> Any:
     """Loads `object` from the user's `file.py:object`; the file's folder becomes importable.
 
     Raises:
         UserError: the file is missing, can't be run, or has no such object.
     """
+    refuse_no_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     path = Path(path_text).expanduser().resolve()
-    if not path.is_file():
-        raise UserError(f"there is no file {path_text}", where, ("write it as path/to/file.py:object",))
     module = _run_file(path, where)
     if not hasattr(module, name):
         public = [word for word in vars(module) if not word.startswith("_")]
