@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import main
+from manyhands.cli.main import COMMANDS, GROUPS, main
 from manyhands.config.load import load_job
 
 COMMAND = "from manyhands.cli.main import main\ntry:\n    main({})\nexcept SystemExit:\n    pass"
@@ -95,6 +95,18 @@ def test_little_is_imported_before_ctrl_c_is_heeded():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     own = {"manyhands", "manyhands.__main__", "manyhands.core", "manyhands.core.version"}
     assert set(done.stdout.split()) <= own, done.stderr
+
+
+def test_help_groups_all_commands_and_begins_with_those_of_the_first_day(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    listed = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2] != " "]
+    assert listed[:-2] == list(COMMANDS)
+    assert listed[:5] == ["train", "eval", "predict", "resume", "report"]
+    titles = [line.strip(" ─╭╮") for line in shown.splitlines() if line.startswith("╭")]
+    assert titles == [*GROUPS.values(), "Options"]
 
 
 def test_how_join_reaches_the_head_is_in_its_help(capsys):
