@@ -75,11 +75,11 @@ def make_app() -> cyclopts.App:
     )
     group: cyclopts.Group | None = None
     for place, (name, explanation) in enumerate(COMMANDS.items()):
-        group = cyclopts.Group.create_ordered(GROUPS[name]) if name in GROUPS else group
+        group = cyclopts.Group(GROUPS[name], sort_key=place) if name in GROUPS else group
         # By name, so that a command's file is imported only when it is used.
         function = "evaluate" if name == "eval" else name.replace("-", "_")
         app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation, group=group, sort_key=place)
-    app["--help"].group = app["--version"].group = cyclopts.Group.create_ordered("Options")
+    app["--help"].group = app["--version"].group = cyclopts.Group("Options", sort_key=len(COMMANDS))
     return app
 
 
