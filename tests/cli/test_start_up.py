@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import main
+from manyhands.cli.main import COMMANDS, GROUPS, main
 from manyhands.config.load import load_job
 
 COMMAND = "from manyhands.cli.main import main\ntry:\n    main({})\nexcept SystemExit:\n    pass"
@@ -33,6 +33,37 @@ def test_torch_is_not_imported(what, tmp_path):
     code = LIGHT[what] + "\nimport sys\nassert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+MISSING = {
+    "there is no folder nowhere/pets": ["nowhere/pets", "mlp"],
+    "data.csv is a file": ["data.csv", "mlp"],
+    "d.yaml is YAML": ["d.yaml"],
+    "there is no file net.py": ["digits", "net.py:Net"],
+    "there is no file data.py": ["data.py:make", "mlp"],
+    "there is no weights.pth": ["digits", "mlp", "--model.weights", "weights.pth"],
+    "there is no gpu device here": ["digits", "mlp", "--device", "gpu"],
+}
+REFUSED = """
+import sys
+from manyhands.cli.main import main
+for words in {}:
+    try:
+        main(["train", *words])
+    except SystemExit as ended:
+        assert ended.code == 2, words
+assert "torch" not in sys.modules
+"""
+
+
+def test_what_is_missing_is_found_before_torch_is_imported(tmp_path):
+    for name in ("data.csv", "d.yaml"):
+        (tmp_path / name).touch()
+    code = REFUSED.format(list(MISSING.values()))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(what in done.stderr for what in MISSING), done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_command_that_imports_torch_ends_without_a_word_of_others():
@@ -64,6 +95,18 @@ def test_little_is_imported_before_ctrl_c_is_heeded():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     own = {"manyhands", "manyhands.__main__", "manyhands.core", "manyhands.core.version"}
     assert set(done.stdout.split()) <= own, done.stderr
+
+
+def test_help_groups_all_commands_and_begins_with_those_of_the_first_day(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    listed = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2] != " "]
+    assert listed[:-2] == list(COMMANDS)
+    assert listed[:5] == ["train", "eval", "predict", "resume", "report"]
+    titles = [line.strip(" ─╭╮") for line in shown.splitlines() if line.startswith("╭")]
+    assert titles == [*GROUPS.values(), "Options"]
 
 
 def test_how_join_reaches_the_head_is_in_its_help(capsys):

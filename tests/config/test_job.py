@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from manyhands.cli.main import main
 from manyhands.cluster.agents.orders import DEVICE_INDEX
 from manyhands.config.job import Job
-from manyhands.config.load import flatten, known_keys, load_job, parse_value, read_toml
+from manyhands.config.load import _ELSEWHERE, flatten, known_keys, load_job, meant_key, parse_value, read_toml
 from manyhands.config.recipes import _names, recipe_for, recipe_named
 from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError
+from manyhands.core.plugins import did_you_mean
 from manyhands.core.pulse import PULSE_FILE
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.tunnel_ends import VARIABLE
@@ -173,3 +174,68 @@ def test_a_folder_takes_adamw_for_the_same_networks_of_torchvision():
     for network in ("swin_t", "convnext_tiny", "vit_b_16"):
         assert recipe_for("./pets", f"torchvision:{network}") == recipe_for("./pets", network)
         assert recipe_for("./pets", network).values["train.optimizer"] == "adamw"
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["train", "digits", "--optimizer", "adam"], "did you mean --train.optimizer?"),
+        (["train", "digits", "--opt=adam"], "did you mean --train.optimizer?"),
+        (["train", "digits", "--weight-decay", "0.1"], "did you mean --train.weight_decay?"),
+        (["train", "digits", "--weigth-decay", "0.1"], "did you mean --train.weight_decay?"),
+        (["train", "digits", "--learning-rate", "0.1"], "did you mean --lr?"),
+        (["train", "digits", "--bs", "8"], "did you mean --batch?"),
+        (["eval", "run", "--bs", "8"], "did you mean --train.batch?"),
+        (["train", "digits", "--epoch", "8"], "did you mean --epochs?"),
+        (["train", "--model", "mlp"], "manyhands train digits mlp"),
+        (["logs", "run", "--folow"], "did you mean --follow?"),
+        (["train", "data=mnist", "model=mlp", "epochs=3", "imgsz=32"],
+         "write --data.name mnist --model.name mlp --train.epochs 3 --data.image_size 32"),
+        (["val", "run"], "manyhands eval RUN"),
+        (["test"], "manyhands eval RUN"),
+        (["infer", "x"], "manyhands predict"),
+        (["models"], "manyhands train --help"),
+        (["help"], "manyhands --help"),
+    ],
+)  # fmt: skip
+def test_the_words_of_other_programs_are_answered_with_ours(capsys, words, meant):
+    assert meant in refused(capsys, *words)
+
+
+def test_every_name_from_elsewhere_stands_for_an_option_and_hides_none():
+    keys = set(known_keys())
+    assert set(_ELSEWHERE.values()) <= keys
+    for word, key in _ELSEWHERE.items():
+        assert meant_key(word) == meant_key(f"--{word}".lstrip("-").replace("_", "-")) == key
+    for key in keys:
+        assert meant_key(key.rpartition(".")[2]).rpartition(".")[2] == key.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[optimizer]\nlr = 0.1\n", 'did you mean "train.lr"?'),
+        ("[training]\nbatch_size = 3\n", 'did you mean "train.batch"?'),
+        ('[train]\nepochs = 1\ndata = "mnist"\n', "write data = … above the first [section], or [data] with name"),
+        ('[train]\nmodel = "mlp"\n', "write model = … above the first [section]"),
+    ],
+)
+def test_keys_in_another_section_or_of_other_programs_are_answered_with_ours(tmp_path, text, hint):
+    with pytest.raises(UserError) as caught:
+        load_job({}, file=_job_file(tmp_path, text), environment={})
+    assert any(hint in line for line in caught.value.mend)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("MNIST", "mnist"), ("FashionMNIST", "fashion-mnist"), ("CIFAR-10", "cifar10")],
+)
+def test_case_and_hyphens_hide_no_data_set(word, meant):
+    assert did_you_mean(word, ["mnist", "fashion-mnist", "cifar10", "digits"]) == f'did you mean "{meant}"?'

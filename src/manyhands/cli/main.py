@@ -30,28 +30,36 @@ manyhands train ./pets resnet50 --epochs 30  any folder of class folders
 
 COMMANDS = {
     "train": "Train a classifier.",
-    "launch": "Train on several machines, started and watched from here over ssh.",
-    "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
-    "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
-    "drill": "Try faults on a run in a scratch folder, and say of each whether it came through as promised.",
-    "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
     "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
     "predict": "Say what is on pictures: the most likely classes of each.",
-    "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",
     "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
-    "join": "Have a run that goes on take up another machine.",
-    "ps": "List the runs that go on: where, since when, how far.",
-    "stop": "Have a run that goes on save and stop, and wait for it.",
-    "why": "Say why a run ended, or how it goes on: which rank, machine, step and file; what to do.",
-    "logs": "Show what the processes of a run wrote.",
-    "clean": "Say what old copies and caches take on this machine, and remove them with --yes.",
-    "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
-    "profile": "Say what a run's time goes to on each process, and which change would help; or trace updates.",
     "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
-    "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
+    "ps": "List the runs that go on: where, since when, how far.",
+    "logs": "Show what the processes of a run wrote.",
+    "why": "Say why a run ended, or how it goes on: which rank, machine, step and file; what to do.",
+    "stop": "Have a run that goes on save and stop, and wait for it.",
+    "profile": "Say what a run's time goes to on each process, and which change would help; or trace updates.",
+    "clean": "Say what old copies and caches take on this machine, and remove them with --yes.",
+    "launch": "Train on several machines, started and watched from here over ssh.",
+    "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
+    "join": "Have a run that goes on take up another machine.",
+    "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
+    "drill": "Try faults on a run in a scratch folder, and say of each whether it came through as promised.",
     "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
+    "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
+    "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
+    "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
+    "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",
     "schema": "Print the JSON Schema of job.toml, for editors.",
 }
+# The groups of the commands in --help, each by its first command.
+GROUPS = {"train": "Train, and use what was trained", "ps": "Runs", "launch": "Several machines", "plan": "More"}
+
+# Words that other programs have for what ours do.
+COMMANDS_ELSEWHERE = {
+    "val": "eval RUN", "validate": "eval RUN", "test": "eval RUN", "infer": "predict RUN PICTURES",
+    "help": "--help", "list": "ps", "models": "train --help", "version": "--version",
+}  # fmt: skip
 
 
 def make_app() -> cyclopts.App:
@@ -65,10 +73,13 @@ def make_app() -> cyclopts.App:
         suppress_keyboard_interrupt=False,  # what a stop says is said below
         default_parameter=cyclopts.Parameter(converter=_unrounded),
     )
-    for name, explanation in COMMANDS.items():
+    group: cyclopts.Group | None = None
+    for place, (name, explanation) in enumerate(COMMANDS.items()):
+        group = cyclopts.Group(GROUPS[name], sort_key=place) if name in GROUPS else group
         # By name, so that a command's file is imported only when it is used.
         function = "evaluate" if name == "eval" else name.replace("-", "_")
-        app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation)
+        app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation, group=group, sort_key=place)
+    app["--help"].group = app["--version"].group = cyclopts.Group("Options", sort_key=len(COMMANDS))
     return app
 
 
@@ -92,7 +103,9 @@ def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) 
         _show(error, as_json="--json" in _own(given))
         code = error.exit_code
     except cyclopts.CycloptsError as error:
-        _show(ManyhandsError(_plain(str(error)), mend=(_help_for(given),)), as_json="--json" in _own(given))
+        hint = (_meant(error, given), _help_for(given))
+        what = _plain(str(error)).partition(" Did you mean")[0] if hint[0] else _plain(str(error))
+        _show(ManyhandsError(what, mend=tuple(filter(None, hint))), as_json="--json" in _own(given))
         code = EXIT_USAGE
     except UnwritableError as error:
         _show(ManyhandsError(str(error), mend=("make room there, or have it go elsewhere",)), as_json=False)
@@ -159,6 +172,26 @@ def _options_by_path(given: list[str]) -> list[str]:
 
 def _plain(text: str) -> str:
     return " ".join(text.split())
+
+
+def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
+    """What the user may have wanted with a word that is no command or option of ours; empty where that isn't known."""
+    if isinstance(error, cyclopts.UnknownCommandError) and given[0] in COMMANDS_ELSEWHERE:
+        return f"did you mean manyhands {COMMANDS_ELSEWHERE[given[0]]}?"
+    if not isinstance(error, cyclopts.UnknownOptionError):
+        return ""
+    from manyhands.config.load import meant_key
+    from manyhands.core.plugins import nearest
+
+    known = [name for argument in error.argument_collection for name in argument.names]
+    name = (error.token.keyword or error.token.value).partition("=")[0]
+    key = meant_key(name.lstrip("-"))
+    if key in {"data.name", "model.name"} and "--epochs" in known:
+        return "data set and network are words of their own: manyhands train digits mlp"
+    flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
+    alike = nearest(name, [each for each in known if each.startswith("--")])
+    meant = flag if flag in known else f"--{key}" if key and "--set" in known else alike
+    return f"did you mean {meant}?" if meant else ""
 
 
 def _help_for(given: list[str]) -> str:

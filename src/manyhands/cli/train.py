@@ -1,5 +1,6 @@
 """manyhands train."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,6 +126,13 @@ def what(data: str | None, model: str | None, arguments: Sequence[str]) -> dict[
     """
     if data and data.endswith(".py"):
         return {"run.script": (data, *filter(None, (model,)), *arguments)}
+    words = [word for word in (data, model, *arguments) if word and re.match(r"[A-Za-z_][\w.]*=", word)]
+    if words and not any(Path(word).exists() for word in words):
+        from manyhands.config.load import meant_key
+
+        pairs = [word.split("=", 1) for word in words]
+        flags = " ".join(f"--{meant_key(name) or name} {value}" for name, value in pairs)
+        raise UserError("options are flags here, not key=value", "command line", (f"write {flags}",))
     if arguments:
         mend = ("arguments are for a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
         raise UserError(f'"{arguments[0]}" is one word too many', "command line", mend)

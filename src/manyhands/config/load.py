@@ -20,7 +20,7 @@ from manyhands.config.recipes import recipe_for, recipe_named
 from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
-from manyhands.core.plugins import did_you_mean, is_object_reference
+from manyhands.core.plugins import did_you_mean, is_object_reference, nearest
 from manyhands.core.shown import say
 from manyhands.data.known import named
 
@@ -55,6 +55,28 @@ Values = dict[str, Any]
 
 # Sections that may be written as one word: data = "mnist" is data.name = "mnist".
 ONE_WORD = {"data": "name", "model": "name", "parallel": "mode", "sync": "method"}
+
+# Options under the names that timm, Hugging Face, Ultralytics and torchrun have for them.
+_NAMES_ELSEWHERE = {
+    "data.name": "data dataset dataset_name",
+    "data.dir": "data_path data_root",
+    "data.image_size": "imgsz img_size input_size",
+    "data.workers": "num_workers dataloader_num_workers",
+    "model.name": "model arch model_name model_name_or_path network",
+    "train.batch": "bs batch_size per_device_train_batch_size",
+    "train.micro_batch": "accumulate grad_accum_steps gradient_accumulation_steps",
+    "train.epochs": "num_epochs num_train_epochs max_epochs",
+    "train.lr": "lr0 learning_rate",
+    "train.optimizer": "opt optim",
+    "train.schedule": "sched scheduler lr_scheduler lr_scheduler_type",
+    "train.label_smoothing": "smoothing label_smoothing_factor",
+    "train.clip": "clip_grad max_grad_norm",
+    "train.precision": "amp half fp16 bf16",
+    "cluster.processes": "nproc_per_node num_processes gpus devices",
+    "checkpoint.resume": "resume_from_checkpoint",
+    "run.out": "output output_dir project",
+}
+_ELSEWHERE = {word: key for key, words in _NAMES_ELSEWHERE.items() for word in words.split()}
 
 _KEY_OR_VALUE = ('write values as key = "text" or key = 3',)
 
@@ -222,7 +244,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
     keys = list(known_keys())
     # "flag" alone doesn't say which of many: --train.lr.
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
-    problems = [_unknown(key, keys, origins) for key in values if key not in keys]
+    problems = [_unknown(key, origins) for key in values if key not in keys]
     problems += [
         (f"{key} {what}", origins.get(key, "job"), "")
         for key in values
@@ -261,12 +283,21 @@ def _as_declared(key: str, value: Any) -> Any:
     return cast(Any, value)
 
 
-def _unknown(key: str, keys: list[str], origins: dict[str, str]) -> Problem:
-    hint = did_you_mean(key, keys)
-    if not hint:
-        name = key.rpartition(".")[2]
-        near = [known for known in keys if known.endswith(f".{name}")]
-        hint = f'did you mean "{near[0]}"?' if near else "--show-config lists all keys"
+def meant_key(word: str) -> str:
+    """The option that a name stands for: its last part, its name in other programs, or one spelled alike; else ""."""
+    name = word.replace("-", "_").lower()
+    last = name.rpartition(".")[2]
+    keys = list(known_keys())
+    named = _ELSEWHERE | {key.rpartition(".")[2]: key for key in reversed(keys)}
+    near = last if last in named else nearest(name, keys if "." in name else named)
+    return named.get(near, near)
+
+
+def _unknown(key: str, origins: dict[str, str]) -> Problem:
+    name, meant = key.rpartition(".")[2], meant_key(key)
+    hint = f'did you mean "{meant}"?' if meant else "--show-config lists all keys"
+    if name in ONE_WORD and meant == f"{name}.{ONE_WORD[name]}":
+        hint = f"write {name} = … above the first [section], or [{name}] with {ONE_WORD[name]} = … below it"
     return f"there is no option {shortened(key)}", origins.get(key, ""), hint
 
 

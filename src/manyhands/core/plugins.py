@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -28,11 +29,20 @@ def load_choice(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name}")
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that is spelled most alike, whatever its case, hyphens and blanks; empty where none is."""
+    if len(word) > _LONGEST_WORD:  # comparing takes the product of both lengths, and no known word is as long
+        return ""
+    bare = {re.sub(r"[-_ ]", "", name).casefold(): name for name in known}
+    plain = re.sub(r"[-_ ]", "", word).casefold()
+    near = [plain] if plain in bare else difflib.get_close_matches(plain, bare, n=1, cutoff=0.6)
+    return bare[near[0]] if near else ""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A question with the nearest known word, or an empty string."""
-    # Comparing takes the product of both lengths, and no word of ours is as long as this.
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6) if len(word) <= _LONGEST_WORD else []
-    return f'did you mean "{near[0]}"?' if near else ""
+    near = nearest(word, known)
+    return f'did you mean "{near}"?' if near else ""
 
 
 def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
@@ -72,16 +82,22 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
 _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
 
 
+def refuse_no_code(word: str, where: str) -> None:
+    """Raises UserError for "file.py:object" where the file is missing."""
+    if (file := code_file(word)) and not file.is_file():
+        mend = ("write it as path/to/file.py:object",)
+        raise UserError(f"there is no file {word.rpartition(':')[0]}", where, mend)
+
+
 def load_object(reference: str, where: str) -> Any:
     """Loads `object` from the user's `file.py:object`; the file's folder becomes importable.
 
     Raises:
         UserError: the file is missing, can't be run, or has no such object.
     """
+    refuse_no_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     path = Path(path_text).expanduser().resolve()
-    if not path.is_file():
-        raise UserError(f"there is no file {path_text}", where, ("write it as path/to/file.py:object",))
     module = _run_file(path, where)
     if not hasattr(module, name):
         public = [word for word in vars(module) if not word.startswith("_")]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.core.errors import UserError
+from manyhands.core.plugins import is_object_reference
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,23 @@ def named(name: str) -> tuple[str, str] | None:
     if not known:
         return None
     return known, str(place if place.is_dir() else place.parent)
+
+
+def refuse_no_folder(name: str) -> None:
+    """Raises UserError for a path that is neither a folder nor a known set's archive; any other word may be a name."""
+    place = Path(name).expanduser()
+    is_path = place.is_file() or "/" in name or "." in name
+    if not is_path or is_object_reference(name) or place.is_dir() or named(name):
+        return
+    folder = "name a folder of class folders, or one with train/ and val/"
+    own = "file.py:function of your own, which returns (train, test)"
+    if place.suffix in {".yaml", ".yml"} and place.is_file():
+        mend = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
+        raise UserError(f"{name} is YAML, which isn't read", "data.name", mend)
+    if place.is_file():
+        mend = (folder, f"or read the file in {own}")
+        raise UserError(f"{name} is a file, and data is read from a folder", "data.name", mend)
+    raise UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
 
 
 def mnist_places(folder: Path, name: str) -> list[Path]:

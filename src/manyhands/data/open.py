@@ -10,7 +10,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.plugins import is_object_reference, load_choice, module_names, unknown_choice
 from manyhands.data.folder import is_divided
 from manyhands.data.gallery import open_whole_folder
-from manyhands.data.known import named
+from manyhands.data.known import named, refuse_no_folder
 from manyhands.data.objects import splits_of_objects, splits_of_targets
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import is_divided_pack
@@ -136,9 +136,7 @@ def find_choice(name: str) -> str:
         return find_choice(known_place[0])
     if Path(name).expanduser().is_dir():
         return "imagefolder"
-    if "/" in name or "." in name:
-        mend = ("name a folder of class folders, or one with train/ and val/", "or file.py:function")
-        raise UserError(f"there is no folder {name}", _WHERE, mend)
+    refuse_no_folder(name)
     words = [word + "…" if word.endswith(":") else word for word in known]
     raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], _WHERE)
 

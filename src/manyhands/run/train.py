@@ -15,6 +15,7 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
+from manyhands.checkpoint.find import resolve
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.descriptions.inventory import Meeting
@@ -48,6 +49,7 @@ from manyhands.core.folder import (
     writing_into,
 )
 from manyhands.core.going_on import going_on, tells_how
+from manyhands.core.plugins import refuse_no_code
 from manyhands.core.private import private_files
 from manyhands.core.registry import headed_here, registered
 from manyhands.core.scratch import scratch
@@ -55,6 +57,7 @@ from manyhands.core.shown import say
 from manyhands.core.stops import ended_like_ctrl_c, saved_step
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.world import Membership
+from manyhands.data.known import refuse_no_folder
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
@@ -106,6 +109,8 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
     meeting = participation.meeting or Meeting((participation.processes,))
     several = len(meeting.sizes) > 1
+    if not several:
+        _refuse_missing(job)
     if several:
         job = _among_machines(job, meeting, quiet=quiet)
     else:
@@ -123,6 +128,23 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
                 while not several and recovery.again(ending):
                     ending = supervise_once([here.link()], [here.orders(recovery)], watch)
         return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
+
+
+def _refuse_missing(job: Job) -> None:
+    """Raises UserError for what isn't on this machine, as far as that can be found before torch is loaded."""
+    if job.run.script:
+        return
+    if job.cluster.device.partition(":")[0] == "gpu":
+        mend = ("leave it out: an accelerator is found", "or --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
+        raise UserError("there is no gpu device here", "cluster.device", mend)
+    refuse_no_folder(job.data.name)
+    code = {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}
+    for where, word in code.items():
+        refuse_no_code(word, where)
+    weights = Path(job.model.weights).expanduser()
+    resumed = job.run.out and RunFolder(Path(job.run.out).expanduser()).has_checkpoints()
+    if not (resumed or weights.exists()):
+        resolve(weights, "best")
 
 
 def place_of(job: Job) -> Participation:
