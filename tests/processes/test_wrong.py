@@ -1,5 +1,6 @@
 """What must not go unnoticed: replicas that drift apart, numbers that are lost."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.worker.account import give_account, own_environment
 from tests.processes.ranks import run_on_ranks
 
 
@@ -77,6 +79,48 @@ def test_a_drifted_replica_is_named_with_its_tensor():
     for what, where in run_on_ranks(_fit, 3, "drift", False):
         assert "memory" in what
         assert where == "rank 1, memory"
+
+
+class _Centred(nn.Module):
+    """Keeps a mean of its own samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, values):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(values.mean(), 0.1)
+                self.seen += len(values)
+        return values - self.mean
+
+
+def _fit_moving(world, mode, samples):
+    flags = {"data.name": f"synthetic:{samples}x1x8x8x5", "train.batch": 9, "train.epochs": 2, "train.audit_every": 1}
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), _Centred(), nn.Flatten(), nn.Linear(144, 5)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
+        give_account(trainer, [own_environment(world)] * world.size, {})
+        fit(trainer)
+        trainer.saver.wait()
+        exceptions = json.loads(RunFolder(Path(folder)).plan.read_text())["exceptions"] if world.is_main else []
+    return {name: one.tolist() for name, one in net.named_buffers()}, exceptions
+
+
+@pytest.mark.parametrize("mode", ["data", "fsdp"])
+def test_buffers_that_each_process_moves_by_its_own_samples_are_kept_equal_and_named(mode):
+    (first, exceptions), (second, _) = run_on_ranks(_fit_moving, 2, mode, 40)
+    assert first == second
+    assert first["2.seen"] > 0
+    assert any("1.running_mean" in one and "takes rank 0's values" in one for one in exceptions)
+
+
+def test_one_process_alone_names_no_buffers():
+    assert run_on_ranks(_fit_moving, 1, "single", 40)[0][1] == []
 
 
 def test_a_gradient_that_is_not_finite_names_rank_step_and_tensor():
