@@ -11,8 +11,9 @@ from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.config.load import load_job
-from manyhands.core.errors import RunError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
@@ -144,6 +145,42 @@ def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
     assert not any("train." in line for line in caught.value.mend)
 
 
+class _Spectral(nn.Module):
+    """Multiplies frequencies."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(weight), nn.Linear(64, 5)
+
+    def forward(self, images):
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return self.linear(torch.fft.irfft2(torch.fft.rfft2(images[:, 0]) * weight, s=(8, 8)).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("net", "told"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).requires_grad_(False), "all are frozen"),
+        (nn.Flatten(), "no parameter that can be trained"),
+        (_Spectral(torch.ones(8, 5, dtype=torch.cfloat)), "the parameter weight is complex"),
+    ],
+)
+def test_what_can_not_be_trained_is_refused_in_one_sentence(net, told, tmp_path):
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    with pytest.raises(UserError, match=told):
+        build(job, RunFolder(tmp_path), World(), "single", Objects(net))
+
+
+def test_what_the_refusal_of_complex_parameters_advises_trains(tmp_path):
+    net = _Spectral(torch.view_as_real(torch.ones(8, 5, dtype=torch.cfloat)).clone())
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 1}, environment={}).job
+    trainer = build(job, RunFolder(tmp_path), World(), "single", Objects(net))
+    before = net.weight.detach().clone()
+    fit(trainer)
+    trainer.saver.wait()
+    assert not torch.equal(before, net.weight)
+
+
 def test_lost_numbers_on_an_accelerator_stop_all_processes():
     for what, where in run_on_ranks(_fit, 2, "loss", True):
         assert what == "the loss is not finite"
@@ -186,8 +223,6 @@ def test_one_process_alone(wrong):
 
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        from manyhands.core.world import World
-
         trainer = build(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong)))
         before = [p.detach().clone() for p in trainer.network.inner.parameters()]
         with pytest.raises(RunError) as caught:
