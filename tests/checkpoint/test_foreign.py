@@ -86,6 +86,14 @@ def test_old_main_py_had_no_scheduler_and_wraps_only_the_features_of_vgg(tmp_pat
     assert read.state == {"foreign": "imagenet-main", "arch": "vgg11", "epoch": 1, "best": {"top1": 0.0}}
 
 
+def test_the_best_figure_of_main_py_from_before_2019_is_read(tmp_path: Path):
+    model = network()
+    content = main_checkpoint(model, sgd(model), "module.", torch.tensor(62.5))
+    content["best_prec1"] = content.pop("best_acc1")
+    torch.save(content, tmp_path / "checkpoint.pth.tar")
+    assert read_foreign(tmp_path / "checkpoint.pth.tar").state["best"] == {"top1": 0.625}
+
+
 def test_plain_weights(tmp_path: Path):
     model = network()
     torch.save(model.state_dict(), tmp_path / "plain.pth")

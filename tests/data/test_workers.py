@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -54,6 +55,35 @@ REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]
 
 def requests():
     return iter([torch.tensor(request) for request in REQUESTS])
+
+
+@pytest.fixture
+def a_long_temporary_folder(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    # Made once for each process, which other tests of this one have done.
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    yield long
+    tempfile.tempdir = None
+
+
+@pytest.mark.timeout(60)
+def test_samples_come_where_the_temporary_folder_is_too_long_for_sockets(a_long_temporary_folder):
+    loader = Loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
+    found = [batch.samples.tolist() for batch in loader.batches(0, requests())]
+    loader.close()
+    assert found == REQUESTS
+    assert tempfile.gettempdir() == str(a_long_temporary_folder)
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_that_can_not_be_sent_ends_the_run_with_its_cause(a_long_temporary_folder, monkeypatch):
+    monkeypatch.setattr("manyhands.data.workers.keep_sockets_of_this_start", lambda: None)
+    loader = Loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
+    with pytest.raises(RunError, match="can't pass them on: OSError: AF_UNIX path too long"):
+        list(loader.batches(0, requests()))
 
 
 @pytest.mark.parametrize("kind", ["files", "own"])

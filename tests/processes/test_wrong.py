@@ -1,5 +1,6 @@
 """What must not go unnoticed: replicas that drift apart, numbers that are lost."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.config.load import load_job
-from manyhands.core.errors import RunError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
+from manyhands.core.world import World
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.worker.account import give_account, own_environment
 from tests.processes.ranks import run_on_ranks
 
 
@@ -79,6 +82,48 @@ def test_a_drifted_replica_is_named_with_its_tensor():
         assert where == "rank 1, memory"
 
 
+class _Centred(nn.Module):
+    """Keeps a mean of its own samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, values):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(values.mean(), 0.1)
+                self.seen += len(values)
+        return values - self.mean
+
+
+def _fit_moving(world, mode, samples):
+    flags = {"data.name": f"synthetic:{samples}x1x8x8x5", "train.batch": 9, "train.epochs": 2, "train.audit_every": 1}
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), _Centred(), nn.Flatten(), nn.Linear(144, 5)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
+        give_account(trainer, [own_environment(world)] * world.size, {})
+        fit(trainer)
+        trainer.saver.wait()
+        exceptions = json.loads(RunFolder(Path(folder)).plan.read_text())["exceptions"] if world.is_main else []
+    return {name: one.tolist() for name, one in net.named_buffers()}, exceptions
+
+
+@pytest.mark.parametrize("mode", ["data", "fsdp"])
+def test_buffers_that_each_process_moves_by_its_own_samples_are_kept_equal_and_named(mode):
+    (first, exceptions), (second, _) = run_on_ranks(_fit_moving, 2, mode, 40)
+    assert first == second
+    assert first["2.seen"] > 0
+    assert any("1.running_mean" in one and "takes rank 0's values" in one for one in exceptions)
+
+
+def test_one_process_alone_names_no_buffers():
+    assert run_on_ranks(_fit_moving, 1, "single", 40)[0][1] == []
+
+
 def test_a_gradient_that_is_not_finite_names_rank_step_and_tensor():
     for what, where in run_on_ranks(_fit, 3, "gradient", False):
         assert "the gradient of linear." in what
@@ -98,6 +143,42 @@ def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
     assert "input pictures" in caught.value.what
     assert str(caught.value.where).endswith("samples 17")
     assert not any("train." in line for line in caught.value.mend)
+
+
+class _Spectral(nn.Module):
+    """Multiplies frequencies."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(weight), nn.Linear(64, 5)
+
+    def forward(self, images):
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return self.linear(torch.fft.irfft2(torch.fft.rfft2(images[:, 0]) * weight, s=(8, 8)).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("net", "told"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).requires_grad_(False), "all are frozen"),
+        (nn.Flatten(), "no parameter that can be trained"),
+        (_Spectral(torch.ones(8, 5, dtype=torch.cfloat)), "the parameter weight is complex"),
+    ],
+)
+def test_what_can_not_be_trained_is_refused_in_one_sentence(net, told, tmp_path):
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    with pytest.raises(UserError, match=told):
+        build(job, RunFolder(tmp_path), World(), "single", Objects(net))
+
+
+def test_what_the_refusal_of_complex_parameters_advises_trains(tmp_path):
+    net = _Spectral(torch.view_as_real(torch.ones(8, 5, dtype=torch.cfloat)).clone())
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 1}, environment={}).job
+    trainer = build(job, RunFolder(tmp_path), World(), "single", Objects(net))
+    before = net.weight.detach().clone()
+    fit(trainer)
+    trainer.saver.wait()
+    assert not torch.equal(before, net.weight)
 
 
 def test_lost_numbers_on_an_accelerator_stop_all_processes():
@@ -142,8 +223,6 @@ def test_one_process_alone(wrong):
 
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        from manyhands.core.world import World
-
         trainer = build(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong)))
         before = [p.detach().clone() for p in trainer.network.inner.parameters()]
         with pytest.raises(RunError) as caught:

@@ -23,6 +23,7 @@ from manyhands.core.errors import UserError, shortened
 from manyhands.core.once import replacing
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
+_BEST = ("best_acc1", "best_prec1")  # main.py's, since 2019 and before
 _MAIN_STEP_SIZE = 30
 _MAIN_GAMMA = 0.1
 _MOST = 1e9
@@ -144,8 +145,9 @@ def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
-    if "best_acc1" in content:
-        state["best"] = {"top1": _number(content, "best_acc1", path) / 100}
+    best = next((key for key in _BEST if key in content), None)
+    if best:
+        state["best"] = {"top1": _number(content, best, path) / 100}
     if isinstance(content.get("scheduler"), dict):
         state["scheduler"] = content["scheduler"]
     return state

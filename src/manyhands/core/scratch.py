@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from manyhands.core.errors import RunError
 from manyhands.core.records import FAILURE_FILE
 
 PREFIX = "manyhands-"
@@ -25,6 +26,8 @@ ALIVE = ".alive"
 NEW_S = 60.0
 # A socket's path has at most 107 bytes; multiprocessing adds 32 of them.
 MOST_OF_A_SOCKETS_PATH = 75
+# Where sockets go if TMPDIR is too long.
+_SHORT, _ENTER = ("/tmp", "/var/tmp", "/dev/shm"), os.W_OK | os.X_OK
 # Waits for a line, or for the end of who should have written it. What still ended may put a file there meanwhile.
 SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 
@@ -63,14 +66,22 @@ def keep_sockets_of_this_start() -> None:
     """Puts multiprocessing's sockets into this start's folder: a loader's process that is killed leaves its own behind.
 
     Each process would make a folder of its own when it first passes a tensor on; those that are forked take this one.
+    Where that folder's path is too long for a socket, and the temporary folder's too, they take a shorter place.
+
+    Raises RunError: there is none.
     """
-    folder, before = of_this_start(), tempfile.tempdir
-    if folder is not None and len(os.fsencode(folder)) < MOST_OF_A_SOCKETS_PATH:
-        tempfile.tempdir = str(folder)
-        try:
-            multiprocessing.util.get_temp_dir()
-        finally:
-            tempfile.tempdir = before
+    before = tempfile.gettempdir()
+    places = map(str, filter(None, (of_this_start(), before, *_SHORT)))
+    short = [
+        place for place in places if len(os.fsencode(place)) <= MOST_OF_A_SOCKETS_PATH and os.access(place, _ENTER)
+    ]
+    if not short:
+        raise RunError(f"{before} is too long a path for sockets", "TMPDIR", ("export TMPDIR=/tmp",))
+    tempfile.tempdir = short[0]
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def abandoned() -> Iterator[Path]:

@@ -5,8 +5,12 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
+from multiprocessing.queues import Queue
+from typing import Any
 
+from manyhands.core.errors import RunError
 from manyhands.core.stops import STOPS
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -31,7 +35,19 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
+    Queue._on_queue_feeder_error = _answer_with_error  # pyright: ignore[reportAttributeAccessIssue]  # of this process
     warnings.filterwarnings("ignore", module="PIL")  # of broken EXIF data and the like, once for each worker
+
+
+def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) -> None:
+    """Sends an error in place of an answer that can't be sent, which the training process would wait for for ever."""
+    traceback.print_exc()
+    number, content = answer
+    if isinstance(content, RunError):
+        os._exit(1)
+    mend = ("is /dev/shm full, TMPDIR a long path, or ulimit -n small? --data.workers 0 sends nothing",)
+    what = f"a process that makes samples can't pass them on: {type(error).__name__}: {error}"
+    answers.put((number, RunError(what, "data.workers", mend)))
 
 
 def _heed(parent: int) -> None:

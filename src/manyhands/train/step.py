@@ -16,6 +16,7 @@ from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMPUTE, UPDATE
 from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
+from manyhands.parallel.apply import differing_replicas
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import forget_seen
@@ -99,9 +100,9 @@ class UnderWay:
     """
 
     def __init__(self, network: ParallelNetwork) -> None:
-        ours = {id(layer) for layer in network.norms.layers}
-        modules = [one for one in network.inner.modules() if id(one) not in ours]
-        self._buffers = [one for module in modules for one in module.buffers(recurse=False)]
+        ours = {id(one) for layer in network.norms.layers for one in layer.buffers(recurse=False)}
+        self.named = {name: one for name, one in network.inner.named_buffers() if id(one) not in ours}
+        self._buffers = list(self.named.values())
         self._before: list[Tensor] = []
         self.begun = self.in_pieces = False
 
@@ -166,6 +167,7 @@ class Updater:
         )
         self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
         self.under_way = UnderWay(network)
+        self.shared_buffers: dict[str, Tensor] | None = None  # see `_share_buffers`; None before the first update
         # Seeding the others' generators costs a small network a fiftieth of its update.
         by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
         self._torch_alone = by_us and draws_from_torch_alone(network.inner)
@@ -215,11 +217,27 @@ class Updater:
         if self.gradients.spoilt is not None:
             self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
         self.gradients.finish_statistics()
+        self._share_buffers()
         self.under_way.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
         self.under_way.end()
         CLOCK.to(COMPUTE)
+
+    def _share_buffers(self) -> None:
+        """Gives all processes rank 0's buffers that each moves by its own samples, such as InstanceNorm's; as DDP does.
+
+        These are the ones that differ after the first update; a collective.
+        """
+        if self.world.alone or self.synchronizer.own_statistics:
+            return
+        if self.shared_buffers is None:
+            saved, layouts = self.network.inner.state_dict().keys(), self.network.layouts
+            cut = {name for name, layout in layouts.items() if layout.cuts}
+            named = {name: one for name, one in self.under_way.named.items() if name in saved - cut}
+            self.shared_buffers = {name: named[name] for name in differing_replicas(named, self.world)}
+        for buffer in self.shared_buffers.values():
+            dist.broadcast(buffer, src=0)
 
     def add_gradients(
         self, update: UpdateShare, step: int, *, averages: bool = True, before_last: Callable[[], None] = lambda: None

@@ -81,6 +81,7 @@ def put_under_mode(before: BeforeMode) -> UnderMode:
         UserError: network, data, mode and sync method don't fit together.
     """
     model, world, plan = before.model, before.world, before.plan
+    _refuse_untrainable(model)
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(before.mode) else leave_batch_norms()
     if plan:
         _start_equal(before)
@@ -95,6 +96,17 @@ def put_under_mode(before: BeforeMode) -> UnderMode:
         rehearsed = _rehearsed(before, rehearsal)
         synced = _settle(before, rehearsal, rehearsed.unused)
     return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, rehearsed, restore_norms)
+
+
+def _refuse_untrainable(model: nn.Module) -> None:
+    """Raises UserError: nothing can be trained, or a parameter is complex, which fused optimizers and modes refuse."""
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    if not trained:
+        mend = ("unfreeze what is to be trained: parameter.requires_grad_(True)", "manyhands eval needs no training")
+        raise UserError("the network has no parameter that can be trained: all are frozen", "the network", mend)
+    if name := next((name for name, one in trained.items() if one.is_complex()), ""):
+        mend = ("keep real pairs: nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward",)
+        raise UserError(f"the parameter {name} is complex, and only real ones can be trained", "the network", mend)
 
 
 def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:

@@ -35,6 +35,8 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     Raises:
         UserError: options were changed, and no update is left that they could act on.
     """
+    from manyhands.train.exceptions import of_buffers
+
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained = folder.has_trained()
     if trained:
@@ -53,18 +55,26 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
             folder.plan, plan.model_copy(update={**about, "resolved": became | about.get("resolved", {})})
         )
 
+    def note_buffers() -> None:
+        for told in of_buffers(trainer):
+            plan.exceptions.append(told)
+            journal.event("note", told, step)
+            journal.file(write_files)
+
     def write_on_first_update() -> None:
         for change in changes:
             told = f"{change} (from step {step} on)"
             journal.event("changed", told, step, option=change.key, old=change.old, new=change.new)
         journal.file(lambda: replace_job(folder, job))
         journal.file(write_files)
+        note_buffers()
 
     if trained:
         trainer.on_first_update = write_on_first_update
     else:
         write_job(folder, job)
         write_files()
+        trainer.on_first_update = note_buffers
 
 
 def tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
