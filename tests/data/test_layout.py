@@ -166,7 +166,14 @@ EXAMPLE = {"train": ("Training", {"cat": 3, "猫": 2, "0": 0}), "test": ("Testin
 def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_path, plan):
     made = Made(tmp_path, f"set{next(NUMBERS)}")
     put_there(made, *plan)
-    splits = open_data(DataOptions(name=str(made.root)))
+    options = DataOptions(name=str(made.root))
+    seen = {label for found in made.used.values() for label, _ in found}
+    unread = {label for place, split, label in made.folders if split in ("", "train") and [*place.glob("[ab].[hH]*")]}
+    if unread - seen:  # a folder of nothing but HEIC isn't an empty one
+        with pytest.raises(UserError, match="has only pictures in formats that can't be read"):
+            open_data(options)
+        return
+    splits = open_data(options)
     sources = {"train": splits.train, "test": splits.test, "held-out": splits.held_out}
     read = {
         word: {(splits.classes[label], path) for path, label in zip(source.paths, source.labels.tolist(), strict=True)}
@@ -182,7 +189,7 @@ def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_pa
         evaluated = "val" if "val" in words else "test"
         assert (read["train"], read["test"]) == (made.used["train"], made.used[evaluated])
         assert read.get("held-out") == (made.used["test"] if len(words) == 3 else None)
-    assert splits.classes == tuple(sorted({label for found in made.used.values() for label, _ in found}))
+    assert splits.classes == tuple(sorted(seen))
     assert f"{len(splits.train):,} + {len(splits.test):,} pictures" in splits.description
     kinds = Counter(made.unused.values())
     wanted = Counter({kind if kinds[kind] > 1 else path: kinds[kind] for path, kind in made.unused.items()})

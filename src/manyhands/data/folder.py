@@ -14,7 +14,16 @@ from manyhands.data.decode import PICTURE_SUFFIXES
 from manyhands.data.layout import read_layout, split_word
 from manyhands.data.names import PictureNames, plain_form, told_of_lookalike
 from manyhands.data.packed import PackedRows
-from manyhands.data.walk import Identity, Unused, add_loose, class_identities, folders_in, walk
+from manyhands.data.walk import (
+    UNREAD_SUFFIXES,
+    Identity,
+    Unused,
+    add_loose,
+    class_identities,
+    folders_in,
+    holds_pictures,
+    walk,
+)
 
 _MOST_NAMES = 8
 
@@ -115,7 +124,13 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
             raise UserError(f"{part.root.name}/ has no pictures", str(part.root), mend)
     seen = set[str]().union(*full)
     classes = tuple(name for name in parts[0].classes if name in seen)
-    notes = [f"folder(s) without pictures are no classes: {_some(sorted({*empty} - seen))}"] if {*empty} - seen else []
+    unseen = [name for name in empty if name not in seen]
+    for name in unseen:
+        if holds_pictures(parts[0].root / name, suffixes=UNREAD_SUFFIXES):
+            mend = ("convert its pictures, to JPEG for example", f"what is read: {', '.join(sorted(PICTURE_SUFFIXES))}")
+            what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
+            raise UserError(what, str(parts[0].root / name), mend)
+    notes = [f"folder(s) without pictures are no classes: {_some(unseen)}"] if unseen else []
     for part, there in zip(parts[1:], full[1:], strict=True):
         extra = sorted({*part.classes} - {*classes})
         if missing := [name for name in classes if name not in there]:

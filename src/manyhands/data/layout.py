@@ -46,7 +46,8 @@ def read_layout(root: Path) -> Layout:
     others = [name for name in folders if name not in splits]
     training = [name for name in folders if splits.get(name) == "train" and folders_in(root / name)]
     evaluated = [name for name in folders if splits.get(name) in ("val", "test")]
-    beside = [name for name in others if holds_pictures(root / name, deep=False)] if not evaluated else []
+    alone = bool(training) and not evaluated
+    beside = [name for name in others if alone and holds_pictures(root / name, deep=False)]
     if not training or (beside and all(holds_pictures(root / name, deep=False) for name in training)):
         _refuse_splits_as_classes(root, splits, others)
         return Layout(

@@ -20,7 +20,8 @@ _NO_DATA = frozenset({
     "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
     "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
 })  # fmt: skip
-_PICTURES_OF_OTHER_KINDS = {".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"}
+# Of pictures in formats that can't be read.
+UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
 _TABLES = {".csv", ".tsv", ".json", ".xlsx"}
 _MOST_KINDS = 20
 
@@ -65,7 +66,7 @@ class Unused:
         notes = [f"files and folders that aren't used ({self.counts.total():,}): {', '.join(shown)}{more}"]
         if tables := sorted(_TABLES & self.counts.keys()):
             notes.append(f"{', '.join(tables)} files aren't read: the class of a picture is the folder that it lies in")
-        if pictures := sorted(_PICTURES_OF_OTHER_KINDS & self.counts.keys()):
+        if pictures := sorted(UNREAD_SUFFIXES & self.counts.keys()):
             notes.append(f"{', '.join(pictures)} pictures can't be read: convert them, to JPEG for example")
         return tuple(os.fsencode(note).decode(errors="backslashreplace") for note in notes)
 
@@ -137,11 +138,11 @@ def add_loose(root: Path, unused: Unused, prefix: str = "") -> None:
             unused.add(prefix + entry.name, kind)
 
 
-def holds_pictures(folder: Path, *, deep: bool = True) -> bool:
+def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] = PICTURE_SUFFIXES) -> bool:
     """True where there are pictures in a folder or, if `deep`, in those below it; without following links."""
     for _, below, files in os.walk(folder):
         below[:] = [name for name in below if deep and not is_no_data(name)]
-        if any(Path(name).suffix.lower() in PICTURE_SUFFIXES and not is_no_data(name) for name in files):
+        if any(Path(name).suffix.lower() in suffixes and not is_no_data(name) for name in files):
             return True
     return False
 
