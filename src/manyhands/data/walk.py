@@ -44,6 +44,8 @@ class Unused:
         suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 - a million of these
         if kind == "folder":
             word, path = f"{name}/", f"{path}/"
+        elif kind == "link":
+            word = "links to folders that are part of the set already"
         elif is_no_data(name):
             word = "._*" if name.startswith("._") else name
         elif kind == "other":
@@ -86,7 +88,6 @@ class Below:
     """What lies below all class folders."""
 
     classes: list[ClassFolder]  # one for each class folder, in the order that was given
-    left_out: list[str]  # links (paths below the root) to folders that are part of the set already, or that hold it
     entered: set[Identity]  # all folders that were
     unused: Unused
     prefix: str  # from the data set's root to this one, for `unused`
@@ -101,7 +102,7 @@ def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity], unused: 
     """
     homes = class_identities(root, folders)
     entered = {_identity(place) for place in (root.resolve(), *root.resolve().parents)} | set(homes) | set(taken)
-    below = Below([ClassFolder() for _ in folders], [], entered, unused, prefix)
+    below = Below([ClassFolder() for _ in folders], entered, unused, prefix)
     links: list[tuple[int, str]] = []
     for number, name in enumerate(folders):
         links += [(number, link) for link in _enter(root, name, below.classes[number], below)]
@@ -169,10 +170,10 @@ def _enter(root: Path, name: str, found: ClassFolder, below: Below) -> list[str]
 
 
 def _is_new(root: Path, name: str, below: Below) -> bool:
-    """True the first time that a folder is met; otherwise it is noted as left out."""
+    """True the first time that a folder is met; otherwise the link to it is added to those that aren't used."""
     here = _identity(root / name)
     if here in below.entered:
-        below.left_out.append(name)
+        below.unused.add(below.prefix + name, "link")
         return False
     below.entered.add(here)
     return True
