@@ -14,7 +14,16 @@ from manyhands.data.decode import PICTURE_SUFFIXES
 from manyhands.data.layout import read_layout, split_word
 from manyhands.data.names import PictureNames, plain_form, told_of_lookalike
 from manyhands.data.packed import PackedRows
-from manyhands.data.walk import Identity, Unused, add_loose, class_identities, folders_in, walk
+from manyhands.data.walk import (
+    UNREAD_SUFFIXES,
+    Identity,
+    Unused,
+    add_loose,
+    class_identities,
+    folders_in,
+    holds_pictures,
+    walk,
+)
 
 _MOST_NAMES = 8
 
@@ -73,7 +82,7 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
         parts.append(replace(part, word=split_word(place.name) if layout.splits else ""))
         entered.append(below)
     parts, more = _with_same_classes(parts)
-    return (replace(parts[0], notes=(*notes, *parts[0].notes, *more, *unused.notes())), *parts[1:])
+    return (replace(parts[0], notes=(*notes, *more, *unused.notes())), *parts[1:])
 
 
 def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, ...]:
@@ -81,17 +90,12 @@ def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, ...]:
     return split(parts[0], validation) if len(parts) == 1 else tuple(parts)
 
 
-def is_divided(root: Path) -> bool:
-    """True for a folder with a training split. Raises UserError: the names of its folders allow several readings."""
-    return bool(read_layout(root).train)
-
-
 def list_whole(root: Path) -> Listing:
     """The pictures in root's class folders, one or more, at any depth. Raises UserError: there is none."""
     unused = Unused()
     add_loose(root, unused)
     (listing,), notes = _with_same_classes([_list_classes(root, root, unused, set())[0]], least=1)
-    return replace(listing, notes=(*listing.notes, *notes, *unused.notes()))
+    return replace(listing, notes=(*notes, *unused.notes()))
 
 
 def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
@@ -115,20 +119,22 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
             raise UserError(f"{part.root.name}/ has no pictures", str(part.root), mend)
     seen = set[str]().union(*full)
     classes = tuple(name for name in parts[0].classes if name in seen)
-    notes = [f"folder(s) without pictures are no classes: {_some(sorted({*empty} - seen))}"] if {*empty} - seen else []
+    unseen = [name for name in empty if name not in seen]
+    for name in unseen:
+        if holds_pictures(parts[0].root / name, suffixes=UNREAD_SUFFIXES):
+            mend = ("convert its pictures, to JPEG for example", f"what is read: {', '.join(sorted(PICTURE_SUFFIXES))}")
+            what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
+            raise UserError(what, str(parts[0].root / name), mend)
+    notes = [f"folder(s) without pictures are no classes: {_some(unseen)}"] if unseen else []
     for part, there in zip(parts[1:], full[1:], strict=True):
         extra = sorted({*part.classes} - {*classes})
         if missing := [name for name in classes if name not in there]:
             notes.append(f"{part.root.name}/ has no pictures of {len(missing)} class(es): {_some(missing)}")
         if extra:
             notes.append(f"{part.root.name}/ has folder(s) without pictures: {_some(extra)}")
-    return [_of_classes(part, classes) for part in parts], notes
-
-
-def _of_classes(part: Listing, classes: tuple[str, ...]) -> Listing:
-    place = {name: number for number, name in enumerate(classes)}
-    numbers = numpy.array([place.get(name, -1) for name in part.classes], numpy.int64)
-    return replace(part, classes=classes, labels=numbers[part.labels])
+    numbers = {name: number for number, name in enumerate(classes)}
+    found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in parts]
+    return [replace(part, classes=classes, labels=places[part.labels]) for part, places in found], notes
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
@@ -144,26 +150,25 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
     names = PictureNames.of_text(b"".join(found.text for found in below.classes))
     counts = [found.text.count(0) for found in below.classes]
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), counts)
-    return Listing(root, classes, names, labels, notes=_of_links(root, below.left_out)), below.entered
+    return Listing(root, classes, names, labels), below.entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
     """Raises UserError: names that can't be shown, or two that look the same."""
     encoding = sys.getfilesystemencoding().lower()
     for name in classes:
-        if encoding not in ("utf-8", "utf8") and not name.isascii() and _is_utf8(name):
-            what = (
-                f'the name of the class folder "{_as_bytes(name)}" is UTF-8, but the locale\'s encoding is {encoding}'
-            )
-            raise UserError(what, str(root), ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8"))
-        if not _is_utf8(name) and (encoding in ("utf-8", "utf8") or not _is_text(name)):
+        shown = f'the name of the class folder "{_as_bytes(name)}"'
+        if _is_utf8(name):
+            if encoding not in ("utf-8", "utf8") and not name.isascii():
+                mend = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
+                raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), mend)
+        elif any("\udc80" <= letter <= "\udcff" for letter in name):  # bytes that Python could only carry along
             mend = (f"rename it; of many: convmv -f gbk -t utf-8 -r --notest {root}, with the encoding it was made in",)
-            raise UserError(f'the name of the class folder "{_as_bytes(name)}" isn\'t UTF-8', str(root), mend)
+            raise UserError(f"{shown} isn't UTF-8", str(root), mend)
     if len({plain_form(name) for name in classes}) < len(classes):
         alike = next(filter(None, (told_of_lookalike(name, classes) for name in classes)))
-        raise UserError(
-            f"two class folders look the same: {alike}", str(root), ("put their pictures into one of them",)
-        )
+        mend = ("put their pictures into one of them",)
+        raise UserError(f"two class folders look the same: {alike}", str(root), mend)
 
 
 def _is_utf8(name: str) -> bool:
@@ -174,25 +179,9 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def _is_text(name: str) -> bool:
-    """False for a name from the disk whose bytes Python could only carry along."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _as_bytes(name: str) -> str:
     """A name from the disk in characters that everything can show."""
     return repr(os.fsencode(name))[2:-1]
-
-
-def _of_links(root: Path, left_out: list[str]) -> tuple[str, ...]:
-    if not left_out:
-        return ()
-    shown = _some([f"{root.name}/{name}" for name in left_out])
-    return (f"{len(left_out)} link(s) to folders that are part of the set already aren't followed: {shown}",)
 
 
 def _some(names: Sequence[str]) -> str:

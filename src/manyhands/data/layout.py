@@ -20,8 +20,7 @@ _WORDS = {
 _SPLITS = {word: split for split, words in _WORDS.items() for word in words}
 _AFFIXES = ("set", "sets", "data", "dataset", "image", "images", "img", "imgs", "pictures", "photos", "split", "seg")
 _JOINED = re.compile(f"({'|'.join(_SPLITS)})(?:{'|'.join(_AFFIXES)})")
-_EACH = "sort its pictures into class folders, such as {}/cat and {}/dog"
-_RENAME = "rename the folders if they are classes, such as {} to class-{}"
+_MEND = "sort its pictures into class folders, such as {}/cat and {}/dog"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ def read_layout(root: Path) -> Layout:
     others = [name for name in folders if name not in splits]
     training = [name for name in folders if splits.get(name) == "train" and folders_in(root / name)]
     evaluated = [name for name in folders if splits.get(name) in ("val", "test")]
-    beside = [name for name in others if holds_pictures(root / name, deep=False)] if not evaluated else []
+    alone = bool(training) and not evaluated
+    beside = [name for name in others if alone and holds_pictures(root / name, deep=False)]
     if not training or (beside and all(holds_pictures(root / name, deep=False) for name in training)):
         _refuse_splits_as_classes(root, splits, others)
         return Layout(
@@ -64,7 +64,7 @@ def read_layout(root: Path) -> Layout:
     for name in evaluated:
         if not folders_in(root / name):
             if splits[name] == "val" and not val and holds_pictures(root / name):
-                raise UserError(f'"{name}" has no class folders', str(root / name), (_EACH.format(name, name),))
+                raise UserError(f'"{name}" has no class folders', str(root / name), (_MEND.format(name, name),))
             notes.append(f"{name}/ has no class folders, so that it can't be evaluated")
     used = tuple(filter(None, (train, val or test, test if val else "")))
     uses = zip(used, ("training", "evaluation", "the test at the end"), strict=False)
@@ -128,7 +128,10 @@ def _refuse_splits_as_classes(root: Path, splits: dict[str, str], others: list[s
             mend = (f"name the folder of class folders: {root / names[0]}", "or add a folder train")
             raise UserError(f"there is {_quoted(names)}, but no training split", str(root), mend)
     else:
-        mend = (_EACH.format(names[0], names[0]), _RENAME.format(names[0], names[0]))
+        mend = (
+            _MEND.format(names[0], names[0]),
+            f"rename the folders if they are classes, such as {names[0]} to class-{names[0]}",
+        )
         raise UserError(f"{_quoted(names)} are names of splits, but hold no class folders", str(root), mend)
 
 

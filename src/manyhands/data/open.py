@@ -8,12 +8,13 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import is_object_reference, load_choice, module_names, unknown_choice
-from manyhands.data.folder import is_divided
 from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import named, refuse_no_folder
+from manyhands.data.layout import read_layout
 from manyhands.data.objects import splits_of_objects, splits_of_targets
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import is_divided_pack
+from manyhands.data.packed import is_pack
 from manyhands.data.places import data_folder
 from manyhands.data.random import spread
 from manyhands.data.splits import Source, Splits, by_names, take
@@ -68,9 +69,9 @@ def is_published(name: str) -> bool:
 
 
 def is_plain_folder(name: str) -> bool:
-    """True for a folder of class folders that isn't divided into train/ and others."""
-    place = Path(name).expanduser()
-    return not named(name) and find_choice(name) == "imagefolder" and not (is_divided(place) or is_divided_pack(place))
+    """True for a folder of class folders that isn't divided into train/ and others. Raises UserError: it is unclear."""
+    place, is_folder = Path(name).expanduser(), not named(name) and find_choice(name) == "imagefolder"
+    return is_folder and not (is_divided_pack(place) if is_pack(place) else read_layout(place).train)
 
 
 def open_whole(options: DataOptions) -> Splits:

@@ -20,7 +20,8 @@ _NO_DATA = frozenset({
     "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
     "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
 })  # fmt: skip
-_PICTURES_OF_OTHER_KINDS = {".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"}
+# Of pictures in formats that can't be read.
+UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
 _TABLES = {".csv", ".tsv", ".json", ".xlsx"}
 _MOST_KINDS = 20
 
@@ -43,6 +44,8 @@ class Unused:
         suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 - a million of these
         if kind == "folder":
             word, path = f"{name}/", f"{path}/"
+        elif kind == "link":
+            word = "links to folders that are part of the set already"
         elif is_no_data(name):
             word = "._*" if name.startswith("._") else name
         elif kind == "other":
@@ -65,7 +68,7 @@ class Unused:
         notes = [f"files and folders that aren't used ({self.counts.total():,}): {', '.join(shown)}{more}"]
         if tables := sorted(_TABLES & self.counts.keys()):
             notes.append(f"{', '.join(tables)} files aren't read: the class of a picture is the folder that it lies in")
-        if pictures := sorted(_PICTURES_OF_OTHER_KINDS & self.counts.keys()):
+        if pictures := sorted(UNREAD_SUFFIXES & self.counts.keys()):
             notes.append(f"{', '.join(pictures)} pictures can't be read: convert them, to JPEG for example")
         return tuple(os.fsencode(note).decode(errors="backslashreplace") for note in notes)
 
@@ -85,7 +88,6 @@ class Below:
     """What lies below all class folders."""
 
     classes: list[ClassFolder]  # one for each class folder, in the order that was given
-    left_out: list[str]  # links (paths below the root) to folders that are part of the set already, or that hold it
     entered: set[Identity]  # all folders that were
     unused: Unused
     prefix: str  # from the data set's root to this one, for `unused`
@@ -100,7 +102,7 @@ def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity], unused: 
     """
     homes = class_identities(root, folders)
     entered = {_identity(place) for place in (root.resolve(), *root.resolve().parents)} | set(homes) | set(taken)
-    below = Below([ClassFolder() for _ in folders], [], entered, unused, prefix)
+    below = Below([ClassFolder() for _ in folders], entered, unused, prefix)
     links: list[tuple[int, str]] = []
     for number, name in enumerate(folders):
         links += [(number, link) for link in _enter(root, name, below.classes[number], below)]
@@ -137,11 +139,11 @@ def add_loose(root: Path, unused: Unused, prefix: str = "") -> None:
             unused.add(prefix + entry.name, kind)
 
 
-def holds_pictures(folder: Path, *, deep: bool = True) -> bool:
+def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] = PICTURE_SUFFIXES) -> bool:
     """True where there are pictures in a folder or, if `deep`, in those below it; without following links."""
     for _, below, files in os.walk(folder):
         below[:] = [name for name in below if deep and not is_no_data(name)]
-        if any(Path(name).suffix.lower() in PICTURE_SUFFIXES and not is_no_data(name) for name in files):
+        if any(Path(name).suffix.lower() in suffixes and not is_no_data(name) for name in files):
             return True
     return False
 
@@ -168,10 +170,10 @@ def _enter(root: Path, name: str, found: ClassFolder, below: Below) -> list[str]
 
 
 def _is_new(root: Path, name: str, below: Below) -> bool:
-    """True the first time that a folder is met; otherwise it is noted as left out."""
+    """True the first time that a folder is met; otherwise the link to it is added to those that aren't used."""
     here = _identity(root / name)
     if here in below.entered:
-        below.left_out.append(name)
+        below.unused.add(below.prefix + name, "link")
         return False
     below.entered.add(here)
     return True
