@@ -1,5 +1,6 @@
 """What can be checked of a job before anything is started or read, where torch is needed to know the names."""
 
+import contextlib
 from pathlib import Path
 
 from manyhands.config.job import Job
@@ -42,16 +43,12 @@ def warning_of_batch(job: Job) -> str:
 
     Pictures of a folder are counted and not read.
     """
-    root = Path(job.data.name).expanduser()
+    root, samples = Path(job.data.name).expanduser(), job.train.batch
     if is_published(job.data.name):
-        try:
+        with contextlib.suppress(UserError):  # the data isn't on this machine yet
             samples = len(open_data(job.data.model_copy(update={"download": False})).train)
-        except UserError:
-            return ""  # the data isn't on this machine yet
     elif root.is_dir():
         parts = of_pack(root)[0] if is_pack(root) else list_parts(root)
         samples = len(divided(parts, job.data.validation)[0])
         samples = min(samples, job.data.train_samples or samples)
-    else:
-        return ""
     return told_of_batch(job.train.batch, samples)
