@@ -1,6 +1,9 @@
 """The clock of phases: every moment belongs to exactly one of them."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -58,3 +61,22 @@ def test_a_block_gives_the_phase_back_whatever_happens():
     with pytest.raises(KeyError), clock.within(EVALUATION), clock.within(SAVING):
         raise KeyError
     assert clock.to(SAVING) == COMPUTE
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="the system doesn't count it")
+def test_a_process_that_others_keep_from_a_processor_knows_for_how_long():
+    code = """if True:
+        import os, time
+        from manyhands.core.phases import PhaseClock
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        clock = PhaseClock()
+        clock.take_queued()
+        end = time.monotonic() + 1
+        beside = os.fork()
+        while time.monotonic() < end:
+            pass
+        if beside:
+            print(clock.take_queued())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.2 < float(done.stdout) < 1.5

@@ -41,6 +41,15 @@ def test_offline_a_table_a_plan_and_a_picture(plan, here):
     assert "gradients" in shown.out
 
 
+def test_the_answer_is_the_first_line_and_the_table_fits_100_columns(plan, here):
+    ended = plan("synthetic:64x1x8x8x10", "cnn", "-n", "4", "--link", "10mbit", "--no-measure")
+    answer, *table = ended.out.splitlines()
+    assert answer.startswith("use one machine: ")
+    assert answer.split("\n")[0] == json.loads((here / "plan.json").read_text())["reason"].splitlines()[0]
+    assert max(map(len, table)) <= 100
+    assert sum("→" in line for line in table) == 1
+
+
 def test_pins_and_meshes_are_kept_and_shown(plan, here):
     ended = plan(*JOB[:-1], 4, "--mesh", "dp=2,tp=2", "--pin", "13=n@dp o@tp", "--no-measure", "--json")
     assert ended.code == 0, ended.err

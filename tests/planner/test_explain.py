@@ -19,7 +19,7 @@ def test_the_table_has_each_plan_its_numbers_and_the_reason():
     console = Console(file=io.StringIO(), width=140)
     console.print(candidates_table(candidates, "data parallel", "data parallel is kept: [1] is within noise"))
     kept, found = [line for line in console.file.getvalue().splitlines() if "=" in line]
-    assert kept.split() == ["→", "data", "parallel", "dp=4", "130.5", "100.0", "0.0", "30.5", "3.00", "94.0", "140.0"]
+    assert kept.split() == ["→", "data", "parallel", "dp=4", "130.5", "100.0", "30.5", "3.00", "94.0", "140.0"]
     assert found.split()[:6] == ["search", "[1]", "dp=2,tp=2", "110.0", "90.0", "20.0"]
     assert "too large" in found
     assert "[1] is within noise" in console.file.getvalue()
@@ -31,6 +31,19 @@ def test_large_numbers_are_shown_whole():
     console.print(candidates_table(rows, "", ""))
     assert "184051400" in console.file.getvalue()
     assert "…" not in console.file.getvalue()
+
+
+def test_the_table_fits_100_columns():
+    note = "refused, since the momentum of 32 machines would not fit, and that is said in many more words than these"
+    names = ("data parallel, local lowrank every 256", "one process", "data parallel through ssh")
+    rows = [PlanCandidate(name, "dp=16,tp=2", 1234.5, 0, 0.2, 1 << 37, 1e9, fits=False, note=note) for name in names]
+    console = wide(io.StringIO(), 100)
+    console.print(candidates_table(rows, "one process", "below"))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    assert "128.00 too large" in text
+    assert "words" in text
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 4, "tp2": 4}])

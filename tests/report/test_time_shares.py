@@ -17,9 +17,9 @@ from manyhands.report.time_shares import best_change, samples_of_each, seconds_b
 SOUND = {"compute": 90.0, "update": 4.0, "records": 1.0}
 
 
-def tell(run, *ranks, epoch=1):
+def tell(run, *ranks, epoch=1, **more):
     seconds = {phase: [rank.get(phase, 0.0) for rank in ranks] for phase in PHASES}
-    append(run.folder.metrics, PhaseMetrics(time=run.time, epoch=epoch, step=100 * epoch, seconds=seconds))
+    append(run.folder.metrics, PhaseMetrics(time=run.time, epoch=epoch, step=100 * epoch, seconds=seconds, **more))
 
 
 def change(path, *ranks, **train):
@@ -38,7 +38,7 @@ def test_nothing_recorded(tmp_path):
     [
         ([SOUND], "nothing stands in its way", 0),
         ([SOUND, SOUND], "nothing stands in its way", 0),
-        ([{"compute": 60, "communication": 40}] * 2, "--sync auto", 0.4),
+        ([{"compute": 60, "communication": 40}] * 2, "--batch 128 has processes agree half as often", 0.2),
         # A third and less isn't worth it.
         ([{"compute": 70, "communication": 30}] * 2, "nothing stands in its way", 0),
         # Who is waited for waits least: agreeing itself takes no time here.
@@ -59,10 +59,29 @@ def test_the_change_that_saves_most_is_named(tmp_path, ranks, words, gain):
     assert found.gain == pytest.approx(gain)
 
 
-def test_a_slow_rank_is_named_with_its_machine(tmp_path):
-    run = FakeRun(tmp_path).begin()
+def on_two_machines(path):
+    run = FakeRun(path).begin()
     text = run.folder.environment.read_text()
     run.folder.environment.write_text(text.replace('"python"', '"ranks": [{"host": "n1"}, {"host": "n2"}], "python"'))
+    return run
+
+
+def test_other_ways_of_agreeing_are_for_several_machines(tmp_path):
+    tell(on_two_machines(tmp_path), *[{"compute": 60, "communication": 40}] * 2)
+    found = best_change(read_run(tmp_path))
+    assert "--sync auto" in found.what
+    assert found.gain == pytest.approx(0.4)
+
+
+def test_the_load_of_other_programs_is_no_communication(tmp_path):
+    tell(on_two_machines(tmp_path), *[{"compute": 47, "communication": 53}] * 2, queued_s=[40, 36])
+    found = best_change(read_run(tmp_path))
+    assert "wait for a free processor 38% of the time" in found.what
+    assert found.gain == pytest.approx(0.38)
+
+
+def test_a_slow_rank_is_named_with_its_machine(tmp_path):
+    run = on_two_machines(tmp_path)
     tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
     assert "rank 1 on n2" in best_change(read_run(tmp_path)).what
 

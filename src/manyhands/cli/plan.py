@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manyhands.worker.plan_search import Planned
     from manyhands.worker.plan_show import Shown
 
-_WIDTH = 155
+_WIDTH, _TABLE_WIDTH = 155, 100
 _MOST_PROCESSES = 1 << 20
 
 Target = Annotated[str | None, Parameter(help="a job.toml, a data set or folder as in train, or a plan.json to show")]
@@ -194,19 +194,20 @@ def _print_search(planned: "Planned", files: tuple[Path, Path], to: Any) -> None
     found, advice = planned.found, planned.advice
     for note in planned.notes:
         say(note)
-    reason = advice.reason
+    answer, *more = advice.reason.splitlines()
     if found.spread:
-        reason += f"\nthe repeats of what was timed here differ by {found.spread:.0%}"
-    wide(to).print(candidates_table(planned.candidates, advice.name, reason))
+        more.append(f"the repeats of what was timed here differ by {found.spread:.0%}")
+    show(answer, to)
+    wide(to, _TABLE_WIDTH).print(candidates_table(planned.candidates, advice.name, "\n".join(more)))
     show(f"{files[0]} and {files[1]}", to)
 
 
-def wide(file: Any) -> "Console":
+def wide(file: Any, least: int = _WIDTH) -> "Console":
     """A console for tables: a terminal that is too narrow wraps their lines, where rich would cut numbers off."""
     from rich.console import Console
 
     console = Console(file=file, highlight=False)
-    return Console(file=file, highlight=False, width=max(_WIDTH, console.width))
+    return Console(file=file, highlight=False, width=max(least, console.width))
 
 
 def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_json: bool) -> int:

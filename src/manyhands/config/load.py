@@ -25,12 +25,9 @@ from manyhands.core.shown import say
 from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
-# Variables that are not job values: MANYHANDS_DATA says where named data sets lie, and so on. An agent sets the last
-# four for its workers.
-ENVIRONMENT_RESERVED = {
-    *("MANYHANDS_DATA", "MANYHANDS_CACHE", "MANYHANDS_MIRROR", LANGUAGE),
-    *(f"MANYHANDS_{name}" for name in ("DEVICE_INDEX", "FAILURE_FILE", "PULSE_FILE", "TUNNELS")),
-}
+# Variables that are not job values: MANYHANDS_DATA says where named data sets lie … An agent sets the last four.
+_RESERVED = ("DATA", "CACHE", "MIRROR", "DEVICE_INDEX", "FAILURE_FILE", "PULSE_FILE", "TUNNELS")
+ENVIRONMENT_RESERVED = {LANGUAGE, *(ENVIRONMENT_PREFIX + name for name in _RESERVED)}
 # Options that name a file or folder, or may do so.
 NAMES_OF_FILES = frozenset(
     {

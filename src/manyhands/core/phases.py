@@ -1,7 +1,8 @@
 """Where a process's time goes: one clock, which always runs for exactly one phase, so that all phases add up."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import perf_counter
 
 # The words of the records, by their numbers below.
@@ -20,6 +21,8 @@ class PhaseClock:
         self.spans: list[tuple[int, float, float]] | None = None
         self._seconds, self._taken, self._phase = [0.0] * len(PHASES), [0.0] * len(PHASES), OTHER
         self._since = self._computed = perf_counter()
+        self._queued = 0.0
+        self.take_queued()
 
     def to(self, phase: int, now: float = 0.0) -> int:
         """Begins a phase, now or at another moment; returns the one that ends with that."""
@@ -54,6 +57,13 @@ class PhaseClock:
         taken, self._seconds = self._seconds, [0.0] * len(PHASES)
         self._taken = [before + more for before, more in zip(self._taken, taken, strict=True)]
         return taken
+
+    def take_queued(self) -> float:
+        """Seconds since the last call that the main thread waited for a processor; 0 where that isn't known."""
+        before = self._queued
+        with suppress(OSError, ValueError, IndexError):
+            self._queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+        return max(0.0, self._queued - before)  # in a fork it begins at zero again
 
     def spent(self, phase: int) -> float:
         """Seconds of a phase since the clock was made."""

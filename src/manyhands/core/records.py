@@ -74,6 +74,7 @@ class PhaseMetrics(Record):
     epoch: int = Field(ge=1, description="the epoch that was under way, counted from 1")
     step: int = Field(ge=0, description="updates made so far")
     seconds: dict[str, list[float]] = Field(description="by phase: of each rank; all phases add up to the time")
+    queued_s: list[float] = Field(default=[], description="of that time, waiting for a processor: of each rank")
 
 
 class EvaluationMetrics(Record):

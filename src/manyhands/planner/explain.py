@@ -80,30 +80,32 @@ class Layer:
     loops: Sequence[str]  # the letter for each axis of the mesh
 
 
-def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, reason: str) -> Table:
-    """The candidates as a table for the terminal; `reason` stands below it."""
-    table = Table(box=box.SIMPLE_HEAD, caption=Text(translated(reason)), caption_justify="left", pad_edge=False)
-    table.add_column("plan", no_wrap=True)
+def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, more: str = "") -> Table:
+    """The candidates as a table of at most 100 columns; `more` is text below it."""
+    caption = Text(translated(more)) if more else None
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
+    table.add_column("plan")
     table.add_column("mesh", no_wrap=True)
-    for name in ("step ms", "compute", "between ops", "gradients", "memory GiB", "sent MB", "measured ms"):
-        table.add_column(translated(name), justify="right")
+    for name in ("step ms", "compute", "sending", "memory GiB", "sent MB"):
+        table.add_column(translated(name).replace(" ", "\n"), justify="right", no_wrap=True)
+    table.add_column(translated("measured ms"), justify="right")
     for candidate in candidates:
         mark = "→ " if candidate.name == chosen else "  "
         style = "bold" if candidate.name == chosen else "" if candidate.fits and not candidate.note else "dim"
+        measured = candidate.measured_seconds
         # Text, not a string: a plan's name may hold brackets, which rich would read as a style.
-        table.add_row(Text(mark + candidate.name), Text(candidate.mesh), *_numbers(candidate), style=style)
+        table.add_row(
+            Text(mark + candidate.name),
+            Text(candidate.mesh),
+            _milliseconds(candidate.predicted_seconds),
+            _milliseconds(candidate.compute_seconds),
+            _milliseconds(candidate.communication_seconds + candidate.gradient_seconds),
+            f"{candidate.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
+            f"{candidate.sent_bytes / _MB:.1f}",
+            translated(candidate.note) if measured is None else _milliseconds(measured),
+            style=style,
+        )
     return table
-
-
-def _numbers(candidate: PlanCandidate) -> list[str]:
-    parts = (candidate.compute_seconds, candidate.communication_seconds, candidate.gradient_seconds)
-    measured = candidate.measured_seconds
-    return [
-        *(_milliseconds(seconds) for seconds in (candidate.predicted_seconds, *parts)),
-        f"{candidate.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
-        f"{candidate.sent_bytes / _MB:.1f}",
-        translated(candidate.note) if measured is None else _milliseconds(measured),
-    ]
 
 
 def _milliseconds(seconds: float) -> str:

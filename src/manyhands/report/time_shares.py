@@ -139,12 +139,17 @@ def _host(run: RunData, rank: int) -> str:
 
 
 def _agreeing(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
+    # A process that waits for a processor keeps the others waiting, which they count as communication.
+    whole = sum(map(sum, (value for record in run.phases if record.queued_s for value in record.seconds.values())))
+    busy = min(1.0, sum(sum(record.queued_s) for record in run.phases) / whole) if whole else 0.0
+    what = f"the processes wait for a free processor {busy:.0%} of the time: end other programs, or use fewer processes"
+    yield Improvement(what, busy)
     # Who waits least waits for nobody: that is what agreeing itself takes.
-    share = min(shares_of(one)["communication"] for one in ranks)
+    share = min(shares_of(one)["communication"] for one in ranks) - busy
     if share <= _TALKS:
         return
-    usual = SyncOptions().method
-    if _option(run, "sync", "method", usual) == usual:
+    usual, apart = SyncOptions().method, any(_host(run, rank) for rank in range(len(ranks)))
+    if apart and _option(run, "sync", "method", usual) == usual:
         what = (
             f"agreeing takes {share:.0%} of the time: --sync auto sends less or less often, as the link wants it "
             "(bf16, powersgd or local)"

@@ -54,19 +54,15 @@ def _block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: bool) 
             if not skip:
                 raise
             unreadable[number] = error.what
-    found = iter(_guesses(trained, _stack(images), most) if images else ())
-    return [unreadable.get(number) or next(found) for number in range(len(pictures))]
-
-
-def _guesses(trained: Trained, images: Tensor, most: int) -> list[Guesses]:
+    if not images:
+        return list(unreadable.values())
     with torch.inference_mode():
-        shares = main_and_auxiliary(trained.network(images))[0].float().softmax(1)
+        shares = main_and_auxiliary(trained.network(_stack(images)))[0].float().softmax(1)
     names = name_outputs(trained.classes, shares.shape[1])
     top = shares.topk(min(most, shares.shape[1]), dim=1)
-    return [
-        [(names[number], share) for share, number in zip(values, numbers, strict=True)]
-        for values, numbers in zip(top.values.tolist(), top.indices.tolist(), strict=True)
-    ]
+    found = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+    guesses = ([(names[number], share) for share, number in zip(*both, strict=True)] for both in found)
+    return [unreadable.get(number) or next(guesses) for number in range(len(pictures))]
 
 
 def _stack(images: list[Tensor]) -> Tensor:

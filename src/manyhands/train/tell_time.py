@@ -14,12 +14,14 @@ def tell_of_time(trainer: Trainer) -> None:
     if trainer.folder is NOWHERE:
         return
     progress = trainer.progress
-    taken = gather_plain([round(seconds, 6) for seconds in CLOCK.take()], trainer.world)
+    own = [round(seconds, 6) for seconds in (*CLOCK.take(), CLOCK.take_queued())]
+    *columns, queued = zip(*gather_plain(own, trainer.world), strict=True)
     trainer.journal.metrics(
         PhaseMetrics(
             time=time.time(),
             epoch=max(1, progress.epoch + bool(progress.step_in_epoch)),
             step=progress.step,
-            seconds={phase: list(column) for phase, column in zip(PHASES, zip(*taken, strict=True), strict=True)},
+            seconds={phase: list(column) for phase, column in zip(PHASES, columns, strict=True)},
+            queued_s=list(queued),
         )
     )

@@ -55,7 +55,7 @@ def look_at_data(job: Job) -> tuple[str, str]:
         samples, evaluated, classes = len(splits.train), len(splits.test), splits.classes
     elif root.is_dir():
         parts = divided(of_pack(root)[0] if is_pack(root) else list_parts(root), job.data.validation)
-        samples, evaluated = (len(part) for part in parts)
+        samples, evaluated = (len(part) for part in parts[:2])
         samples = min(samples, job.data.train_samples or samples)
         evaluated, classes = min(evaluated, job.data.test_samples or evaluated), parts[0].classes
     else:
