@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from manyhands.checkpoint.find import resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign, write_foreign
 from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import ALONE, NetworkLayout
@@ -218,6 +221,44 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, zipped: bool)
     with pytest.raises(UserError):
         read_foreign(path)
     assert not marker.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+def test_torchscript_is_named(tmp_path: Path):
+    torch.jit.save(torch.jit.trace(nn.Linear(2, 3), torch.zeros(1, 2)), tmp_path / "script.pt")
+    with pytest.raises(UserError, match="is a TorchScript file, which holds code") as caught:
+        read_foreign(tmp_path / "script.pt")
+    assert "torch.jit.load" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore:TypedStorage:UserWarning")
+def test_a_folder_of_torchs_distributed_checkpoint_is_named_and_its_advice_works(tmp_path: Path):
+    model = network()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(UserError, match=r"is a folder of torch\.distributed\.checkpoint") as caught:
+        resolve(tmp_path / "dcp", "last")
+    words = caught.value.mend[0].split()
+    assert words[:3] == ["python", "-m", "torch.distributed.checkpoint.format_utils"]
+    dcp_to_torch_save(words[4], tmp_path / words[5])
+    network().load_state_dict(read_foreign(tmp_path / words[5]).model)
+
+
+def test_a_lightning_checkpoint_is_read_as_weights(tmp_path: Path):
+    model, other = network(), network()
+    state = {f"model.{name}": one for name, one in model.state_dict().items()}
+    content = {"epoch": 3, "state_dict": state, "pytorch-lightning_version": "2.2.0", "optimizer_states": []}
+    torch.save(content, tmp_path / "epoch=3.ckpt")
+    read = read_foreign(resolve(tmp_path / "epoch=3.ckpt", "last"))
+    assert read.state == {"foreign": "state-dict"}
+    other.load_state_dict(fit_snapshot(read, other, "here"))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_lightnings_own_objects_are_refused_with_its_own_way(tmp_path: Path):
+    (tmp_path / "a.ckpt").write_bytes(b"cpytorch_lightning.utilities.parsing\nAttributeDict\n.")
+    with pytest.raises(UserError, match="holds Python objects") as caught:
+        read_foreign(tmp_path / "a.ckpt")
+    assert "load_from_checkpoint" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [network(), {"state_dict": {}, "args": argparse.Namespace(a=1)}])

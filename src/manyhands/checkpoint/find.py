@@ -8,7 +8,8 @@ from manyhands.checkpoint.plain_files import read_plain
 from manyhands.checkpoint.verify import torn, verify
 from manyhands.core.errors import UserError
 
-FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".safetensors")
+FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
+_TRUST = "where you trust it, since that runs what is in it; then name weights.pth"
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
@@ -54,7 +55,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
     folder = reference / "checkpoints" if (reference / "checkpoints").is_dir() else reference
     last, passed_over = newest(folder)
     if last is None:
-        raise UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
+        raise _no_checkpoint(reference, folder, passed_over)
     if which == "last":
         return last, _taken(last, passed_over)
     step = (read_state(last).get("best") or {}).get("step")
@@ -66,6 +67,14 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
             passed_over.append(f"{best.name}, the best, was passed over: {error.what}")
             best = _best_of_the_sound(folder, last)
     return best, _taken(best, passed_over)
+
+
+def _no_checkpoint(reference: Path, folder: Path, passed_over: list[str]) -> UserError:
+    if not any(folder.glob("*.distcp")):
+        return UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
+    mend = (f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth", _TRUST)
+    what = f"{reference} is a folder of torch.distributed.checkpoint, whose .metadata is a pickle"
+    return UserError(what, str(folder), mend)
 
 
 def _taken(path: Path, passed_over: list[str]) -> list[str]:

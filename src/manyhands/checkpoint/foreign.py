@@ -1,5 +1,6 @@
 """Reads and writes other tools' files: pytorch/examples' imagenet main.py, plain state dicts, .safetensors."""
 
+import contextlib
 import io
 import itertools
 import os
@@ -24,6 +25,7 @@ from manyhands.core.once import replacing
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _BEST = ("best_acc1", "best_prec1")  # main.py's, since 2019 and before
+_LIGHTNING = "pytorch-lightning_version"
 _MAIN_STEP_SIZE = 30
 _MAIN_GAMMA = 0.1
 _MOST = 1e9
@@ -58,7 +60,7 @@ def read_foreign(path: Path) -> Snapshot:
     model = {name: value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
     if path.name.endswith(".safetensors"):
         return Snapshot(model, None, {"foreign": "safetensors"})
-    if weights is not content.get("state_dict"):
+    if weights is not content.get("state_dict") or _LIGHTNING in content:
         return Snapshot(model, None, {"foreign": "state-dict", **extra})
     return Snapshot(model, _main_optimizer(content, path), {**_main_state(content, path), **extra})
 
@@ -120,11 +122,22 @@ def _read(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise _unloadable(path) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, SafetensorError) as error:
-        raise damaged(path) from error
+        if not _is_script(path):
+            raise damaged(path) from error
+        mend = ("where you trust it: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
+        raise UserError(f"{path.name} is a TorchScript file, which holds code", str(path), mend) from error
     if not isinstance(content, dict):
         what = f"{path.name} holds a {type(content).__name__}, not a network's weights"
         raise UserError(what, str(path), ("save model.state_dict()",))
     return content
+
+
+def _is_script(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    return False
 
 
 def _unloadable(path: Path) -> UserError:
@@ -137,6 +150,8 @@ def _unloadable(path: Path) -> UserError:
         "only tensors and plain data are read, since anything else could run code",
         "where you trust it: load it in Python, and write its state_dict() with safetensors.torch.save_file",
     )
+    if any(name.startswith(("lightning.", "pytorch_lightning.")) for name in found):
+        mend = (mend[0], "of Lightning: torch.save(MODEL.load_from_checkpoint(FILE).state_dict(), 'weights.pth')")
     return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), mend)
 
 
