@@ -2,8 +2,12 @@
 
 import copy
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from torch.utils.data import TensorDataset
 import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from tests.e2e import nets
-from tests.e2e.command import environment, run
+from tests.e2e.command import environment, events, run
 
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -214,6 +218,27 @@ def test_what_at_epoch_end_raises_ends_the_run_as_its_first_cause():
 
 
 # As a notebook runs its cells: in a `__main__` without a file, a class that is written anew, functions and a closure.
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_stop_saves_and_ends_the_script_too(number, raised, processes, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
+
+    def stop():
+        while not Path("run/metrics.jsonl").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop, daemon=True).start()
+    net = nets.Net()
+    with pytest.raises(raised) as ended:
+        manyhands.fit(net, tiny(), epochs=100_000, batch=20, processes=processes, **QUIET)
+    assert raised is KeyboardInterrupt or ended.value.code == 75
+    (stopped,), saved = events("run", "stopped"), events("run", "saved")[-1]
+    assert stopped["step"] == saved["step"]
+    weights = manyhands.load("run", "last", model=nets.Net()).network.state_dict()
+    assert all(torch.equal(weights[name], one) for name, one in net.state_dict().items())
+
+
 CELLS = """
 import torch
 from torch import nn

@@ -6,6 +6,7 @@ What computes with tensors comes through `load_worker`.
 import contextlib
 import copy
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import known_keys, load_on
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.stops import HEARD
 from manyhands.core.world import Membership
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
@@ -52,7 +54,7 @@ class Run:
 
     Attributes:
         path: the run folder.
-        status: "finished" or "stopped".
+        status: "finished"; a run that is stopped raises instead of being returned.
         model: the network, where `fit` was given an object.
     """
 
@@ -143,6 +145,8 @@ def fit(  # noqa: PLR0913 - all but three are named
 
     Raises:
         ManyhandsError: the run failed, or an argument is wrong.
+        KeyboardInterrupt: after Ctrl-C, once the run is saved.
+        SystemExit: with code 75, after SIGTERM or another request to stop, once the run is saved.
     """
     if job is None and (model is None or train_set is None):
         what = "network" if model is None else "training set"
@@ -174,9 +178,14 @@ def fit(  # noqa: PLR0913 - all but three are named
         loaded, digests=lambda: objects.digests | load_worker("own_process").digest_of_objects(loaded.job, objects)
     )
     started = processes if processes is not None else loaded.job.cluster.processes or None
+    HEARD.clear()
     outcome, elsewhere = _start(loaded.job, objects, processes, started, quiet=quiet)
     if elsewhere and objects.model is not None:
         load_worker("own_process").load_weights(objects.model, outcome.folder.path)
+    if outcome.status == "stopped":
+        if signal.SIGINT in HEARD:
+            raise KeyboardInterrupt(f"saved in {outcome.folder.path}; the same program resumes there")
+        raise SystemExit(EXIT_SAVED)
     return Run(outcome.folder.path, outcome.status, objects.model)
 
 
