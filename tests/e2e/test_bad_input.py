@@ -266,3 +266,11 @@ def test_one_machine_by_two_names_is_told_before_anything_starts(here):
     assert "localhost and 127.0.0.1 are one machine" in ended.err
     assert 'do:    name it once, for 2 processes as "localhost slots=2"' in ended.err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("mesh", ["tp=4", "tp=999999999"])
+def test_a_dry_run_refuses_a_mesh_of_another_size(mesh, capsys):
+    code, err = call(capsys, "train", "digits", "mlp", "--mesh", mesh, "-n", "2", "--dry-run")
+    assert code == 2
+    assert_one_screen(err)
+    assert "places for 2 process(es)" in err

@@ -112,12 +112,49 @@ def test_out_of_memory_in_an_evaluation_says_what_fits():
     assert raised.value.mend[0] == "--set train.evaluate_batch=128"
 
 
+@pytest.mark.parametrize("model", [torch.nn.Linear, lambda: nets.Net(), 3])
+def test_what_is_no_network_is_refused(model):
+    for call in (lambda: manyhands.fit(model, tiny(), **QUIET), lambda: manyhands.evaluate(model, tiny())):
+        with pytest.raises(UserError, match=r"model is .*, not a network"):
+            call()
+
+
+def of_four(output, labels):
+    return torch.nn.functional.cross_entropy(output, labels, reduction="none").topk(4).values.mean()
+
+
+def test_a_loss_of_more_than_two_samples_is_tried_on_more():
+    assert manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=20, **QUIET).status == "finished"
+    with pytest.raises(RunError, match="selected index k out of range"):
+        manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=3, **{**QUIET, "out": "other"})
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "fp32"}])
+def test_a_network_of_float64_computes_in_float64(settings):
+    seen = set()
+
+    class Seeing(nets.Net):
+        def forward(self, x):
+            seen.add(x.dtype)
+            return super().forward(x)
+
+    images, labels = tiny().tensors
+    manyhands.fit(Seeing().double(), TensorDataset(images.double(), labels), epochs=1, batch=20, **settings, **QUIET)
+    assert seen == {torch.float64}
+    Path("double.py").write_text(
+        "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()\n"
+    )
+    with pytest.raises(UserError, match=r"1\.weight is float64, and the precision is fp32"):
+        manyhands.fit("double.py:net", tiny(), epochs=1, batch=20, precision="fp32", **{**QUIET, "out": "other"})
+
+
 @pytest.mark.slow
 def test_fit_with_processes_raises_the_first_cause(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     with pytest.raises(RunError, match="the user's own mistake") as raised:
         manyhands.fit(nets.Raises(), tiny(400), epochs=9, batch=20, processes=2, **QUIET)
     assert raised.value.where.startswith("rank 1 on ")
+    assert "nets.py:" in raised.value.where
     assert any("in act" in note for note in raised.value.__notes__)
 
 

@@ -151,7 +151,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     if job is None and (model is None or train_set is None):
         what = "network" if model is None else "training set"
         raise UserError(f"fit has no {what}", "fit", ("fit(model, train_set)", "or a job that names both: fit(job=…)"))
-    named = {"model.name": model if model is None or isinstance(model, str) else type(model).__name__}
+    named = _options_of(model)
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
     given = {"run.out": str(out) if out else None, "cluster.processes": processes}
@@ -187,6 +187,20 @@ def fit(  # noqa: PLR0913 - all but three are named
             raise KeyboardInterrupt(f"saved in {outcome.folder.path}; the same program resumes there")
         raise SystemExit(EXIT_SAVED)
     return Run(outcome.folder.path, outcome.status, objects.model)
+
+
+def _options_of(model: Any) -> dict[str, Any]:
+    """Options that follow from a network, as dotted keys. Raises UserError: it is none."""
+    if model is None or isinstance(model, str):
+        return {"model.name": model}
+    if isinstance(model, type) or not hasattr(model, "named_parameters"):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UserError(
+            f"model is {kind}, not a network", "model", ("give a torch.nn.Module, such as nn.Linear(64, 10)",)
+        )
+    # A network of float64 is given its inputs unchanged, as in a session.
+    double = any(str(one.dtype) == "torch.float64" for one in model.parameters())
+    return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
 
 
 def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
@@ -284,6 +298,7 @@ def evaluate(
     """
     if isinstance(model, Run | str | Path):
         model = load(model).network
+    _options_of(model)
     with session(job=job, evaluate_batch=batch) as here:
         return here.evaluate(model.to(here.device), test_set, metrics=metrics)
 
