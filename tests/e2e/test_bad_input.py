@@ -268,9 +268,11 @@ def test_one_machine_by_two_names_is_told_before_anything_starts(here):
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize("mesh", ["tp=4", "tp=999999999"])
-def test_a_dry_run_refuses_a_mesh_of_another_size(mesh, capsys):
-    code, err = call(capsys, "train", "digits", "mlp", "--mesh", mesh, "-n", "2", "--dry-run")
-    assert code == 2
+@pytest.mark.parametrize(("mesh", "told"), [("tp=4", "4 places for 2 process(es)"), ("tp=1000000000", "is not a mesh")])
+def test_a_dry_run_refuses_a_mesh_of_another_size(mesh, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "mlp", "--mesh", mesh, "-n", "2", "--dry-run"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
     assert_one_screen(err)
-    assert "places for 2 process(es)" in err
+    assert told in err

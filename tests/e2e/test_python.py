@@ -109,7 +109,7 @@ def test_fit_raises_the_first_cause():
 def test_out_of_memory_in_an_evaluation_says_what_fits():
     with pytest.raises(RunError, match="out of memory at 256 pictures in one pass of the evaluation") as raised:
         manyhands.fit(nets.Hungry(), tiny(), tiny(300), epochs=1, batch=20, **QUIET)
-    assert raised.value.mend[0] == "--set train.evaluate_batch=128"
+    assert raised.value.mend[0] == "evaluate_batch=128"
 
 
 @pytest.mark.parametrize("model", [torch.nn.Linear, lambda: nets.Net(), 3])
@@ -117,6 +117,12 @@ def test_what_is_no_network_is_refused(model):
     for call in (lambda: manyhands.fit(model, tiny(), **QUIET), lambda: manyhands.evaluate(model, tiny())):
         with pytest.raises(UserError, match=r"model is .*, not a network"):
             call()
+
+
+def test_hints_of_fit_are_arguments():
+    with pytest.raises(UserError, match=r"output is \[2, 4\]") as raised:
+        manyhands.fit(nets.Net(num_classes=4), tiny(), **QUIET)
+    assert raised.value.mend[1] == "model__num_classes=4 if that is meant"
 
 
 def of_four(output, labels):

@@ -6,6 +6,7 @@ What computes with tensors comes through `load_worker`.
 import contextlib
 import copy
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import known_keys, load_on
-from manyhands.core.errors import EXIT_SAVED, UserError
+from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
@@ -99,6 +100,35 @@ class Run:
         return found
 
 
+_FLAG = re.compile(
+    r"(?<![\w-])(?:--set (?P<key>[\w.]+)=(?P<set>\S+)|-(?P<name>n|-[a-z][\w.-]*)(?: (?P<value>[\d.]+|\S+$))?)"
+)
+_ARGUMENTS = {"n": "processes", "resume": "checkpoint__resume", "sync": "sync__method", "parallel": "parallel__mode"}
+_ARGUMENTS |= {name: f"parallel__{name}" for name in ("mesh", "pin")} | {"device": "cluster__device"}
+
+
+def _as_arguments(line: str) -> str:
+    """A hint with the arguments that its flags are; a command line is left as it is."""
+
+    def argument(flag: re.Match[str]) -> str:
+        name = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
+        name, value = _ARGUMENTS.get(name, name.replace(".", "__")), flag["set"] or flag["value"]
+        quoted = value if not value or re.match(r"[\d.\[\"]|true|false", value) else f'"{value}"'
+        return f"{name}={quoted}" if quoted else name
+
+    return line if "manyhands " in line else _FLAG.sub(argument, line)
+
+
+@contextlib.contextmanager
+def _hints_as_arguments() -> Iterator[None]:
+    try:
+        yield
+    except ManyhandsError as error:
+        error.where, error.mend = _as_arguments(error.where), tuple(map(_as_arguments, error.mend))
+        raise
+
+
+@_hints_as_arguments()
 def fit(  # noqa: PLR0913 - all but three are named
     model: "nn.Module | str | None" = None,
     train_set: Any = None,
@@ -273,6 +303,7 @@ def _on_its_own(job: Job) -> Membership:
     return Membership(device=job.cluster.device, backend=job.cluster.backend)
 
 
+@_hints_as_arguments()
 def evaluate(
     model: "nn.Module | Run | str | Path",
     test_set: Any,
