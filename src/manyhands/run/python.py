@@ -202,8 +202,8 @@ def fit(  # noqa: PLR0913 - all but three are named
         objects.train_set, objects.test_set = train_set, test_set
     _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)
     objects.held_out_set = held_out_set
-    weights = tuple(loss.buffers()) if hasattr(loss, "buffers") else None
-    objects.digests = digest_objects(**live, network=objects.model, loss_weights=weights)
+    buffers: Any = getattr(loss, "buffers", tuple)
+    objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()))
     refuse_changes(
         loaded, digests=lambda: objects.digests | load_worker("own_process").digest_of_objects(loaded.job, objects)
     )
