@@ -111,6 +111,19 @@ def test_without_a_test_set_a_fixed_share_is_kept():
     assert torch.equal(found, tensors(dtype=torch.float32).tensors[0].flatten(1).sum(1).sort().values)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_labels_may_be_a_column(dtype):
+    images, labels = tensors(dtype=dtype).tensors
+    for column in (
+        TensorDataset(images, labels.view(-1, 1)),
+        Subset(TensorDataset(images, labels.view(-1, 1)), range(20)),
+    ):
+        splits = from_objects(column, None, PLAIN)
+        loader = Loader(splits.train, splits.pixels, train=True, seed=0, classes=4)
+        assert torch.equal(next(loader.batches(0, [torch.arange(4)])).labels, splits.train.labels[:4])
+        assert splits.train.labels.shape == (len(splits.train),)
+
+
 class Pictures:
     """A data set without labels of its own, and with classes where asked."""
 

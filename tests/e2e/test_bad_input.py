@@ -266,3 +266,13 @@ def test_one_machine_by_two_names_is_told_before_anything_starts(here):
     assert "localhost and 127.0.0.1 are one machine" in ended.err
     assert 'do:    name it once, for 2 processes as "localhost slots=2"' in ended.err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(("mesh", "told"), [("tp=4", "4 places for 2 process(es)"), ("tp=1000000000", "is not a mesh")])
+def test_a_dry_run_refuses_a_mesh_of_another_size(mesh, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "mlp", "--mesh", mesh, "-n", "2", "--dry-run"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert_one_screen(err)
+    assert told in err

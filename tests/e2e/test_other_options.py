@@ -55,7 +55,7 @@ def test_a_finished_run_is_not_relabelled(changes, told, finished):
     assert told in raised.value.what
     longer, another = raised.value.mend
     assert "manyhands resume run --epochs 2" in longer
-    assert "--out run-2" in another
+    assert 'out="run-2"' in another
     assert contents() == before
     assert fit().status == "finished"
 
@@ -112,7 +112,8 @@ def test_a_finished_run_of_other_objects_is_not_returned(changes, told):
     assert told in raised.value.what
     longer, another = raised.value.mend
     assert 'fit(…, epochs=2, checkpoint__resume="auto")' in longer
-    assert "run-2" in another
+    assert another == 'train another one, from the start: the same with out="run-2"'
+    assert raised.value.where == "out"
     assert contents() == before
     with pytest.raises(UserError, match=f"nothing would be trained as asked for: {told}"):
         of_objects(**changes, checkpoint__resume="auto")

@@ -34,6 +34,7 @@ MAKERS = {
     "class": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
     "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.003, amsgrad=True),
     "two rates": two_rates,
+    "fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
 }
 
 
@@ -55,6 +56,54 @@ def test_it_makes_the_updates_of_a_plain_loop_and_goes_on_exactly(make, tmp_path
         manyhands.fit(parted, DATA, DATA, optimizer=make, out=tmp_path / "parted", checkpoint__resume="auto",
                       **{**OPTIONS, "epochs": epochs})  # fmt: skip
     assert all(torch.equal(parted.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+class Times(nn.Module):
+    """Of outputs so large that the loss scaler leaves the first update out."""
+
+    def forward(self, x):
+        return 60 * x
+
+
+def fused(parameters):
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
+
+
+def test_a_first_update_that_is_skipped_leaves_no_uninitialized_momentum(tmp_path):
+    # Deterministic algorithms fill uninitialized memory with NaN.
+    options = {"precision": "fp16", "deterministic": True}
+    scaled = nn.Sequential(*network(), Times())
+    run = manyhands.fit(scaled, DATA, DATA, optimizer=fused, out=tmp_path / "run", **{**OPTIONS, **options})
+    assert run.final.loss < 100
+    with manyhands.session(**options) as here:
+        given = nn.Sequential(*network(), Times())
+        model, optimizer, batches = here.prepare(given, fused(given.parameters()), DATA, batch=24)
+        for _ in here.epochs(6):
+            for x, y in batches:
+                optimizer.zero_grad()
+                here.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+    assert all(torch.equal(one, scaled.state_dict()[name]) for name, one in given.state_dict().items())
+
+
+class Dropped(nn.Module):
+    """LayerDrop: the second layer takes part from the second training pass on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.passes = nn.Linear(64, 10), nn.Linear(64, 10), 0
+
+    def forward(self, x):
+        self.passes += self.training
+        return self.first(x.flatten(1)) + (self.second(x.flatten(1)) if self.passes > 3 else 0)
+
+
+def test_a_layer_that_takes_part_later_has_its_momentum(tmp_path):
+    options = {**OPTIONS, "precision": "fp32"}
+    assert manyhands.fit(Dropped(), DATA, DATA, optimizer=fused, out=tmp_path / "run", **options).final.loss < 100
+    dampened = lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, dampening=0.5, fused=True)  # noqa: E731
+    with pytest.raises(UserError, match="fused SGD with dampening"):
+        manyhands.fit(network(), DATA, DATA, optimizer=dampened, out=tmp_path / "other", **options)
 
 
 def test_a_loss_may_be_named_as_a_job_names_it(tmp_path):

@@ -2,8 +2,12 @@
 
 import copy
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from torch.utils.data import TensorDataset
 import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from tests.e2e import nets
-from tests.e2e.command import environment, run
+from tests.e2e.command import environment, events, run
 
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -105,7 +109,49 @@ def test_fit_raises_the_first_cause():
 def test_out_of_memory_in_an_evaluation_says_what_fits():
     with pytest.raises(RunError, match="out of memory at 256 pictures in one pass of the evaluation") as raised:
         manyhands.fit(nets.Hungry(), tiny(), tiny(300), epochs=1, batch=20, **QUIET)
-    assert raised.value.mend[0] == "--set train.evaluate_batch=128"
+    assert raised.value.mend[0] == "evaluate_batch=128"
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear, lambda: nets.Net(), 3])
+def test_what_is_no_network_is_refused(model):
+    for call in (lambda: manyhands.fit(model, tiny(), **QUIET), lambda: manyhands.evaluate(model, tiny())):
+        with pytest.raises(UserError, match=r"model is .*, not a network"):
+            call()
+
+
+def test_hints_of_fit_are_arguments():
+    with pytest.raises(UserError, match=r"output is \[2, 4\]") as raised:
+        manyhands.fit(nets.Net(num_classes=4), tiny(), **QUIET)
+    assert raised.value.mend[1] == "model__num_classes=4 if that is meant"
+
+
+def of_four(output, labels):
+    return torch.nn.functional.cross_entropy(output, labels, reduction="none").topk(4).values.mean()
+
+
+def test_a_loss_of_more_than_two_samples_is_tried_on_more():
+    assert manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=20, **QUIET).status == "finished"
+    with pytest.raises(RunError, match="selected index k out of range"):
+        manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=3, **{**QUIET, "out": "other"})
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "fp32"}])
+def test_a_network_of_float64_computes_in_float64(settings):
+    seen = set()
+
+    class Seeing(nets.Net):
+        def forward(self, x):
+            seen.add(x.dtype)
+            return super().forward(x)
+
+    images, labels = tiny().tensors
+    manyhands.fit(Seeing().double(), TensorDataset(images.double(), labels), epochs=1, batch=20, **settings, **QUIET)
+    assert seen == {torch.float64}
+    Path("double.py").write_text(
+        "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()\n"
+    )
+    with pytest.raises(UserError, match=r"1\.weight is float64, and the precision is fp32"):
+        manyhands.fit("double.py:net", tiny(), epochs=1, batch=20, precision="fp32", **{**QUIET, "out": "other"})
 
 
 @pytest.mark.slow
@@ -114,6 +160,7 @@ def test_fit_with_processes_raises_the_first_cause(monkeypatch):
     with pytest.raises(RunError, match="the user's own mistake") as raised:
         manyhands.fit(nets.Raises(), tiny(400), epochs=9, batch=20, processes=2, **QUIET)
     assert raised.value.where.startswith("rank 1 on ")
+    assert "nets.py:" in raised.value.where
     assert any("in act" in note for note in raised.value.__notes__)
 
 
@@ -214,6 +261,27 @@ def test_what_at_epoch_end_raises_ends_the_run_as_its_first_cause():
 
 
 # As a notebook runs its cells: in a `__main__` without a file, a class that is written anew, functions and a closure.
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_stop_saves_and_ends_the_script_too(number, raised, processes, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
+
+    def stop():
+        while not Path("run/metrics.jsonl").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop, daemon=True).start()
+    net = nets.Net()
+    with pytest.raises(raised) as ended:
+        manyhands.fit(net, tiny(), epochs=100_000, batch=20, processes=processes, **QUIET)
+    assert raised is KeyboardInterrupt or ended.value.code == 75
+    (stopped,), saved = events("run", "stopped"), events("run", "saved")[-1]
+    assert stopped["step"] == saved["step"]
+    weights = manyhands.load("run", "last", model=nets.Net()).network.state_dict()
+    assert all(torch.equal(weights[name], one) for name, one in net.state_dict().items())
+
+
 CELLS = """
 import torch
 from torch import nn

@@ -31,6 +31,12 @@ class Mesh:
         """Processes in the whole mesh."""
         return math.prod(size for _, size in self.axes)
 
+    def check_size(self, processes: int, where: str = "parallel.mesh") -> None:
+        """Raises UserError: the number of processes isn't that of the mesh."""
+        if self.size != processes:
+            mend = (f"-n {self.size}", f"or a mesh of {processes}, such as --mesh dp={processes}")
+            raise UserError(f"the mesh {self} has {self.size} places for {processes} process(es)", where, mend)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The axes' names, major to minor."""

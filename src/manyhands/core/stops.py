@@ -16,6 +16,8 @@ Handler = Callable[[int, FrameType | None], Any]
 
 # Ctrl-C; schedulers' word; a closed terminal; what schedulers send some time before the end. Not all systems have all.
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+# What of these this process has heard, in order.
+HEARD: list[int] = []
 
 
 @contextlib.contextmanager
@@ -28,13 +30,18 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
     Yields:
         What heard them before; it does again after the block.
     """
+
+    def hear(number: int, frame: FrameType | None) -> Any:
+        HEARD.append(number)
+        return handler(number, frame)
+
     previous: dict[signal.Signals, Any] = {}
     for number in STOPS:
         before = signal.getsignal(number)
         nohup = number.name == "SIGHUP" and before is signal.SIG_IGN
         with contextlib.suppress(ValueError):  # only the main thread may
             if not nohup and before is not None:
-                previous[number] = signal.signal(number, handler)
+                previous[number] = signal.signal(number, hear)
     try:
         yield previous
     finally:

@@ -124,7 +124,8 @@ def _as_labels(found: Any, count: int) -> Tensor | None:
     if not isinstance(found, Tensor | numpy.ndarray | list | tuple) or len(found) != count:
         return None
     values = found.numpy(force=True) if isinstance(found, Tensor) else numpy.asarray(found)
-    return torch.from_numpy(values.astype(numpy.int64)) if values.ndim == 1 and values.dtype.kind in "iu" else None
+    known = values.size == count and values.dtype.kind in "iu"  # [N], or a column [N, 1]
+    return torch.from_numpy(values.astype(numpy.int64).reshape(count)) if known else None
 
 
 def _named_classes(datasets: list[Any]) -> tuple[str, ...]:

@@ -105,8 +105,8 @@ class OwnSamples:
         epoch, samples = request
         try:
             if self._tensors is not None and self._tensors[0].is_floating_point():
-                labels = self._tensors[1][samples]
-                return self._tensors[0][samples], labels if self._source.targets else labels.to(torch.int64), []
+                images, labels = (tensor[samples] for tensor in self._tensors[:2])
+                return images, labels if self._source.targets else labels.to(torch.int64).reshape(-1), []
             with restored_generators():
                 pairs = [self._one(epoch, sample) for sample in samples]
             images = _stack([image for image, _ in pairs], samples)

@@ -263,10 +263,7 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     if options.mesh or not options.plan:
         mesh = parse_mesh(options.mesh) if options.mesh else plan.mesh
         plan = replace(plan, mesh=mesh, default="" if mesh.names != plan.mesh.names else plan.default, layouts=None)
-    if plan.mesh.size != world_size:
-        where = "parallel.mesh" if options.mesh else options.plan
-        mend = (f"-n {plan.mesh.size}", f"or a mesh of {world_size}, such as --mesh dp={world_size}")
-        raise UserError(f"the mesh {plan.mesh} has {plan.mesh.size} places for {world_size} process(es)", where, mend)
+    plan.mesh.check_size(world_size, "parallel.mesh" if options.mesh else options.plan)
     kept = tuple(name for name in plan.pinned if name not in pins)
     rest = {name: text for name, text in plan.ops.items() if name not in pins}
     if options.full_batch and INPUT in pins:

@@ -23,9 +23,7 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> NetworkOnMesh
     plan = request.plan
     if plan is None:
         raise UserError("this mode needs a plan", "parallel", ('--pin "fc=n@dp o@tp"', "or --parallel.plan plan.json"))
-    if plan.mesh.size != world.size:
-        mend = ("another --mesh, or another number of processes",)
-        raise UserError(f"the mesh {plan.mesh} has {plan.mesh.size} places for {world.size} processes", "mesh", mend)
+    plan.mesh.check_size(world.size)
     group_batch_norms(model)
     graph = describe_network(model, request.picture)
     sharded_loss = None if request.cross_entropy else _cut_loss(graph, request)

@@ -222,9 +222,8 @@ def _check(request: SearchRequest) -> None:
     if request.batch < request.world_size:
         what = f"an update has {request.batch} samples, and {request.world_size} processes are to share it"
         raise UserError(what, "train.batch", (f"--batch {request.world_size} or more", "fewer processes"))
-    if request.mesh is not None and request.mesh.size != request.world_size:
-        what = f"the mesh {request.mesh} has {request.mesh.size} processes, and there are {request.world_size}"
-        raise UserError(what, "--mesh", (f"a mesh of {request.world_size} processes",))
+    if request.mesh is not None:
+        request.mesh.check_size(request.world_size, "--mesh")
 
 
 def _data_mesh(world_size: int) -> Mesh:

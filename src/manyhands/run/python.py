@@ -6,6 +6,8 @@ What computes with tensors comes through `load_worker`.
 import contextlib
 import copy
 import os
+import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import known_keys, load_on
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.stops import HEARD
 from manyhands.core.world import Membership
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
@@ -52,7 +55,7 @@ class Run:
 
     Attributes:
         path: the run folder.
-        status: "finished" or "stopped".
+        status: "finished"; a run that is stopped raises instead of being returned.
         model: the network, where `fit` was given an object.
     """
 
@@ -97,6 +100,35 @@ class Run:
         return found
 
 
+_FLAG = re.compile(
+    r"(?<![\w-])(?:--set (?P<key>[\w.]+)=(?P<set>\S+)|-(?P<name>n|-[a-z][\w.-]*)(?: (?P<value>[\d.]+|\S+$))?)"
+)
+_ARGUMENTS = {"n": "processes", "resume": "checkpoint__resume", "sync": "sync__method", "parallel": "parallel__mode"}
+_ARGUMENTS |= {name: f"parallel__{name}" for name in ("mesh", "pin")} | {"device": "cluster__device"}
+
+
+def _as_arguments(line: str) -> str:
+    """A hint with the arguments that its flags are; a command line is left as it is."""
+
+    def argument(flag: re.Match[str]) -> str:
+        name = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
+        name, value = _ARGUMENTS.get(name, name.replace(".", "__")), flag["set"] or flag["value"]
+        quoted = value if not value or re.match(r"[\d.\[\"]|true|false", value) else f'"{value}"'
+        return f"{name}={quoted}" if quoted else name
+
+    return line if "manyhands " in line else _FLAG.sub(argument, line)
+
+
+@contextlib.contextmanager
+def _hints_as_arguments() -> Iterator[None]:
+    try:
+        yield
+    except ManyhandsError as error:
+        error.where, error.mend = _as_arguments(error.where), tuple(map(_as_arguments, error.mend))
+        raise
+
+
+@_hints_as_arguments()
 def fit(  # noqa: PLR0913 - all but three are named
     model: "nn.Module | str | None" = None,
     train_set: Any = None,
@@ -143,11 +175,13 @@ def fit(  # noqa: PLR0913 - all but three are named
 
     Raises:
         ManyhandsError: the run failed, or an argument is wrong.
+        KeyboardInterrupt: after Ctrl-C, once the run is saved.
+        SystemExit: with code 75, after SIGTERM or another request to stop, once the run is saved.
     """
     if job is None and (model is None or train_set is None):
         what = "network" if model is None else "training set"
         raise UserError(f"fit has no {what}", "fit", ("fit(model, train_set)", "or a job that names both: fit(job=…)"))
-    named = {"model.name": model if model is None or isinstance(model, str) else type(model).__name__}
+    named = _options_of(model)
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
     given = {"run.out": str(out) if out else None, "cluster.processes": processes}
@@ -168,16 +202,35 @@ def fit(  # noqa: PLR0913 - all but three are named
         objects.train_set, objects.test_set = train_set, test_set
     _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)
     objects.held_out_set = held_out_set
-    weights = tuple(loss.buffers()) if hasattr(loss, "buffers") else None
-    objects.digests = digest_objects(**live, network=objects.model, loss_weights=weights)
+    buffers: Any = getattr(loss, "buffers", tuple)
+    objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()))
     refuse_changes(
         loaded, digests=lambda: objects.digests | load_worker("own_process").digest_of_objects(loaded.job, objects)
     )
     started = processes if processes is not None else loaded.job.cluster.processes or None
+    HEARD.clear()
     outcome, elsewhere = _start(loaded.job, objects, processes, started, quiet=quiet)
     if elsewhere and objects.model is not None:
         load_worker("own_process").load_weights(objects.model, outcome.folder.path)
+    if outcome.status == "stopped":
+        if signal.SIGINT in HEARD:
+            raise KeyboardInterrupt(f"saved in {outcome.folder.path}; the same program resumes there")
+        raise SystemExit(EXIT_SAVED)
     return Run(outcome.folder.path, outcome.status, objects.model)
+
+
+def _options_of(model: Any) -> dict[str, Any]:
+    """Options that follow from a network, as dotted keys. Raises UserError: it is none."""
+    if model is None or isinstance(model, str):
+        return {"model.name": model}
+    if isinstance(model, type) or not hasattr(model, "named_parameters"):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UserError(
+            f"model is {kind}, not a network", "model", ("give a torch.nn.Module, such as nn.Linear(64, 10)",)
+        )
+    # A network of float64 is given its inputs unchanged, as in a session.
+    double = any(str(one.dtype) == "torch.float64" for one in model.parameters())
+    return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
 
 
 def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
@@ -250,6 +303,7 @@ def _on_its_own(job: Job) -> Membership:
     return Membership(device=job.cluster.device, backend=job.cluster.backend)
 
 
+@_hints_as_arguments()
 def evaluate(
     model: "nn.Module | Run | str | Path",
     test_set: Any,
@@ -275,6 +329,7 @@ def evaluate(
     """
     if isinstance(model, Run | str | Path):
         model = load(model).network
+    _options_of(model)
     with session(job=job, evaluate_batch=batch) as here:
         return here.evaluate(model.to(here.device), test_set, metrics=metrics)
 

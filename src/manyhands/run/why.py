@@ -9,6 +9,7 @@ from pathlib import Path
 
 from manyhands.core.claim import agents_work
 from manyhands.core.errors import shortened
+from manyhands.core.failures import users_place
 from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure
 from manyhands.core.registry import Running, running
@@ -262,8 +263,7 @@ def _who(failure: Failure) -> str:
 
 def _file(failure: Failure) -> str:
     """The file that a failure is about, or the line of the user's that it came from."""
-    lines = re.findall(r'File "([^"\n]+)", line (\d+)', failure.excerpt)
-    if lines:
-        return plain(f"{lines[-1][0]}:{lines[-1][1]}")
+    if line := users_place(failure):
+        return plain(line)
     where = failure.where.rpartition(", ")[0] or failure.where
     return plain(where) if "/" in where and Path(where).suffix else ""

@@ -113,7 +113,7 @@ def build(
         gradients_mean=job.parallel.gradients_mean,
         unused=rehearsed.unused,
     )
-    warm_up(update, samples.train, min(2, order.length))
+    warm_up(update, samples.train, min(rehearsed.count, order.length))
     feed = Feed(order, cut, samples.train, network.replica(world.rank))
     evaluator = make_evaluator(samples.test, len(samples.splits.test), len(classes), job, network, world, metrics)
     total = total_steps(job.train, order.steps_per_epoch)

@@ -38,6 +38,9 @@ def make_model(
         begin_with(model, Path(job.model.weights).expanduser(), classes, journal)
     if job.train.precision == "fp64":
         model = model.double()
+    elif double := [name for name, one in model.named_parameters() if one.dtype == torch.float64]:
+        what = f"{double[0]} is float64, and the precision is {job.train.precision}"
+        raise UserError(what, "train.precision", ("--set train.precision=fp64", "or make the network float32"))
     model = model.to(world.device)
     if job.train.channels_last is True:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types

@@ -69,8 +69,9 @@ def _definition(thing: Any) -> Iterator[str]:
     sources, named = [thing], dict[str, Any]()
     if isinstance(thing, FunctionType):
         used = inspect.getclosurevars(thing)
-        named = {name: one for name, one in (used.nonlocals | used.globals).items() if not inspect.ismodule(one)}
-    for number, part in enumerate(thing.modules() if hasattr(thing, "modules") else ()):
+        named = {name: one for name, one in {**used.nonlocals, **used.globals}.items() if not inspect.ismodule(one)}
+    modules: Any = getattr(thing, "modules", tuple)
+    for number, part in enumerate(modules()):
         plain = {name: one for name, one in vars(part).items() if isinstance(one, str | int | float | FunctionType)}
         named |= {f"{number}.{name}": one for name, one in plain.items() if name != "training"}
         sources += type(part).__mro__

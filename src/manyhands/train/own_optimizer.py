@@ -64,13 +64,31 @@ def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
         raise UserError(f"{kind} has no learning rate that a schedule could move: {rates}", _WHERE, ("give it an lr",))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group[_OF_PEAK] = rate / max(rates)
+    _start_momentum(optimizer)
     return optimizer
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Gives fused SGD its momentum, which it would otherwise begin with in uninitialized memory.
+
+    See `optimize.start_state`. Raises UserError: with dampening, momentum of zero isn't what torch begins with.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        if not (group["fused"] and group["momentum"]):
+            continue
+        if group["dampening"]:
+            what = "fused SGD with dampening begins with uninitialized momentum where its first update is skipped"
+            raise UserError(what, _WHERE, ("leave fused=True out", "or dampening"))
+        for parameter in group["params"]:
+            if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def mark_own(optimizer: torch.optim.Optimizer) -> None:
     """Notes that an optimizer is the user's, whose rates nobody else moves."""
     for group in optimizer.param_groups:
         group[_OF_PEAK] = 1.0
+    _start_momentum(optimizer)
 
 
 def is_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -122,6 +140,7 @@ def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.
         live = optimizer.state[order[number]]
         # torch turns all but the count of steps into the parameter's type, which isn't what was saved (NAdam).
         live.update({key: live[key].to(one.dtype) for key, one in saved_entries.items() if isinstance(one, Tensor)})
+    _start_momentum(optimizer)
     return ""
 
 

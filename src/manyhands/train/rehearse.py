@@ -54,6 +54,7 @@ class RehearsalResult:
     unused: list[str]  # names of trainable parameters that got no gradient
     draws: bool  # True where its training pass or its loss draws random numbers
     outputs: int = 0  # how many it has; at least as many as there are classes. 0: it wasn't tried
+    count: int = 2  # samples that it was tried on
 
 
 def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:

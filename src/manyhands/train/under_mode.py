@@ -109,19 +109,23 @@ def _refuse_untrainable(model: nn.Module) -> None:
         raise UserError(f"the parameter {name} is complex, and only real ones can be trained", "the network", mend)
 
 
-def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
-    """Tries the network on two samples; a collective, since all must find the same."""
+def _rehearsed(before: BeforeMode, rehearsal: Rehearsal, count: int = 2) -> RehearsalResult:
+    """Tries the network on `count` samples; a collective, since all must find the same."""
     samples, world = before.samples, before.world
-    count, layers = min(2, len(samples.splits.train)), rehearsal.groups.layers
+    count, layers = min(count, len(samples.splits.train)), rehearsal.groups.layers
     if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
         find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return RehearsalResult([], draws=False)
+    train = before.job.train
     try:
         found = rehearse(rehearsal, before.classes, count, world)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if before.loss_fn:
-            raise
+            in_one_pass = min(train.micro_batch or train.batch // world.size, len(samples.splits.train))
+            if before.loss_fn.own is None or in_one_pass <= count:
+                raise
+            return _rehearsed(before, rehearsal, in_one_pass)  # a loss of the user's own may need more samples
         method = before.job.sync.method
         what = f"sync.method = {method} tries the network on two samples first, as model(x), which failed: {error}"
         mend = (f"have the data set or the network shape x; --sync {EXACT} tries nothing",)
@@ -132,7 +136,7 @@ def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
     if unused:
         told = f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant"
         before.journal.event("warning", told, 0)
-    return RehearsalResult(unused, draws, found.outputs)
+    return RehearsalResult(unused, draws, found.outputs, count)
 
 
 def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> ChosenSync:
@@ -185,7 +189,5 @@ def grid_of(job: Job, world: World, mode: str) -> Grid | None:
     if not takes_mesh(mode):
         return None
     mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
-    if mesh.size != world.size:
-        mend = (f"-n {mesh.size}", f"or a mesh of {world.size}")
-        raise UserError(f"the mesh {mesh} has {mesh.size} places for {world.size} processes", "parallel.mesh", mend)
+    mesh.check_size(world.size)
     return Grid(mesh, world)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
+from manyhands.core.mesh import parse_mesh
 from manyhands.core.plugins import module_names, unknown_choice
 from manyhands.data.folder import divided, list_parts
 from manyhands.data.open import find_choice, is_plain_folder, is_published, open_data
@@ -30,6 +31,9 @@ def check_names(job: Job) -> None:
     if job.parallel.mode not in modes:
         raise unknown_choice("parallel mode", job.parallel.mode, modes, "parallel.mode")
     check_method(job.sync.method)
+    one_machine = not (job.cluster.hosts or job.cluster.hostfile or job.cluster.world_size)
+    if job.parallel.mesh and job.cluster.processes and one_machine:
+        parse_mesh(job.parallel.mesh).check_size(job.cluster.processes)
     if job.cluster.processes > job.train.batch:
         raise UserError(
             f"train.batch is {job.train.batch}, and there are {job.cluster.processes} processes to share it",
