@@ -87,6 +87,22 @@ def test_a_run_is_gone_on_with_detached(here):
     wait_until(lambda: not marked(str(here)))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("left")
+def test_a_detached_run_without_its_head_is_taken_over_by_a_command_that_waits(here):
+    begun = run("launch", *ENDLESS, *WHERE, "--json", HERE=str(here))
+    assert begun.code == 0, begun.err
+    refused = run("resume", "run", "--no-detach")
+    assert (refused.code, "a run is going on" in refused.err) == (2, True)
+    os.kill(json.loads(begun.out)["pid"], signal.SIGKILL)
+    wait_until(lambda: events(here / "run", "saved") or measured(here) > 20)
+    again = run("resume", "run", "--no-detach", "--set", "train.max_steps=1", "--json", HERE=str(here))
+    assert again.code == 0, again.err
+    assert json.loads(again.out.splitlines()[-1])["status"] == "finished"
+    assert events(here / "run", "resumed")
+    assert not marked(str(here))
+
+
 def test_what_trains_on_this_machine_alone_is_not_detached(here):
     assert run("train", "digits", "mlp", "--epochs", "1", *QUICK, "--out", "run").code == 0
     ended = run("resume", "run", "--epochs", "2", "--detach")
