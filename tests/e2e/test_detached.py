@@ -8,7 +8,19 @@ import signal
 import psutil
 import pytest
 
-from tests.e2e.command import QUICK, assert_one_screen, end, events, finish, forked, marked, run, start, wait_until
+from tests.e2e.command import (
+    QUICK,
+    assert_one_screen,
+    end,
+    events,
+    finish,
+    forked,
+    marked,
+    run,
+    running,
+    start,
+    wait_until,
+)
 
 ENDLESS = ("digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK)
 WHERE = ("--hosts", "127.0.0.1:2", "--out", "run", "--detach")
@@ -96,10 +108,13 @@ def test_a_detached_run_without_its_head_is_taken_over_by_a_command_that_waits(h
     assert (refused.code, "a run is going on" in refused.err) == (2, True)
     os.kill(json.loads(begun.out)["pid"], signal.SIGKILL)
     wait_until(lambda: events(here / "run", "saved") or measured(here) > 20)
-    again = run("resume", "run", "--no-detach", "--set", "train.max_steps=1", "--json", HERE=str(here))
-    assert again.code == 0, again.err
-    assert json.loads(again.out.splitlines()[-1])["status"] == "finished"
-    assert events(here / "run", "resumed")
+    with running("resume", "run", "--no-detach", HERE=str(here)) as again:
+        wait_until(lambda: events(here / "run", "resumed"), again)
+        before = measured(here)
+        wait_until(lambda: measured(here) > before + 5, again)
+        again.terminate()
+        ended = finish(again)
+    assert ended.code == 75, ended.err
     assert not marked(str(here))
 
 

@@ -9,6 +9,9 @@ from typing import Any
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
+# A warning of torch's on networks without reverse look-up of names, which explains the end of no process.
+_UNRELATED = "hostname of the client socket cannot be retrieved"
+
 
 @dataclass
 class Ending:
@@ -73,6 +76,7 @@ def _lost(host: str, how: str, mend: str = "") -> Failure:
 
 def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> Failure:
     """The record of a process that could not write its own."""
+    said = "\n".join(line for line in said.splitlines() if _UNRELATED not in line)
     mend: list[str] = []
     if exit_code == -signal.SIGKILL:
         mend = [
