@@ -57,7 +57,8 @@ def test_a_schedulers_word_ends_what_has_nothing_to_save_as_ctrl_c_does():
 
 
 def record(**more):
-    return Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out of memory", where="rank 1", **more)
+    given = {"time": 1.0, "rank": 1, "what": "out of memory", "where": "rank 1", **more}
+    return Failure(host="n2", pid=1, error="RunError", **given)
 
 
 def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(tmp_path):
@@ -70,6 +71,14 @@ def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(tmp_path):
     )
     told = Ending(failed={1: 1}, records={1: record(mend=["make room, then manyhands resume x"])})
     assert str(failure_of(folder, told)).count("manyhands resume") == 1
+
+
+def test_an_error_that_all_processes_raise_is_of_the_rank_that_it_names():
+    where = "rank 1, step 8, samples 3"
+    records = {rank: record(where=where, what="the loss is not finite", rank=rank, time=rank) for rank in range(3)}
+    assert first_cause(Ending(failed=dict.fromkeys(range(3), 1), records=records)).rank == 1
+    del records[1]  # it was ended before it could write
+    assert first_cause(Ending(failed=dict.fromkeys(range(3), 1), records=records)).rank == 0
 
 
 def test_a_process_that_left_no_word_is_named_with_its_own_machine():

@@ -54,7 +54,9 @@ def first_cause(ending: Ending) -> Failure | None:
         rank, why = next(iter(ending.evicted.items()))
         return _killed(rank, 0, ending.hosts.get(rank, ""), ending.words.get(rank, ""), why)
     if records and not records[0].consequence:
-        return records[0]
+        # All processes may raise the same error, which names the rank that it is about.
+        alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
+        return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
     if ending.lost:
         return _lost(*next(iter(ending.lost.items())))
     if ending.cut:
