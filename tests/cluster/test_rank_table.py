@@ -195,13 +195,29 @@ class _Clock:
             self.path.write_text(self.texts.pop(0), encoding="utf-8")
 
 
-def test_a_table_that_is_being_written_is_waited_for(tmp_path):
+def test_a_table_that_is_being_written_is_waited_for(tmp_path, capsys):
     path = tmp_path / "table.json"
     path.write_text("")
     begun = _table("wrong_initializing")
     clock = _Clock(path, [begun[:100], begun, begun, _table("right_16")])
     assert rank_table.wait(path, 60, clock=clock, sleep=clock.sleep) == _table("right_16")
     assert not clock.texts
+    said = capsys.readouterr().err
+    assert said == f"manyhands: waiting up to 60 s for the rank table {path} to be completed: its end is missing\n"
+    path.write_text(begun)
+    rank_table.wait(path, 60, clock=clock, sleep=_Clock(path, [_table("right_16")]).sleep)
+    assert 'its status is "initializing"' in capsys.readouterr().err
+    rank_table.wait(path, 0.1, clock=clock, sleep=clock.sleep)
+    assert not capsys.readouterr().err
+
+
+def test_the_layout_of_modelarts_is_named():
+    table = json.loads(_table("right_8"))
+    groups = [{"group_id": "0", "server_count": table.pop("server_count"), "server_list": table.pop("server_list")}]
+    error = _refused(json.dumps({**table, "server_group_list": groups}, indent=1))
+    assert "each server_list is one level below, in server_group_list" in error.what
+    assert "line" in error.where
+    assert "server_list" in error.mend[0]
 
 
 def test_waiting_ends(tmp_path):

@@ -57,7 +57,8 @@ def test_a_schedulers_word_ends_what_has_nothing_to_save_as_ctrl_c_does():
 
 
 def record(**more):
-    return Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out of memory", where="rank 1", **more)
+    given = {"time": 1.0, "rank": 1, "what": "out of memory", "where": "rank 1", **more}
+    return Failure(host="n2", pid=1, error="RunError", **given)
 
 
 def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(tmp_path):
@@ -72,12 +73,23 @@ def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(tmp_path):
     assert str(failure_of(folder, told)).count("manyhands resume") == 1
 
 
+def test_an_error_that_all_processes_raise_is_of_the_rank_that_it_names():
+    where = "rank 1, step 8, samples 3"
+    records = {rank: record(where=where, what="the loss is not finite", rank=rank, time=rank) for rank in range(3)}
+    assert first_cause(Ending(failed=dict.fromkeys(range(3), 1), records=records)).rank == 1
+    del records[1]  # it was ended before it could write
+    assert first_cause(Ending(failed=dict.fromkeys(range(3), 1), records=records)).rank == 0
+
+
 def test_a_process_that_left_no_word_is_named_with_its_own_machine():
-    ending = Ending(failed={1: -9}, words={1: "the last line"}, hosts={1: "n2"})
+    warning = "[W socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    ending = Ending(failed={1: -9}, words={1: f"{warning}\nthe last line"}, hosts={1: "n2"})
     cause = first_cause(ending)
     assert cause is not None
     assert (cause.rank, cause.host, cause.what) == (1, "n2", "rank 1 was killed by SIGKILL")
     assert cause.excerpt == "rank 1 wrote last:\nthe last line"
+    ending.words[1] = warning
+    assert first_cause(ending).excerpt == ""
 
 
 @pytest.mark.parametrize(
@@ -127,7 +139,10 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
     assert "stopped before anything was saved" in str(interrupted(folder))
     for step in (7, 40):
         append(folder.events, Event(time=1.0, kind="saved", step=step))
-    assert saved_step(folder) == 40
+    assert saved_step(folder) is None  # the checkpoints were deleted
+    for local in (True, False):
+        folder.machines.write_text(json.dumps([{"host": "n1", "local": local, "ranks": [0, 1], "folder": "/run"}]))
+        assert saved_step(folder) == (None if local else 40)
     (folder.checkpoints / "step-00000050").mkdir(parents=True)
     (folder.checkpoints / ".step-00000060.part").mkdir()
     told = str(interrupted(folder))
@@ -161,7 +176,7 @@ def halt_of_processes_that_had_not_begun(job, folder):
 def test_a_stop_while_nothing_trains_loses_nothing_of_what_was_saved(halt, saved, code, kind, tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
     if saved is not None:
-        append(folder.events, Event(time=1.0, kind="saved", step=saved))
+        (folder.checkpoints / f"step-{saved:08}").mkdir(parents=True)
     with pytest.raises(ManyhandsError) as raised:
         halt(job, folder)
     assert raised.value.exit_code == code
@@ -185,7 +200,7 @@ def second_halt_of_processes_that_had_not_begun(job, folder):
 @pytest.mark.parametrize("halt", [second_halt_of_the_head, second_halt_of_processes_that_had_not_begun])
 def test_a_second_wish_ends_at_once_whatever_was_saved(halt, tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
-    append(folder.events, Event(time=1.0, kind="saved", step=40))
+    (folder.checkpoints / "step-00000040").mkdir(parents=True)
     with pytest.raises(ManyhandsError, match="step 40, is whole") as raised:
         halt(job, folder)
     assert raised.value.exit_code == 130
@@ -193,7 +208,7 @@ def test_a_second_wish_ends_at_once_whatever_was_saved(halt, tmp_path):
 
 def test_a_second_wish_and_a_process_that_hangs_leave_unsaved_work(tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
-    append(folder.events, Event(time=1.0, kind="saved", step=40))
+    (folder.checkpoints / "step-00000040").mkdir(parents=True)
     for ending in (Ending(interrupted=2, failed={0: -9}), Ending(interrupted=1, hung="rank 1 is stopped")):
         with pytest.raises(ManyhandsError, match="stopped without a save") as raised:
             conclude(job, folder, ending)

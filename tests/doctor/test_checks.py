@@ -87,6 +87,15 @@ def test_a_planted_fact_is_found_and_named(path, value, check, severity, words):
     assert all(word in finding.what for word in words), finding.what
 
 
+def test_a_full_disk_is_answered_on_the_machine_that_has_it():
+    survey = healthy()
+    change(survey, "n1", "places/run folder/free", GIB)
+    change(survey, "n2", "places/run folder/free", 0)
+    finding = only(survey)
+    assert (finding.severity, finding.hosts) == ("fail", ("n1", "n2"))
+    assert finding.mend[:2] == ("ssh n2 df -h /job", "ssh n1 df -h /job")
+
+
 def test_small_shared_memory_by_how_small_it_is():
     for free, severity in ((64 * MIB, "warn"), (MIB, "fail")):
         survey = healthy()

@@ -8,7 +8,19 @@ import signal
 import psutil
 import pytest
 
-from tests.e2e.command import QUICK, assert_one_screen, end, events, finish, forked, marked, run, start, wait_until
+from tests.e2e.command import (
+    QUICK,
+    assert_one_screen,
+    end,
+    events,
+    finish,
+    forked,
+    marked,
+    run,
+    running,
+    start,
+    wait_until,
+)
 
 ENDLESS = ("digits", "mlp", "--epochs", "100000", "--set", "train.evaluate_every=1000", *QUICK)
 WHERE = ("--hosts", "127.0.0.1:2", "--out", "run", "--detach")
@@ -85,6 +97,25 @@ def test_a_run_is_gone_on_with_detached(here):
     assert json.loads(begun.out)["status"] == "running"
     assert run("stop", "run").code == 0
     wait_until(lambda: not marked(str(here)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("left")
+def test_a_detached_run_without_its_head_is_taken_over_by_a_command_that_waits(here):
+    begun = run("launch", *ENDLESS, *WHERE, "--json", HERE=str(here))
+    assert begun.code == 0, begun.err
+    refused = run("resume", "run", "--no-detach")
+    assert (refused.code, "a run is going on" in refused.err) == (2, True)
+    os.kill(json.loads(begun.out)["pid"], signal.SIGKILL)
+    wait_until(lambda: events(here / "run", "saved") or measured(here) > 20)
+    with running("resume", "run", "--no-detach", HERE=str(here)) as again:
+        wait_until(lambda: events(here / "run", "resumed"), again)
+        before = measured(here)
+        wait_until(lambda: measured(here) > before + 5, again)
+        again.terminate()
+        ended = finish(again)
+    assert ended.code == 75, ended.err
+    assert not marked(str(here))
 
 
 def test_what_trains_on_this_machine_alone_is_not_detached(here):

@@ -1,5 +1,7 @@
 """Where the later starts of a run go on from."""
 
+import time
+
 import pytest
 
 from manyhands.cluster.agents.ending import Ending
@@ -7,9 +9,18 @@ from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import StepMetrics, append, read_lines
+from manyhands.core.records import PROCESS_ENDED, Failure, StepMetrics, append, read_lines
 from manyhands.run.launch import launch
-from manyhands.run.recovery import MOST_IN_VAIN, SOON_UPDATES, Company, Recovery, Setbacks, failed_rank, worth_a_start
+from manyhands.run.recovery import (
+    MOST_IN_VAIN,
+    SOON_UPDATES,
+    Company,
+    Recovery,
+    RestartBudget,
+    Setbacks,
+    failed_rank,
+    worth_a_start,
+)
 
 
 @pytest.fixture
@@ -114,3 +125,38 @@ def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folde
     (line,) = read_lines(folder.events)
     assert line["message"] == "with n4 there was no start (that is too much for n4): the run goes on from step 10"
     assert not Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming([])).again(refused)
+
+
+def failure(at, line, step, error="KeyError", rank=0):
+    traceback = f'Traceback\n  File "net.py", line {line}, in forward\n    x\n{error}: {step}\n'
+    return Failure(
+        time=at, rank=rank, host="", pid=1, step=step, error=error, what=f"{error}: {step}", traceback=traceback
+    )
+
+
+@pytest.mark.parametrize(
+    ("failures", "ends_at"),
+    [
+        ([(n * 2.0, 7, "KeyError", 0) for n in range(5)], 2),  # a loop of restarts that each make progress
+        ([(n * 2.0, 7, "KeyError", n % 2) for n in range(5)], 2),  # on whichever rank
+        ([(n * 2.0, 7 + n, "KeyError", 0) for n in range(5)], None),  # at another line each time
+        ([(n * 2.0, 7, ("KeyError", "OSError")[n % 2], 0) for n in range(5)], 4),
+        ([(n * 301.0, 7, "KeyError", 0) for n in range(5)], None),  # twice within ten minutes
+        ([(n * 2.0, 7, PROCESS_ENDED, 0) for n in range(5)], None),  # from outside
+    ],
+)
+def test_the_same_error_at_the_same_line_three_times_ends_the_run(failures, ends_at, folder):
+    budget = RestartBudget(folder)
+    for number, (at, line, error, rank) in enumerate(failures):
+        step = 100 * (number + 1)
+        append(folder.metrics, StepMetrics(
+            time=time.time() + 9, epoch=0, step=step, step_in_epoch=1, steps_per_epoch=9, total_steps=999,
+            loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
+        ))  # fmt: skip
+        (folder.checkpoints / f"step-{step:08}").mkdir()
+        why = budget.spend(failure(at, line, step, error, rank), script=False)
+        assert bool(why) == (number == ends_at)
+        if why:
+            assert why == "the same error 3 times within 10 minutes: the run does not go on by itself"
+            return
+    assert ends_at is None

@@ -22,3 +22,14 @@ def test_the_cause_is_of_the_last_start_also_where_its_head_left_no_word(rankles
     told = explained(read_run(tmp_path))
     assert (told.state, told.rank, told.host, told.step) == ("failed", 1, "n3", 9)
     assert "a mistake of mine" in told.cause
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_said_to_continue(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.job.touch()
+    append(folder.events, Event(time=1.0, kind="started"))
+    append(folder.events, Event(time=2.0, kind="saved", step=40))
+    append(folder.events, Event(time=3.0, kind="stopped", step=40))
+    assert explained(read_run(tmp_path)).do == [
+        f"no checkpoint is left in {folder.checkpoints}: the same command begins anew"
+    ]

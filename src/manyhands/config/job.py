@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, Literal, cast
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.core.options import Options
@@ -239,16 +240,15 @@ class ClusterOptions(Options):
     join_warn_s: float = Field(default=30.0, gt=0.0, description="name the missing processes after so long")
     join_timeout_s: float = Field(default=600.0, gt=0.0, description="give up waiting for them after so long")
     collective_timeout_s: float = Field(default=600.0, gt=0.0, description="give up on a silent peer after so long")
-    _flags: frozenset[str] = PrivateAttr(frozenset())
 
     def mark_flags(self, names: Iterable[str]) -> None:
         """Records which options were given by a flag or a Python argument; not part of the stored job."""
-        self._flags = frozenset(names)
+        self.__dict__["flags"] = frozenset(names)
 
-    @property
+    @cached_property
     def flags(self) -> frozenset[str]:
         """Names of the options that were given by a flag or a Python argument."""
-        return self._flags
+        return frozenset()
 
     @property
     def recovers(self) -> bool:

@@ -5,11 +5,12 @@ import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError
 from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on
+from manyhands.core.outside import parse_json, read_bytes
 from manyhands.core.records import read_lines
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -57,9 +58,20 @@ def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
 def saved_step(folder: RunFolder) -> int | None:
     """The newest step that was saved, here or on the machine of rank 0; None where nothing was."""
     here = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
-    told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-    steps = [int(name) for name in here if name.isdecimal()] or [step for step in told if isinstance(step, int)]
+    steps = [int(name) for name in here if name.isdecimal()]
+    if not steps and _saves_elsewhere(folder):
+        told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
+        steps = [step for step in told if isinstance(step, int)]
     return max(steps, default=None)
+
+
+def _saves_elsewhere(folder: RunFolder) -> bool:
+    """True where checkpoints are on the disk of another machine, that of rank 0."""
+    try:
+        places = cast(list[dict[str, Any]], parse_json(read_bytes(folder.machines)))
+        return not places[0]["local"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:

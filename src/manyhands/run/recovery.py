@@ -24,6 +24,8 @@ from manyhands.report.read import parse_metrics
 
 # The same error again before so many updates is one that comes every time.
 SOON_UPDATES = 20
+# The same error at the same line so often within so many seconds is one that comes every time, too.
+MOST_ALIKE, ALIKE_S = 3, 600.0
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
 # A machine that fails again before so many updates is set aside: for so long at first, and at most.
@@ -167,6 +169,7 @@ class RestartBudget:
         self._began, self._saved = time.time(), saved_step(folder)
         self._in_vain = 0
         self._last: tuple[str, int, int] | None = None
+        self._times: dict[str, list[float]] = {}
 
     def begin(self) -> None:
         """A start."""
@@ -187,6 +190,12 @@ class RestartBudget:
         if this and self._last and this[:2] == self._last[:2] and this[2] - self._last[2] < SOON_UPDATES:
             return f"the same error twice within {SOON_UPDATES} updates: the run does not go on by itself"
         self._last = this
+        if cause and own and not cause.consequence:
+            times = self._times.setdefault(_raised_at(cause), [])
+            times.append(cause.time)
+            if len(times) >= MOST_ALIKE and times[-1] - times[-MOST_ALIKE] < ALIKE_S:
+                limit = f"{MOST_ALIKE} times within {ALIKE_S / 60:.0f} minutes"
+                return f"the same error {limit}: the run does not go on by itself"
         self._in_vain = 0 if saved != self._saved else self._in_vain + 1
         self._saved = saved
         if self._in_vain >= MOST_IN_VAIN:
@@ -195,6 +204,12 @@ class RestartBudget:
 
     def _trained_since(self, began: float) -> bool:
         return any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics))
+
+
+def _raised_at(cause: Failure) -> str:
+    """The exception and the last line of code in its traceback; its message, which may have numbers, is left out."""
+    lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
+    return f"{cause.error} {lines[-1] if lines else cause.where}"
 
 
 def gone_on_with(job: Job) -> Job:

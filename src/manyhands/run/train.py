@@ -22,6 +22,7 @@ from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
+from manyhands.config.load import read_toml
 from manyhands.core.claim import claim, new_holder, run_id, set_run_id
 from manyhands.core.early_agent import end_early
 from manyhands.core.errors import (
@@ -328,7 +329,9 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
         if folder.exists() and job.checkpoint.resume == "never":
             raise UserError(f"{folder.path} holds a run already", "--out", ("--resume auto", "or another --out"))
     with writing_into(folder.path):
-        lock = _claim(folder, takes_over=job.cluster.detach)
+        # `resume --no-detach` takes a detached run over too.
+        detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
+        lock = _claim(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
     if not folder.exists() or job.run.script:
         # An earlier run's job file is replaced only once everything is known to fit (see worker/account.py).
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))

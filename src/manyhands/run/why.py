@@ -239,7 +239,9 @@ def _without_figures(event: Event) -> str:
 def _go_on(run: RunData) -> str:
     step = saved_step(run.folder)
     if step is None:
-        return "nothing was saved yet: the same command begins anew"
+        lost = any(event.kind == "saved" for event in run.events)
+        why = f"no checkpoint is left in {run.folder.checkpoints}" if lost else "nothing was saved yet"
+        return f"{why}: the same command begins anew"
     return f"{going_on(run.folder.path)} goes on from step {step}"
 
 

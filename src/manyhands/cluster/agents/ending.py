@@ -9,6 +9,9 @@ from typing import Any
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
+# A warning of torch's on networks without reverse look-up of names, which explains the end of no process.
+_UNRELATED = "hostname of the client socket cannot be retrieved"
+
 
 @dataclass
 class Ending:
@@ -51,7 +54,9 @@ def first_cause(ending: Ending) -> Failure | None:
         rank, why = next(iter(ending.evicted.items()))
         return _killed(rank, 0, ending.hosts.get(rank, ""), ending.words.get(rank, ""), why)
     if records and not records[0].consequence:
-        return records[0]
+        # All processes may raise the same error, which names the rank that it is about.
+        alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
+        return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
     if ending.lost:
         return _lost(*next(iter(ending.lost.items())))
     if ending.cut:
@@ -73,6 +78,7 @@ def _lost(host: str, how: str, mend: str = "") -> Failure:
 
 def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> Failure:
     """The record of a process that could not write its own."""
+    said = "\n".join(line for line in said.splitlines() if _UNRELATED not in line)
     mend: list[str] = []
     if exit_code == -signal.SIGKILL:
         mend = [

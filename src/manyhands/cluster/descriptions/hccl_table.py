@@ -173,6 +173,10 @@ def _check_layout(document: Document) -> None:
             what = f"this is the layout {name}; versions 1.0 and 1.2 are read"
             mend = ("write it anew from a list of machines: manyhands convert-cluster HOSTFILE --to rank_table",)
             raise UserError(what, document.at((key,)), mend)
+    if "server_group_list" in value and "server_list" not in value:
+        what = "this is ModelArts' layout: each server_list is one level below, in server_group_list"
+        mend = ('put one group\'s "server_list" beside "status", in the place of "server_group_list"',)
+        raise UserError(what, document.at(("server_group_list",)), mend)
     if value.get("version") not in (None, *get_args(Version)):
         found = json.dumps(value["version"])
         raise UserError(f"version is {found}; expected {_VERSIONS}", document.at(("version",)), (f"write {_VERSIONS}",))

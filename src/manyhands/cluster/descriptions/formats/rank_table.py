@@ -16,6 +16,7 @@ from manyhands.cluster.descriptions.holding import must_hold
 from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine, is_address
 from manyhands.cluster.descriptions.located_json import at_line, parse
 from manyhands.core.errors import UserError
+from manyhands.core.shown import say
 
 NAMES = ("rank_table", "rank-table")
 DEFAULT_PORT = 29500
@@ -62,7 +63,7 @@ def wait(
     A file that is gone, cut off or "initializing" is still being written; any other mistake ends the waiting, and is
     left to the reader. Raises UserError: the table says that it is still being written, after all this time.
     """
-    ends = clock() + timeout_s
+    ends, said = clock() + timeout_s, timeout_s < POLL_S
     while True:
         text = _content(path)
         status = _status(text)
@@ -70,6 +71,10 @@ def wait(
             return text
         if clock() >= ends:
             break
+        if not said:
+            said = True
+            seen = 'its status is "initializing"' if status == "initializing" else "its end is missing"
+            say(f"waiting up to {timeout_s:g} s for the rank table {path} to be completed: {seen}")
         sleep(POLL_S)
     if status == "initializing" and timeout_s:
         what = f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"'

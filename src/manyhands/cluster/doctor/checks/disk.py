@@ -7,6 +7,8 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Survey
 
 MIB = 1 << 20
 FEW, NONE = 2048 * MIB, 200 * MIB
+# Machines that get a command of their own.
+_NAMED = 3
 
 
 def run(survey: Survey) -> list[DoctorFinding]:
@@ -20,13 +22,15 @@ def _locked(survey: Survey, places: dict[str, Any]) -> DoctorFinding:
     host, place = next(iter(places.items()))
     user = survey.facts[host].get("user", "this user")
     what = f"{user} may not write to {place['path']} on {who(places)}"
-    mend = ("name another folder: --out or --cluster.workdir", on_host(survey, host, f"ls -ld {place['path']}"))
+    looks = (on_host(survey, host, f"ls -ld {places[host]['path']}") for host in list(places)[:_NAMED])
+    mend = ("name another folder: --out or --cluster.workdir", *looks)
     return DoctorFinding("disk", "fail", tuple(places), what, mend, "disk:locked")
 
 
 def _full(survey: Survey, places: dict[str, Any]) -> DoctorFinding:
     shown = ", ".join(f"{host} {place['free'] // MIB} MiB at {place['path']}" for host, place in places.items())
     severity = "fail" if any(place["free"] < NONE for place in places.values()) else "warn"
-    first = next(iter(places))
-    mend = (on_host(survey, first, f"df -h {places[first]['path']}"), "old runs and their checkpoints take most of it")
+    fullest = sorted(places, key=lambda host: places[host]["free"])[:_NAMED]
+    looks = (on_host(survey, host, f"df -h {places[host]['path']}") for host in fullest)
+    mend = (*looks, "old runs and their checkpoints take most of it")
     return DoctorFinding("disk", severity, tuple(places), f"little disk is free: {shown}", mend, "disk:full")
