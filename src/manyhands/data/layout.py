@@ -24,7 +24,7 @@ _MEND = "sort its pictures into class folders, such as {}/cat and {}/dog"
 
 
 @dataclass(frozen=True)
-class Layout:
+class FolderLayout:
     """Folders of the splits, as paths below the root with "/"; without `train` the root's folders are the classes."""
 
     train: str = ""
@@ -38,7 +38,7 @@ class Layout:
         return tuple(filter(None, (self.train, self.test, self.held_out)))
 
 
-def read_layout(root: Path) -> Layout:
+def read_layout(root: Path) -> FolderLayout:
     """Recognises splits by the names of their folders. Raises UserError: the names allow several readings."""
     folders = folders_in(root)
     splits = _split_names(folders)
@@ -49,7 +49,7 @@ def read_layout(root: Path) -> Layout:
     beside = [name for name in others if alone and holds_pictures(root / name, deep=False)]
     if not training or (beside and all(holds_pictures(root / name, deep=False) for name in training)):
         _refuse_splits_as_classes(root, splits, others)
-        return Layout(
+        return FolderLayout(
             notes=tuple(f'the folder "{name}" is a class, not a split' for name in splits if len(folders) > 1)
         )
     train = _only(root, training)
@@ -71,7 +71,7 @@ def read_layout(root: Path) -> Layout:
     if any(name not in _EXACT for name in used):
         notes.insert(0, ", ".join(f"{name}/ is used for {use}" for name, use in uses))
     below = [_nested(root, name) for name in used] + ["", ""]
-    return Layout(below[0], below[1], below[2], tuple(name for name in folders if name not in used), tuple(notes))
+    return FolderLayout(below[0], below[1], below[2], tuple(name for name in folders if name not in used), tuple(notes))
 
 
 def split_word(path: str) -> str:

@@ -70,7 +70,7 @@ class Unused:
             notes.append(f"{', '.join(tables)} files aren't read: the class of a picture is the folder that it lies in")
         if pictures := sorted(UNREAD_SUFFIXES & self.counts.keys()):
             notes.append(f"{', '.join(pictures)} pictures can't be read: convert them, to JPEG for example")
-        return tuple(os.fsencode(note).decode(errors="backslashreplace") for note in notes)
+        return tuple(note.encode(errors="surrogateescape").decode(errors="backslashreplace") for note in notes)
 
 
 @dataclass
