@@ -277,7 +277,7 @@ def test_a_files_number_gives_way_to_the_launchers(monkeypatch, tmp_path):
 
 
 def test_a_number_that_a_description_contradicts_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "hosts").write_text(f"{HERE} slots=3\n192.0.2.77 slots=3\n")
+    (tmp_path / "hosts").write_text(f"192.0.2.77 slots=3\n{HERE} slots=3\n")
     flags = {"cluster.file": str(tmp_path / "hosts"), "cluster.processes": 2}
     with pytest.raises(UserError, match=r"-n 2 can't be followed: --cluster .*hosts say: 3 on this machine"):
         place_by_flags(monkeypatch, {}, flags)

@@ -243,7 +243,7 @@ class ClusterOptions(Options):
 
     def mark_flags(self, names: Iterable[str]) -> None:
         """Records which options were given by a flag or a Python argument; not part of the stored job."""
-        self.__dict__["flags"] = frozenset(names)
+        object.__setattr__(self, "flags", frozenset(names))
 
     @cached_property
     def flags(self) -> frozenset[str]:

@@ -168,8 +168,9 @@ class FolderWatch:
 
     def _place(self) -> Path | None:
         """Where the opened folder is now; None where it was deleted or emptied."""
-        if hasattr(fcntl, "F_GETPATH"):
-            found = Path(os.fsdecode(fcntl.fcntl(self._open, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+        on_macos: int | None = getattr(fcntl, "F_GETPATH", None)
+        if on_macos is not None:
+            found = Path(os.fsdecode(fcntl.fcntl(self._open, on_macos, bytes(1024)).rstrip(b"\0")))
         else:
             found = Path(f"/proc/self/fd/{self._open}").readlink()
         holds = found != self._path and holds_run(found)
