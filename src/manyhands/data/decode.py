@@ -8,6 +8,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
@@ -159,7 +160,8 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _without_alpha(image: Image.Image) -> Image.Image:
-    *colours, (least, most) = [image.getchannel(band).getextrema() for band in "RGBA"]
+    extremes: list[Any] = [image.getchannel(band).getextrema() for band in "RGBA"]
+    *colours, (least, most) = extremes
     if least == most or any(high - low > _EVEN for low, high in colours):
         return image
     ground = 0 if max(high for _, high in colours) > 127 else 255

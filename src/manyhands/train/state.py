@@ -194,8 +194,10 @@ def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: b
     live, saved = model.state_dict(), {**snapshot.model, **extra_state(snapshot, where)}
     saved = fitted(saved, live) if renames else saved
     live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
-    shapes = [{name: tuple(getattr(one, "shape", ())) for name, one in state.items()} for state in (saved, live)]
-    check_shapes(*shapes, where, tuple(snapshot.model))
+    shapes, others = [
+        {name: tuple(getattr(one, "shape", ())) for name, one in state.items()} for state in (saved, live)
+    ]
+    check_shapes(shapes, others, where, tuple(snapshot.model))
     return saved
 
 
