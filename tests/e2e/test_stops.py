@@ -152,6 +152,20 @@ def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
     assert "why: stopped before anything was saved" in told
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, SLOW(signal.SIGINT)])
+def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(number, here):
+    """An import of torch that is broken off can't be repeated in the same process."""
+    job = ["train", *ENDLESS, "--init", f"file://{here}/meet", "--world-size", "1", "--rank", "0", "--out", "run"]
+    with running(*job) as process:
+        wait_until(lambda: any("libtorch" in one.path for one in psutil.Process(process.pid).memory_maps()), process)
+        process.send_signal(number)
+        ended = finish(process)
+    assert ended.code == 130, ended.err
+    assert "stopped before anything was saved" in ended.err
+    assert "Traceback" not in ended.err
+    assert_one_screen(ended.err, where=False)
+
+
 @pytest.mark.slow
 def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrupt(here):
     """Its main thread is in a collective, where no handler of Python's is called."""

@@ -84,6 +84,34 @@ def test_a_machine_that_comes_back_takes_part_again(how, lab, here):
     assert machines() == ["n1", "n2", "n3"]
 
 
+def of_connection(lab, host, end, launcher):
+    """The processes of ssh to a host: the launcher's, or those of its server, but for the one that listens."""
+    if end == "client":
+        return [child.pid for child in psutil.Process(launcher).children() if lab.name(host) in child.cmdline()]
+    found = [psutil.Process(pid) for pid in lab.processes(host)]
+    return [one.pid for one in found if one.name().startswith("sshd") and "-D" not in one.cmdline()]
+
+
+@pytest.mark.parametrize(("host", "end"), [(1, "server"), (2, "client")])
+def test_the_end_of_a_connection_is_not_the_end_of_a_machine(host, end, lab, here):
+    with running("launch", *LONG, *hosts(lab), "--out", "run") as process:
+        wait_until(begun(), process)
+        ended = of_connection(lab, host, end, process.pid)
+        assert ended
+        for pid in ended:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(CUT_OFF_S)  # who was cut off has gone by then
+        before = len(steps())
+        wait_until(lambda: len(steps()) > before + 2, process)
+        told = ended_as_undisturbed(process).err
+        gone(lab)
+    assert not events("run", "restarted")
+    assert f"the connection to n{host} has ended; connecting again" in told
+    assert f"the connection to n{host} is back" in told
+    again = run("resume", "run", "--set", f"train.max_steps={steps()[-1] + 20}")
+    assert again.code == 0, again.err
+
+
 def test_the_first_machine_is_cut_off_and_comes_back_and_goes_on_alone_in_the_end(lab, here):
     """Each has a disk of its own. What n1 wrote while it was cut off is not the run's, nor among its records later."""
     place = Path("/srv/manyhands-rejoin")

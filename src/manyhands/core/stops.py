@@ -55,6 +55,16 @@ def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
     return handled(signal.default_int_handler)
 
 
+@contextlib.contextmanager
+def held_back() -> Generator[None]:
+    """Has what asks for a stop heard after the block: torch can't be imported again where its import was broken off."""
+    heard: list[int] = []
+    with handled(lambda number, _frame: heard.append(number)):
+        yield
+    if heard:
+        signal.raise_signal(heard[0])
+
+
 def saved_step(folder: RunFolder) -> int | None:
     """The newest step that was saved, here or on the machine of rank 0; None where nothing was."""
     here = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]

@@ -14,7 +14,7 @@ from manyhands.core.errors import EXIT_USAGE
 from manyhands.core.failures import as_error
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
-from manyhands.core.stops import saved_step, unsaved
+from manyhands.core.stops import held_back, saved_step, unsaved
 from manyhands.core.world import Membership
 from manyhands.worker.shared_options import shared_options
 
@@ -47,7 +47,8 @@ class GroupMember:
             say: is told what the user should know.
             ends_with_rank_0: False where rank 0 may rightly be done before this process.
         """
-        from manyhands.parallel.group import join
+        with held_back():
+            from manyhands.parallel.group import join
 
         membership = self.membership
         self.group = group = join(membership, options, job.cluster.collective_timeout_s, say)
