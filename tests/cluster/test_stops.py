@@ -219,8 +219,9 @@ def test_a_second_wish_and_a_process_that_hangs_leave_unsaved_work(tmp_path):
 @pytest.mark.parametrize("fault", [{"failed": {1: -9}}, {"lost": {"n2": "the connection ended"}}])
 def test_what_ends_after_the_stops_checkpoint_was_committed_takes_nothing_away(fault, noted, tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
-    for kind, step in (("saved", 300), ("started", None), ("stopping", 368), ("saved", 368)):
+    for kind, step in (("started", None), ("stopping", 368)):
         append(folder.events, Event(time=1.0, kind=kind, step=step))
+    (folder.checkpoints / "step-00000368").mkdir(parents=True)
     if noted:
         append(folder.events, Event(time=1.0, kind="stopped", step=368, message="stopped and saved at step 368"))
     outcome = conclude(job, folder, Ending(interrupted=1, **fault))
@@ -233,7 +234,8 @@ def test_what_ends_after_the_stops_checkpoint_was_committed_takes_nothing_away(f
 def test_a_process_that_is_killed_before_the_stops_checkpoint_is_committed_is_a_failure(turns, tmp_path):
     """The checkpoint of an earlier step, or of an earlier stop, isn't what was asked for."""
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
-    for kind, step in (("saved", 300), *turns):
+    (folder.checkpoints / "step-00000300").mkdir(parents=True)
+    for kind, step in turns:
         append(folder.events, Event(time=1.0, kind=kind, step=step))
     with pytest.raises(RunError, match="rank 1 was killed by SIGKILL") as raised:
         conclude(job, folder, Ending(interrupted=1, failed={1: -9}))
