@@ -215,7 +215,7 @@ NOT_SUMS = {
 
 @pytest.mark.parametrize("name", NOT_SUMS)
 def test_a_loss_that_does_not_add_up_is_named(name):
-    _, _, (named, warned), _ = _train(World(), NOT_SUMS[name], "single")
+    _, _, (named, *_, warned), _ = _train(World(), NOT_SUMS[name], "single")
     assert "isn't the mean over its samples' losses" in named
     assert "CrossEntropyLoss(weight=…) itself" in warned
 

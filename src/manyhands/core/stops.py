@@ -67,12 +67,19 @@ def held_back() -> Generator[None]:
 
 def saved_step(folder: RunFolder) -> int | None:
     """The newest step that was saved, here or on the machine of rank 0; None where nothing was."""
-    here = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
-    steps = [int(name) for name in here if name.isdecimal()]
-    if not steps and _saves_elsewhere(folder):
-        told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-        steps = [step for step in told if isinstance(step, int)]
+    told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
+    steps = _steps_here(folder) or [step for step in told if isinstance(step, int)]
     return max(steps, default=None)
+
+
+def kept_step(folder: RunFolder) -> int | None:
+    """The newest step that a checkpoint is left of; None where all were removed."""
+    return saved_step(folder) if _steps_here(folder) or _saves_elsewhere(folder) else None
+
+
+def _steps_here(folder: RunFolder) -> list[int]:
+    names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _saves_elsewhere(folder: RunFolder) -> bool:

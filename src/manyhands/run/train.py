@@ -55,7 +55,7 @@ from manyhands.core.private import private_files
 from manyhands.core.registry import headed_here, registered
 from manyhands.core.scratch import scratch
 from manyhands.core.shown import say
-from manyhands.core.stops import ended_like_ctrl_c, saved_step
+from manyhands.core.stops import ended_like_ctrl_c, kept_step
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.world import Membership
 from manyhands.data.known import refuse_no_folder
@@ -263,7 +263,7 @@ def _with_line(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
 
 def _go_on(folder: RunFolder) -> tuple[str, ...]:
     """The line that goes on with a run that has failed, where something was saved."""
-    step = saved_step(folder)
+    step = kept_step(folder)
     told = f"{going_on(folder.path)} goes on from the last checkpoint, of step {step}, and takes other options too"
     return (told,) if step is not None else ()
 

@@ -14,7 +14,7 @@ from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure
 from manyhands.core.registry import Running, running
 from manyhands.core.shown import plain
-from manyhands.core.stops import saved_step
+from manyhands.core.stops import kept_step
 from manyhands.core.terms import Term, term_in
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
@@ -237,11 +237,11 @@ def _without_figures(event: Event) -> str:
 
 
 def _go_on(run: RunData) -> str:
-    step = saved_step(run.folder)
+    step = kept_step(run.folder)
     if step is None:
-        lost = any(event.kind == "saved" for event in run.events)
-        why = f"no checkpoint is left in {run.folder.checkpoints}" if lost else "nothing was saved yet"
-        return f"{why}: the same command begins anew"
+        if any(event.kind == "saved" for event in run.events):
+            return f"no checkpoint is left in {run.folder.checkpoints}: restore one, or train anew with another --out"
+        return "nothing was saved yet: the same command begins anew"
     return f"{going_on(run.folder.path)} goes on from step {step}"
 
 
