@@ -23,10 +23,10 @@ from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.registry import Running
-from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
+from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled, kept_step, saved_step
 from manyhands.report.read import read_run
 from manyhands.run.diary import ends_noted, interrupted, note_replaced
-from manyhands.run.train import conclude, failure_of, saved_step
+from manyhands.run.train import conclude, failure_of
 from manyhands.run.why import explained
 
 
@@ -139,10 +139,10 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
     assert "stopped before anything was saved" in str(interrupted(folder))
     for step in (7, 40):
         append(folder.events, Event(time=1.0, kind="saved", step=step))
-    assert saved_step(folder) is None  # the checkpoints were deleted
+    assert (saved_step(folder), kept_step(folder)) == (40, None)  # the checkpoints were deleted
     for local in (True, False):
         folder.machines.write_text(json.dumps([{"host": "n1", "local": local, "ranks": [0, 1], "folder": "/run"}]))
-        assert saved_step(folder) == (None if local else 40)
+        assert kept_step(folder) == (None if local else 40)
     (folder.checkpoints / "step-00000050").mkdir(parents=True)
     (folder.checkpoints / ".step-00000060.part").mkdir()
     told = str(interrupted(folder))

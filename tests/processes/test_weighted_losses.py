@@ -70,7 +70,8 @@ def _train(world, loss, mode="data", network=None, **settings):
         shown, named = trainer.update.measured.take()[0], exceptions(trainer)
         events = Path(folder, "events.jsonl")
         said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-        named += [event["message"] for event in said if event["kind"] == "warning"]
+        warned = [event["message"] for event in said if event["kind"] == "warning"]
+        named += [message for message in warned if "have no test sample" not in message]
         trainer.release()
     return gradients, shown, named, [(each.batch.images, each.batch.labels) for each in update.micro_batches]
 
@@ -215,7 +216,7 @@ NOT_SUMS = {
 
 @pytest.mark.parametrize("name", NOT_SUMS)
 def test_a_loss_that_does_not_add_up_is_named(name):
-    _, _, (named, *_, warned), _ = _train(World(), NOT_SUMS[name], "single")
+    _, _, (named, warned), _ = _train(World(), NOT_SUMS[name], "single")
     assert "isn't the mean over its samples' losses" in named
     assert "CrossEntropyLoss(weight=…) itself" in warned
 
