@@ -136,7 +136,8 @@ def test_in_one_pass_groups_become_what_each_becomes_alone(case):
     alone, together, _, _ = both(layer, images, case["group"], slope, case["rows"])
     strides = together["output"].stride(), alone["output"].stride()
     assert_as_if_rounded_once_more(together, alone, images, case["group"], case["rows"])
-    assert strides[0] == strides[1] or not case["last"]
+    # With a dimension of one element the strides don't say which layout it is.
+    assert strides[0] == strides[1] or not case["last"] or 1 in case["shape"]
 
 
 @given(cases(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
