@@ -25,7 +25,7 @@ from manyhands.data.folder import Listing
 from manyhands.data.pictures import to_tensor
 from manyhands.data.places import cache_folder
 
-_FORMAT = 1
+_FORMAT = 2  # changes with what decoding makes of a picture, too
 _BLOCK = 1024
 _MOST_THREADS = 8
 
