@@ -1,12 +1,17 @@
 """A run folder and another job: what is finished isn't relabelled, and what changes is told. All in this process."""
 
+import functools
+import os
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import manyhands
 from manyhands.checkpoint.save import save
@@ -15,6 +20,8 @@ from manyhands.cli.main import main
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.train.objects import digest_objects as digest
+from tests.docs.pages import ROOT
 from tests.e2e.command import assert_one_screen, events, run
 from tests.e2e.test_bad_input import call
 
@@ -277,3 +284,43 @@ def test_merge_takes_the_best_of_a_run_by_its_short_name(tmp_path, capsys):
             main(["checkpoint", "merge", "pe", target, *words])
         assert not ended.value.code, capsys.readouterr().err
         assert load_file(target)["weight"].tolist() == [step, step]
+
+
+class Focal:
+    def __init__(self, gamma):
+        self.gamma = gamma
+
+    def __call__(self, output, labels):
+        return output.sum() * self.gamma
+
+
+def _weighed(output, labels, weight=1.0):
+    return output.sum() * weight
+
+
+WORDS = {"one", "two", "three", "four"}
+
+
+def _in_words(output, labels):
+    return output.sum() * len(WORDS)
+
+
+def test_digests_of_objects_tell_changes_alone():
+    assert digest(loss=Focal(1)) == digest(loss=Focal(1)) != digest(loss=Focal(5))
+    assert digest(loss=functools.partial(_weighed, weight=2)) != digest(loss=functools.partial(_weighed, weight=3))
+    assert digest(loss=functools.partial(_weighed)) != digest(loss=functools.partial(_in_words))
+    # As in a notebook, whose classes have no source that Python finds.
+    nets = []
+    for body in ("x.relu()", "x.tanh()"):
+        names = {"nn": nn, "__name__": "torch_nets"}
+        exec(f"class Net(nn.Module):\n    def forward(self, x):\n        return {body}\n", names)
+        nets.append(digest(network=names["Net"]()))
+    assert nets[0] != nets[1]
+    program = "import tests.e2e.test_other_options as t; print(t.digest(loss=t._in_words))"
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, stdout=-1
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(texts) == 1

@@ -10,7 +10,7 @@ from manyhands.core.shown import say, show, show_json
 
 
 def clean(
-    *runs: Annotated[str, Parameter(help="runs to remove too: a folder, any part of its name, or last")],
+    *runs: Annotated[str, Parameter(help="runs to remove too: a folder, its name, the beginning of that, or last")],
     yes: Annotated[bool, Parameter(negative="", help="remove it; without, only say what would be freed")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
 ) -> int:

@@ -137,13 +137,26 @@ class FolderWatch:
         self._reopen()
 
     def look(self) -> tuple[str, bool]:
-        """Returns what has happened since the last call, or an empty string; and whether records are lost."""
+        """Returns what has happened since the last call, or an empty string; and whether records are lost.
+
+        A file system that doesn't answer is asked again later.
+        """
         if time.monotonic() - self._looked < _LOOK_S:
             return "", False
         self._looked = time.monotonic()
+        with contextlib.suppress(OSError):
+            return self._compare()
+        return "", False
+
+    def _compare(self) -> tuple[str, bool]:
         files = (self._folder.job, self._folder.plan, self._folder.network, self._folder.environment)
-        if self._folder.exists() or (time.sleep(_REPLACING_S) or self._folder.exists()):
-            self._kept |= {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
+        if self._in_place():
+            kept = {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
+            self._kept |= kept
+            for file in self._kept.keys() - kept.keys() if not self._folder.exists() else ():
+                time.sleep(_REPLACING_S)  # a job file is away for a moment while it is replaced
+                if not file.exists():
+                    file.write_bytes(self._kept[file])
             return "", False
         place = self._place()
         if place is None:
@@ -154,13 +167,21 @@ class FolderWatch:
             self._close()
             self._reopen()
             return f"{self._folder.path} was deleted: what was recorded and saved in it is lost", True
-        if self._path.exists():  # made again by a process that was saving
+        if self._path.is_symlink():
+            self._path.unlink()
+        elif self._path.exists():  # made again by a process that was saving, or by another run
             self._path.rename(free_name(place, "written-while-moved"))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.symlink_to(place)
         return (
             f"{self._folder.path} was moved to {place}: the run continues there, and a link is in its old place",
             False,
         )
+
+    def _in_place(self) -> bool:
+        """True where the path leads to the folder that was opened, and its records are there."""
+        ranks = self._folder.ranks
+        return ranks.is_dir() and os.path.samestat(self._path.stat(), os.fstat(self._open))
 
     def _reopen(self) -> None:
         self._open = os.open(self._path, os.O_RDONLY)

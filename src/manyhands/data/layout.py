@@ -68,7 +68,7 @@ def read_layout(root: Path) -> FolderLayout:
             notes.append(f"{name}/ has no class folders, so that it can't be evaluated")
     used = tuple(filter(None, (train, val or test, test if val else "")))
     uses = zip(used, ("training", "evaluation", "the test at the end"), strict=False)
-    if any(name not in _EXACT for name in used):
+    if any(name not in _EXACT for name in used) or any(holds_pictures(root / name) for name in others):
         notes.insert(0, ", ".join(f"{name}/ is used for {use}" for name, use in uses))
     below = [_nested(root, name) for name in used] + ["", ""]
     return FolderLayout(below[0], below[1], below[2], tuple(name for name in folders if name not in used), tuple(notes))

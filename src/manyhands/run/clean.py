@@ -130,7 +130,7 @@ def _run(word: str) -> Path:
     Raises:
         UserError: there is none, or it goes on.
     """
-    folder = find_run(word)
+    folder = find_run(word, parts=False)
     try:
         lock = claim(folder, new_holder())
     except Timeout:

@@ -21,5 +21,7 @@ def find_start(word: str | None) -> str | None:
     Raises:
         UserError: the word stands for no run, or for several.
     """
-    is_place = not word or word in {"auto", "never"} or "/" in word or Path(word).suffix or Path(word).exists()
-    return word if not word or is_place else str(find_reference(word))
+    files = (".tar", ".pth", ".pt", ".ckpt", ".safetensors")
+    if not word or word in {"auto", "never"} or "/" in word or word.endswith(files) or Path(word).exists():
+        return word
+    return str(find_reference(word))

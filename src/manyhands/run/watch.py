@@ -103,16 +103,17 @@ def find_run(word: str, *, parts: bool = True) -> RunFolder:
         for newest in newest_runs((RUNS, Path()), listed, 1):
             say(f"the last run is {newest}")
             return RunFolder(newest)
-    ended = {path.parent.name: path.parent for path in RUNS.glob("*/job.toml")}
-    found = [Path(record.run) for record in matches(word, runs, parts=parts)]
-    found = found or [ended[name] for name in named_by(word, ended, parts=parts)]
+    ended = [path.parent for path in RUNS.glob("*/job.toml")]
+    known = {path.resolve(): path for path in (*ended, *(Path(record.run) for record in runs))}.values()
+    names = named_by(word, [path.name for path in known], parts=parts)
+    found = [path for path in known if path.name in names]
     if len(found) == 1:
         return RunFolder(found[0])
     if found:
         raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(map(str, found)))
     if "/" in word or Path(word).exists():
         raise no_run(Path(word))
-    raise _unknown_run(word, [record.name for record in runs] + sorted(ended))
+    raise _unknown_run(word, sorted(path.name for path in known))
 
 
 def matches(word: str, runs: Iterable[Running], *, parts: bool = True) -> list[Running]:

@@ -1,6 +1,6 @@
 """What a user of the Python interface brings instead of names; without torch, as the head puts it together."""
 
-import contextlib
+import functools
 import hashlib
 import inspect
 import re
@@ -65,21 +65,45 @@ def digest_objects(**objects: Any) -> dict[str, str]:
 
 
 def _definition(thing: Any) -> Iterator[str]:
+    if isinstance(thing, functools.partial):
+        yield _values({"args": thing.args, **thing.keywords})
+        yield from _definition(thing.func)
+        return
     yield repr(thing)
     sources, named = [thing], dict[str, Any]()
     if isinstance(thing, FunctionType):
         used = inspect.getclosurevars(thing)
-        named = {name: one for name, one in {**used.nonlocals, **used.globals}.items() if not inspect.ismodule(one)}
-    modules: Any = getattr(thing, "modules", tuple)
+        named = {**used.nonlocals, **used.globals}
+    modules: Any = getattr(thing, "modules", lambda: () if isinstance(thing, FunctionType | type) else (thing,))
     for number, part in enumerate(modules()):
-        plain = {name: one for name, one in vars(part).items() if isinstance(one, str | int | float | FunctionType)}
-        named |= {f"{number}.{name}": one for name, one in plain.items() if name != "training"}
+        held = {name: one for name, one in getattr(part, "__dict__", {}).items() if name != "training"}
+        fixed = str | int | float | tuple | FunctionType  # what lists and dicts hold may change in training
+        named |= {f"{number}.{name}": one for name, one in held.items() if isinstance(one, fixed)}
         sources += type(part).__mro__
-    yield repr(named)
+    yield _values(named)
     for one in dict.fromkeys([*sources, *filter(inspect.isfunction, named.values())]):
-        if not str(getattr(one, "__module__", "")).startswith("torch"):
-            with contextlib.suppress(OSError, TypeError):  # where Python has no source of it
-                yield inspect.getsource(one)
+        if getattr(one, "__module__", "").partition(".")[0] not in {"torch", "torchvision", "builtins"}:
+            yield from _source(one)
+
+
+def _values(named: Mapping[str, Any]) -> str:
+    """Plain values as text, the same in each process: the order of a set differs between them."""
+    plain = (str, int, float, tuple, list, dict, set, frozenset, FunctionType)
+    kept = {name: one for name, one in named.items() if isinstance(one, plain) or type(one).__name__ == "Tensor"}
+    return repr(
+        {name: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for name, one in kept.items()}
+    )
+
+
+def _source(thing: Any) -> Iterator[str]:
+    """The source of a class or function; where Python has none, as of a class in a notebook, its functions' code."""
+    try:
+        yield inspect.getsource(thing)
+    except (OSError, TypeError):
+        for one in (thing, *(vars(thing).values() if isinstance(thing, type) else ())):
+            if isinstance(one, FunctionType):
+                constants = [value for value in one.__code__.co_consts if isinstance(value, str | int | float)]
+                yield f"{one.__code__.co_code.hex()} {one.__code__.co_names} {constants}"
 
 
 def brought(key: str, word: str, given: Any) -> Any:

@@ -24,6 +24,7 @@ from manyhands.core.world import World
 from manyhands.data.objects import has_targets
 from manyhands.parallel.apply import follows_plan, resolve_mode
 from manyhands.parallel.options import MODE_OF_PLANS
+from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.choose_sync import check_combination
@@ -268,4 +269,5 @@ def _go_on(trainer: Trainer, found: Resumable, own: OwnParts) -> dict[str, Any]:
             restore_scheduler(own.scheduler, json.loads(noted["scheduler"]))
     record = find_record(found.path, found.snapshot.state)
     changed = record.changed(trainer.trained.digests) if record else []
+    changed = broadcast_plain(changed, trainer.world)  # objects may hold a rank
     return {"epochs": trainer.progress.epoch, **noted, "changed": changed}

@@ -133,18 +133,19 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _of_samples(source: UserSamples) -> Iterator[bytes]:
-    """The labels of some samples, and the x of those that are equal when they are read twice."""
+    """The labels of some samples; and the x of some, where all of these are equal when they are read twice."""
+    inputs, again = list[bytes](), list[bytes]()
     with restored_generators():
         for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):
             seed_generators(index)
             content, label = read_own(source, index)
             yield _bytes_of_any(label) or str(label).encode()
             if place % (LABELS // INPUTS) == 0:
-                first = _bytes_of_any(content)
+                inputs.append(_bytes_of_any(content))
                 seed_generators(index)
-                again = _bytes_of_any(read_own(source, index)[0])
-                # A generator of its own may well differ from process to process.
-                yield first if first == again else b""
+                again.append(_bytes_of_any(read_own(source, index)[0]))
+    # A generator of the data set's own may well differ from process to process.
+    yield from inputs if inputs == again else ()
 
 
 def _bytes_of_any(content: Any) -> bytes:

@@ -151,8 +151,11 @@ class Agent:
         from manyhands.cluster.doctor.facts import gather
 
         self.wire.remote = request.remote
-        if request.remote:
-            self._socket = self._socket or self.wire.listen(self._until_gone.enter_context(scratch("wire")))
+        if request.remote and not self._socket:
+            with contextlib.suppress(
+                OSError
+            ):  # the temporary folder is full, or its path too long: no second connection
+                self._socket = self.wire.listen(self._until_gone.enter_context(scratch("wire")))
         return Greeting(gather(request.wanted), self._socket)
 
     def _take_code(self, request: TakeCode) -> FolderThere:

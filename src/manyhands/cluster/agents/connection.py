@@ -164,7 +164,7 @@ class AgentConnection:
         self.close(0.0)
         try:
             self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._kept.received)))
-        except UserError:  # no memory for a process, perhaps
+        except (UserError, OSError):  # no memory for a process, or no folder for its log, perhaps
             self._disconnect()
             return
         _unblock(self.process)
@@ -256,7 +256,8 @@ def ask_all(
     while len(answers) < len(links) and time.monotonic() < until:
         for link in kept:
             link.pulse()
-        for link in stir([link for link in links if link not in answers], 0.2):
+        waiting = [link for link in links if link not in answers]
+        for link in [*stir(waiting, 0.2), *(link for link in waiting if link.closed)]:
             answer = answer_to(link, *asked[link])
             if answer is not None:
                 answers[link] = answer

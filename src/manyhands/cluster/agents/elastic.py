@@ -76,7 +76,7 @@ TERM_S = 0.5
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
 STOP_S = 600.0
 # So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
-ALONE_S, ALONE_SAVING_S = 20.0, 30.0
+ALONE_S, ALONE_SAVING_S = 26.0, 30.0
 # What is shown of what a killed process wrote.
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
 

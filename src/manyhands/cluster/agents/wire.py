@@ -19,6 +19,8 @@ from manyhands.cluster.messages import Lines, Message, Misunderstood, Unacknowle
 
 # What passes a connection on has sent it by then.
 HAND_OVER_S = 2.0
+# The second direction of a connection may end a moment after the first.
+ENDED_MS = 200
 
 
 class Wire:
@@ -44,9 +46,10 @@ class Wire:
     def listen(self, folder: Path) -> str:
         """Lets new connections of the same head come in, by a socket in a folder of this user alone; gives its path."""
         path = str(folder / "agent")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        self._listener = listener
         return path
 
     def tell(self, message: Message, number: int = 0) -> None:
@@ -123,7 +126,7 @@ class Wire:
         poll = select.poll()
         poll.register(self._output, 0)
         self.connected = self.open = False
-        if self._listener and self.remote and poll.poll(0):
+        if self._listener and self.remote and poll.poll(ENDED_MS):
             self.open = True
         if self._passed_on:
             self._passed_on.close()
