@@ -92,7 +92,12 @@ def run_with(head, tmp_path, monkeypatch):
     argument = {"until": str(tmp_path / "until")}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         meeting = Meeting((2,), 0, "127.0.0.1", listener.getsockname()[1])
-        return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, listener)
+        before = {number: signal.getsignal(number) for number in elastic.ASKED}
+        try:
+            return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, listener)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @pytest.mark.timeout(60)

@@ -219,4 +219,4 @@ def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_pa
         manyhands.fit(
             "cnn", colours(2, 8), out=tmp_path / "y", checkpoint__resume=str(tmp_path / "three.pth"), **options
         )
-    assert "--model.weights" in raised.value.mend[0]
+    assert "model__weights=" in raised.value.mend[0]
