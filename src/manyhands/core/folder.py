@@ -151,13 +151,15 @@ class FolderWatch:
     def _compare(self) -> tuple[str, bool]:
         files = (self._folder.job, self._folder.plan, self._folder.network, self._folder.environment)
         if self._in_place():
-            kept = {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
-            self._kept |= kept
-            for file in self._kept.keys() - kept.keys() if not self._folder.exists() else ():
+            self._kept |= {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
+            missing = [file for file in self._kept if not file.exists()]
+            if missing:
                 time.sleep(_REPLACING_S)  # a job file is away for a moment while it is replaced
-                if not file.exists():
+                missing = [file for file in missing if not file.exists()]
+            if len(missing) < 2:  # several are missing where the folder is being deleted
+                for file in missing:
                     file.write_bytes(self._kept[file])
-            return "", False
+                return "", False
         place = self._place()
         if place is None:
             for folder in (self._path, self._path / "ranks" / "failures"):
