@@ -150,16 +150,10 @@ class FolderWatch:
 
     def _compare(self) -> tuple[str, bool]:
         files = (self._folder.job, self._folder.plan, self._folder.network, self._folder.environment)
-        if self._in_place():
+        # A job file is away for a moment while it is replaced.
+        if self._in_place() or (time.sleep(_REPLACING_S) or self._in_place()):
             self._kept |= {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
-            missing = [file for file in self._kept if not file.exists()]
-            if missing:
-                time.sleep(_REPLACING_S)  # a job file is away for a moment while it is replaced
-                missing = [file for file in missing if not file.exists()]
-            if len(missing) < 2:  # several are missing where the folder is being deleted
-                for file in missing:
-                    file.write_bytes(self._kept[file])
-                return "", False
+            return "", False
         place = self._place()
         if place is None:
             for folder in (self._path, self._path / "ranks" / "failures"):
@@ -182,8 +176,7 @@ class FolderWatch:
 
     def _in_place(self) -> bool:
         """True where the path leads to the folder that was opened, and its records are there."""
-        ranks = self._folder.ranks
-        return ranks.is_dir() and os.path.samestat(self._path.stat(), os.fstat(self._open))
+        return self._folder.exists() and os.path.samestat(self._path.stat(), os.fstat(self._open))
 
     def _reopen(self) -> None:
         self._open = os.open(self._path, os.O_RDONLY)
