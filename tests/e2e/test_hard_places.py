@@ -200,7 +200,7 @@ def test_loader_processes_of_earlier_starts_leave_nothing(here):
 
 @pytest.mark.slow
 def test_a_run_folder_moved_while_training_costs_no_update(here):
-    job = ["synthetic:60000x1x8x8x10", "mlp", "--epochs", "100000", "--set", "checkpoint.every=20steps", *QUICK]
+    job = ["synthetic:60000x1x8x8x10", "mlp", "--epochs", "100000", "--set", "checkpoint.every=3s", *QUICK]
     with running("train", *job, "-n", "1", "--out", "run") as process:
         wait_until(lambda: events(here / "run", "saved"), process)
         (here / "run").rename(here / "new")
