@@ -150,8 +150,10 @@ class FolderWatch:
 
     def _compare(self) -> tuple[str, bool]:
         files = (self._folder.job, self._folder.plan, self._folder.network, self._folder.environment)
-        # A job file is away for a moment while it is replaced.
-        if self._in_place() or (time.sleep(_REPLACING_S) or self._in_place()):
+        if not (in_place := self._in_place()):
+            time.sleep(_REPLACING_S)  # a job file is away for a moment while it is replaced
+            in_place = self._in_place()
+        if in_place:
             self._kept |= {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
             return "", False
         place = self._place()
