@@ -26,7 +26,7 @@ from manyhands.data.folder import divided, list_parts
 from manyhands.data.idx import read_pair, write_idx
 from manyhands.data.jpeg_box import box_decoder
 from manyhands.data.options import DataOptions
-from manyhands.data.pack_choice import folder_listings, of_pack, place_of_pack, with_pack
+from manyhands.data.pack_choice import of_pack, place_of_pack, with_pack
 from manyhands.data.packed import HEAD, SAMPLES, STATE, columns_digest, digest_of, read_columns, write_columns
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.data.pictures import read_picture
@@ -131,7 +131,7 @@ def seal_packed(folder: Path, rng: random.Random) -> None:
 def read_packed(folder: Path) -> None:
     for listings, _ in (
         of_pack(place_of_pack(folder / "pets")),
-        with_pack(folder / "pets", folder_listings(folder / "pets"), DataOptions(name=str(folder / "pets"))),
+        with_pack(folder / "pets", list_parts(folder / "pets"), DataOptions(name=str(folder / "pets"))),
     ):
         for listing in listings:
             for index in range(len(listing)):

@@ -225,7 +225,7 @@ def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_c
     ended = run("eval", "run")
     assert ended.code == 0, ended.err
     assert "it is NOT what it was trained with" in ended.err
-    ended = run("resume", "run")
+    ended = run("resume", "run", "--epochs", 2)
     assert ended.code == 0, ended.err
     assert f"running {here}/net.py, since run names it; it is NOT what it was trained with" in ended.err
 
