@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo setup test test-slow test-all check format bench fuzz soak clean wheels-gpu test-gpu bench-gpu
+.PHONY: help demo setup test test-slow test-all check format bench soak clean wheels-gpu test-gpu bench-gpu
 
 help:
 	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
@@ -12,7 +12,6 @@ help:
 	@echo "make test-all  the slow ones too"
 	@echo "make check     format, lint, types, import layers"
 	@echo "make bench     measure beside other tools, DATA=FOLDER with mnist/ and imagenet-sample/ (see bench/__main__.py)"
-	@echo "make fuzz      spoilt files for every reader, SECONDS=600 long"
 	@echo "make soak      faults on three hosts of this machine, MINUTES=30 KILLS=50 LAUNCHES=100 (needs root), and in saving"
 	@echo "make test-gpu  what must hold on an accelerator, with the torch of PYTHON (see docs/guides/gpu-results.md)"
 
@@ -58,15 +57,6 @@ $(PEERS)/.ready: $(VENV)/.package
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check accelerate lightning
 	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check mindspore
 	@touch $@
-
-# Spoilt files for every reader of what comes from outside; for so many seconds each of two ways: by chance, and led by
-# what code each has reached (atheris, where it can be had).
-SECONDS ?= 600
-
-fuzz: $(READY)
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
-	$(BIN)/python -m bench.fuzz_readers --seconds $(SECONDS)
-	$(BIN)/python -m bench.fuzz_led --seconds $(SECONDS)
 
 # Faults for a long time on three hosts of this machine: needs root, iproute2, nftables and sshd. What was found lies in SOAKED.
 MINUTES ?= 30

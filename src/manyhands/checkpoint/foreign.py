@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _is_script(path: Path) -> bool:
     if not zipfile.is_zipfile(path):
         return False
-    with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
+    with contextlib.suppress(zipfile.BadZipFile, OSError, NotImplementedError), zipfile.ZipFile(path) as archive:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())
     return False
 

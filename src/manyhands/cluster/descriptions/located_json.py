@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import MOST_TEXT_BYTES, UnreadableError, finite_number, whole_number, without_halves
+from manyhands.core.outside import MOST_TEXT_BYTES, UnreadableError, finite_number, whole_number
 
 Path = tuple[str | int, ...]
 
@@ -51,7 +51,7 @@ def parse(text: str, where: str) -> Document:
     """Reads JSON. Raises UserError: it is none, far too large, or has a key twice with different values."""
     if len(text) > MOST_TEXT_BYTES or text.count(",") > _MOST_VALUES:
         raise UserError("this is far larger than a description of machines", where, ("give another file",))
-    reader = _Reader(without_halves(text.removeprefix("\ufeff")), where)
+    reader = _Reader(text.removeprefix("\ufeff"), where)
     value = reader.value(())
     reader.skip_blanks()
     if reader.here:

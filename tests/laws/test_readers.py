@@ -1,0 +1,294 @@
+"""Every reader of files from outside turns damaged content into a plain result or one short error of ours."""
+
+import functools
+import json
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from manyhands.checkpoint.described import open_description
+from manyhands.checkpoint.find import newest, read_state, resolve
+from manyhands.checkpoint.foreign import name_optimizer, read_foreign
+from manyhands.checkpoint.load import load
+from manyhands.checkpoint.save import save
+from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.source import open_checkpoint
+from manyhands.cluster.agents.protocol import Alive, FilePiece, LogText, WorkersEnded, WorkersStarted
+from manyhands.cluster.messages import decode, encode
+from manyhands.cluster.rendezvous import participate
+from manyhands.config.job import ClusterOptions
+from manyhands.config.load import load_job
+from manyhands.core.errors import ManyhandsError
+from manyhands.core.folder import RunFolder
+from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import Mesh
+from manyhands.core.records import EvaluationMetrics, Event, Failure, StepMetrics, append, write_json
+from manyhands.core.trained import find_record
+from manyhands.data.decode import probe
+from manyhands.data.folder import list_parts
+from manyhands.data.pack_choice import of_pack, place_of_pack
+from manyhands.data.packing import PackRequest, make_pack, read_contents
+from manyhands.parallel.plan import Plan, read_plan
+from manyhands.parallel.plan import resolve as resolve_plan
+from manyhands.parallel.tracing import describe_network
+from manyhands.report.page import render
+from manyhands.report.read import read_run
+from manyhands.report.summary import result_lines
+from manyhands.run.logs import read_places
+
+READERS = {}
+SECONDS = 30  # for one file; a machine may be busy
+UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def reader(write):
+    """Registers a function that reads a folder, with the one that writes the sound files into it."""
+    return lambda read: READERS.setdefault(read.__name__.removeprefix("read_"), (write, read))[1]
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_text(content, encoding="utf-8")
+
+
+@reader(text("job.toml", 'data = "pets"\n[train]\nlr = 0.1\nepochs = 3\n[cluster]\nhosts = ["n1:2", "n2"]\n'))
+def read_job(folder):
+    load_job({}, file=folder / "job.toml", environment={})
+
+
+@reader(text("hostfile", "n1 slots=4 max_slots=8\nuser@n2 slots=4 # more\n10.0.0.3\n[fd00::1]:2\n"))
+def read_hostfile(folder):
+    participate(ClusterOptions(hostfile=str(folder / "hostfile")), {})
+
+
+def device(server, card):
+    return {"device_id": str(card), "device_ip": f"192.100.{server}.{card}", "rank_id": str(2 * server + card)}
+
+
+SERVERS = [{"server_id": "127.0.0.1", "device": [device(server, card) for card in (0, 1)]} for server in (0,)]
+TABLE = {"version": "1.0", "server_count": "1", "status": "completed", "server_list": SERVERS}
+
+
+@reader(text("ranks.json", json.dumps(TABLE)))
+def read_rank_table(folder):
+    participate(ClusterOptions(rank_table=str(folder / "ranks.json"), join_timeout_s=1), {})
+
+
+ACCELERATE = """compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+num_machines: 2
+num_processes: 4
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 29500
+mixed_precision: bf16
+"""
+
+
+@reader(text("accelerate.yaml", ACCELERATE))
+def read_accelerate(folder):
+    participate(ClusterOptions(file=str(folder / "accelerate.yaml")), {})
+
+
+SLURM = {"STEP_ID": "0", "JOB_ID": "1", "PROCID": "1", "LOCALID": "1", "STEP_NUM_TASKS": "4", "NODEID": "0"}
+SLURM |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "n[1-2]"}
+
+
+@reader(text("environment", "\n".join(f"SLURM_{name}={value}" for name, value in SLURM.items())))
+def read_launchers_variables(folder):
+    lines = (folder / "environment").read_bytes().decode(errors="surrogateescape").replace("\0", "").splitlines()
+    participate(ClusterOptions(), dict(line.split("=", 1) for line in lines if "=" in line))
+
+
+@functools.cache
+def graph():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    return describe_network(network.train(), torch.zeros(1, 4, 4))
+
+
+def write_plan(folder):
+    layout = TensorLayout((8, 16), (8, 16), ((0, (1,)),))
+    placements = {"1": "n@dp o@tp", "3": "n@dp"}
+    plan = Plan(Mesh((("dp", 2), ("tp", 2))), placements, "n@dp", ("1",), {"1.weight": layout}, {"mode": "semi"})
+    (folder / "plan.json").write_text(json.dumps(plan.as_plain()))
+
+
+@reader(write_plan)
+def read_plans(folder):
+    plan = read_plan(folder / "plan.json")
+    resolve_plan(plan, graph(), "plan.json")
+    json.dumps(plan.as_plain())
+
+
+WEIGHTS = {"fc.weight": torch.ones(4, 6), "fc.bias": torch.zeros(4)}
+
+
+def write_checkpoint(folder):
+    groups = [{"params": ["fc.weight", "fc.bias"], "lr": 0.1, "betas": (0.9, 0.99), "foreach": None}]
+    optimizer = {"state": {"fc.bias": {"momentum": torch.ones(4), "step": 3.0}}, "param_groups": groups}
+    state = {"step": 5, "epoch": 1, "best": {"step": 5, "top1": 0.5}, "classes": ["a", "b"]}
+    save(folder / "checkpoints", 5, Snapshot(WEIGHTS, optimizer, state))
+
+
+@reader(write_checkpoint)
+def read_checkpoints(folder):
+    last, _ = newest(folder / "checkpoints")
+    if last is not None:
+        read_state(last)
+        find_record(last, load(last).state)
+    best = resolve(folder, "best")
+    open_description(best).as_plain()
+    open_checkpoint(best).snapshot()
+
+
+def write_pth(folder):
+    optimizer = {"state": {0: {"momentum_buffer": torch.ones(4, 6)}}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    weights = {f"module.{name}": value for name, value in WEIGHTS.items()}
+    content = {"epoch": 3, "arch": "resnet18", "state_dict": weights, "best_acc1": 50.0, "optimizer": optimizer}
+    torch.save(content, folder / "a.pth.tar")
+
+
+@reader(write_pth)
+def read_torch_files(folder):
+    snapshot = read_foreign(folder / "a.pth.tar")
+    if snapshot.optimizer is not None:
+        name_optimizer(snapshot.optimizer, list(WEIGHTS))
+
+
+@reader(lambda folder: save_file(WEIGHTS, folder / "net.safetensors"))
+def read_safetensors(folder):
+    read_foreign(folder / "net.safetensors")
+    open_description(folder / "net.safetensors").as_plain()
+
+
+def write_pictures(folder):
+    for number, name in enumerate(("cat.png", "dog.jpg", "owl.tif")):
+        Image.effect_noise((9, 7), 50 + number).save(folder / name)
+
+
+@reader(write_pictures)
+def read_pictures(folder):
+    for path in folder.iterdir():
+        probe(str(path))
+
+
+def write_pack(folder):
+    for name in ("cat", "dog"):
+        (folder / "pets" / name).mkdir(parents=True)
+        Image.new("RGB", (9, 7)).save(folder / "pets" / name / "a.png")
+    request = PackRequest(folder / "pets", place_of_pack(folder / "pets"))
+    make_pack(read_contents(folder / "pets"), request, processes=1, replace=False, progress=lambda *_: None)
+
+
+@reader(write_pack)
+def read_packs(folder):
+    list_parts(folder / "pets")
+    of_pack(place_of_pack(folder / "pets"))
+
+
+def write_run(folder):
+    """A run of two updates with a failure."""
+    (folder / "ranks" / "failures").mkdir(parents=True)
+    (folder / "job.toml").write_text('[data]\nname = "digits"\n[model]\nname = "mlp"\n')
+    for step in (1, 2):
+        counts = {"epoch": 0, "step": step, "step_in_epoch": step, "steps_per_epoch": 2, "total_steps": 2, "samples": 8}
+        rates = {"learning_rate": 0.1, "images_per_s": 10.0, "data_share": 0.1, "epoch_loss": None}
+        append(folder / "metrics.jsonl", StepMetrics(time=step, loss=1.0 / step, top1=0.5, **counts, **rates))
+    evaluated = EvaluationMetrics(time=5, epoch=1, step=2, count=8, loss=0.3, top1=0.5, top5=1.0, best=True)
+    append(folder / "metrics.jsonl", evaluated)
+    append(folder / "events.jsonl", Event(time=0, kind="started", step=0, message="words", data={"a": [1]}))
+    failure = Failure(time=5, rank=1, host="n2", pid=7, error="E", what="w", mend=["m"], traceback="t\nu")
+    write_json(folder / "ranks" / "failures" / "1.json", failure)
+    write_json(folder / "env.json", {"processes": 2, "hosts": ["n1"], "versions": {"torch": "2"}})
+    write_json(folder / "machines.json", [{"host": "n1", "ranks": [0, 2], "folder": "/x", "local": True}])
+
+
+@reader(write_run)
+def read_run_folders(folder):
+    run = read_run(folder)
+    render(run, {})
+    result_lines(run)
+    read_places(RunFolder(folder))
+
+
+MESSAGES = (
+    Alive(),
+    WorkersStarted(0, [7]),
+    FilePiece("metrics.jsonl", "x\n"),
+    LogText("x", 3),
+    WorkersEnded({0: {"status": "finished"}}, {1: 3}, {1: "x"}, ended_by="itself"),
+)
+
+
+@reader(lambda folder: (folder / "messages").write_bytes(b"".join(encode(m, 1) for m in MESSAGES)))
+def read_messages(folder):
+    for line in (folder / "messages").read_bytes().splitlines():
+        decode(line)
+
+
+INSERTED = (b"[" * 3_000, b'{"a":' * 3_000, b"9" * 5_000, b"1e999", b"NaN", b"-1", b"null", b'"x"', b"{}", b"\x00")
+INSERTED += (b"\xff" * 64, b"\n", b'"', b"\\ud800", b"\x1b[31m", b"\xe2\x80\xae", b"../../../etc/passwd", b"", b"\xef")
+TOKEN = re.compile(rb'"[^"]*"|-?\d+(\.\d+)?|\w+')
+
+
+@st.composite
+def damage(draw):
+    """A function that changes bytes in one place: replaces a token, overwrites, removes, doubles, or truncates."""
+    kind, at = draw(st.sampled_from(("token", "over", "remove", "double", "truncate"))), draw(st.floats(0, 1))
+    piece = draw(st.sampled_from(INSERTED) | st.binary(max_size=8))
+
+    def change(content):
+        tokens = list(TOKEN.finditer(content[:100_000]))
+        if kind == "token" and tokens:
+            found = tokens[int(at * (len(tokens) - 1))]
+            return content[: found.start()] + piece + content[found.end() :]
+        start = int(at * len(content))
+        end = start + max(1, len(piece))
+        if kind == "truncate":
+            return content[:start]
+        return content[:start] + {"remove": b"", "double": content[start:end] * 3}.get(kind, piece) + content[end:]
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder of sound files for each reader, written once."""
+    root = tmp_path_factory.mktemp("sound")
+    for name, (write, _) in READERS.items():
+        (root / name).mkdir()
+        write(root / name)
+    return root
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_sound_files_are_read(name, sound):
+    READERS[name][1](sound / name)
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(which=st.integers(0, 100), changes=st.lists(damage(), min_size=1, max_size=2))
+def test_damaged_files_are_read_or_refused_in_one_screen(name, sound, tmp_path, which, changes):
+    shutil.rmtree(tmp_path / "case", ignore_errors=True)
+    shutil.copytree(sound / name, tmp_path / "case")
+    files = sorted(path for path in (tmp_path / "case").rglob("*") if path.is_file())
+    file = files[which % len(files)]
+    file.write_bytes(functools.reduce(lambda content, change: change(content), changes, file.read_bytes()))
+    signal.alarm(SECONDS)  # its default action ends the test process: a reader that hangs isn't overlooked
+    message = ""
+    try:
+        READERS[name][1](tmp_path / "case")
+    except ManyhandsError as error:
+        message = str(error)
+    finally:
+        signal.alarm(0)
+    assert message.count("\n") < 40
+    assert not UNPRINTABLE.search(message)
