@@ -2,7 +2,7 @@
 
     python -m bench.uneven [--quota 0.3333] [--rounds 5] [--out FILE.json]
 
-Each process has a group of its own (see `plan_quota.Groups`) and one thread; the fast one's may take a whole core. The
+Each process has a group of its own (see `Groups`) and one thread; the fast one's may take a whole core. The
 two ways take turns. Images a second and seconds of an evaluation are those of whole epochs but the first; with equal
 shares an evaluation's blocks are dealt in turns. Then `auto` trains once more in double precision, on
 pictures of 16 x 16, and its weights after 20 updates are compared with those of one undisturbed process. Needs root, as
@@ -10,23 +10,90 @@ making groups does.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from bench.plan_quota import Groups, ended
 from bench.tables import keep
 
 SAMPLES, BATCH, UPDATES = 160, 32, 20
+PERIOD_US = 10_000
+ROOT = Path("/sys/fs/cgroup")
 JOB = (
     "resnet18", "--batch", BATCH, "--epochs", UPDATES * BATCH // SAMPLES, "--set", "train.norm_group=8",
     "--set", "train.evaluate_batch=4", "--set", "run.report=false", "--checkpoint.every", "never", "--set",
     "cluster.threads=1",
 )  # fmt: skip
+
+
+@dataclass
+class Groups:
+    """Groups of processes that are held to a share of a core each; removed at the end.
+
+    Attributes:
+        quota: cores.
+        count: of groups.
+    """
+
+    quota: float
+    count: int
+    folders: list = field(default_factory=list)
+
+    def __enter__(self):
+        for number in range(self.count):
+            self.folders.append(self._make(f"manyhands-quota-{os.getpid()}-{self.quota:.3f}-{number}"))
+        return self
+
+    def __exit__(self, *error):
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def _make(self, name):
+        allowed = int(self.quota * PERIOD_US)
+        if "cpu" in (ROOT / "cgroup.controllers").read_text().split() if (ROOT / "cgroup.controllers").exists() else 0:
+            (ROOT / "cgroup.subtree_control").write_text("+cpu")
+            folder = ROOT / name
+            folder.mkdir()
+            (folder / "cpu.max").write_text(f"{allowed} {PERIOD_US}")
+            (folder / "cpu.weight").write_text("10000")
+            return folder
+        folder = ROOT / "cpu" / name
+        folder.mkdir()
+        (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (folder / "cpu.cfs_quota_us").write_text(str(allowed))
+        # Others on the machine wait, so that the quota is what a process gets.
+        (folder / "cpu.shares").write_text("262144")
+        return folder
+
+    def start(self, number, *words):
+        """Starts a command in a group."""
+        enter = f'echo $$ > {self.folders[number]}/cgroup.procs && exec "$@"'
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            ["sh", "-c", enter, "sh", sys.executable, *map(str, words)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+
+def ended(process):
+    """What it printed.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    out, err = process.communicate()
+    if process.returncode:
+        raise RuntimeError(err[-3000:])
+    return out
 
 
 def train(groups, out, *settings, side=32):
