@@ -8,7 +8,7 @@ from tests.processes.ranks import run_on_ranks
 pytest.importorskip("timm")
 
 
-# Those that bench/networks.py has been seen to train alike; each in processes of its own, since what a large one takes
+# Networks that train alike on any number of processes (docs/experiments/networks.md); each in processes of its own, since what a large one takes
 # isn't all given back.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TORCHVISION, *TIMM])

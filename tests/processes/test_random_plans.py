@@ -1,6 +1,6 @@
 """A sample of random plans for small relatives of well-known networks: one process's results come out.
 
-bench/parity.py runs more of them; its table is in docs/experiments/parallel.md.
+More of them were run once: the table is in docs/experiments/parallel.md.
 """
 
 import pytest
