@@ -8,8 +8,8 @@ from tests.processes.ranks import run_on_ranks
 pytest.importorskip("timm")
 
 
-# Networks that train alike on any number of processes (docs/experiments/networks.md); each in processes of its own, since what a large one takes
-# isn't all given back.
+# Networks that train alike on any number of processes (docs/experiments/networks.md). Each has processes of its own,
+# since a large one doesn't return all its memory.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TORCHVISION, *TIMM])
 def test_every_mode_trains_every_family_alike(name, tmp_path, monkeypatch):
