@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo setup test test-slow test-all check format bench fuzz soak clean wheels-gpu test-gpu bench-gpu
+.PHONY: help demo setup test test-slow test-all check format bench fuzz drill soak clean wheels-gpu test-gpu bench-gpu
 
 help:
 	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
@@ -13,6 +13,7 @@ help:
 	@echo "make check     format, lint, types, import layers"
 	@echo "make bench     measure beside other tools, DATA=FOLDER with mnist/ and imagenet-sample/ (see bench/__main__.py)"
 	@echo "make fuzz      spoilt files for every reader, SECONDS=600 long"
+	@echo "make drill     the tests of each fault in docs/experiments/faults.md, or of one: ROW=14"
 	@echo "make soak      faults on three hosts of this machine, MINUTES=30 KILLS=50 LAUNCHES=100 (needs root), and in saving"
 	@echo "make test-gpu  what must hold on an accelerator, with the torch of PYTHON (see docs/guides/gpu-results.md)"
 
@@ -67,6 +68,13 @@ fuzz: $(READY)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
 	$(BIN)/python -m bench.fuzz_readers --seconds $(SECONDS)
 	$(BIN)/python -m bench.fuzz_led --seconds $(SECONDS)
+
+# The tests that docs/experiments/faults.md names for each fault; ROW=14 runs those of one row.
+ROW ?= [0-9]*
+
+drill: $(READY)
+	$(BIN)/python -m pytest --timeout 600 -v \
+		$$(grep '^| $(ROW) |' docs/experiments/faults.md | grep -o 'tests/[^`]*\.py[^`]*' | sort -u)
 
 # Faults for a long time on three hosts of this machine: needs root, iproute2, nftables and sshd. What was found lies in SOAKED.
 MINUTES ?= 30

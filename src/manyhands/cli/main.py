@@ -43,7 +43,6 @@ COMMANDS = {
     "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
     "join": "Have a run that goes on take up another machine.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
-    "drill": "Try faults on a run in a scratch folder, and say of each whether it came through as promised.",
     "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
     "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
     "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
