@@ -60,3 +60,24 @@ def test_each_fault_has_tests_and_they_exist():
             tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
             defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
             assert not name or name.partition("[")[0] in defined, f"row {number}: {path}::{name}"
+
+
+def _texts_of_the_source():
+    """Every string of the package, with an ellipsis for each value (or several values in a row)."""
+    texts = set()
+    for path in (ROOT / "src/manyhands").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.add(re.sub("…+", "…", "".join(map(str, parts))))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return texts
+
+
+def test_the_messages_that_the_chinese_page_explains_are_those_of_the_source():
+    page = (ROOT / "docs/zh/guides/messages.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) >= 25
+    texts = _texts_of_the_source()
+    assert [message for message in quoted if not any(message in text for text in texts)] == []
