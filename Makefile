@@ -10,7 +10,7 @@ help:
 	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
 	@echo "make test      set everything up and run the tests (no network or GPU needed once set up)"
 	@echo "make test-all  the slow ones too"
-	@echo "make check     format, lint, types, import layers"
+	@echo "make check     format, lint, types, import layers, sizes and words (scripts/ratchet.py)"
 	@echo "make bench     measure beside other tools, DATA=FOLDER with mnist/ and imagenet-sample/ (see bench/__main__.py)"
 	@echo "make fuzz      spoilt files for every reader, SECONDS=600 long"
 	@echo "make drill     the tests of each fault in docs/experiments/faults.md, or of one: ROW=14"
@@ -39,6 +39,7 @@ check: $(READY)
 	$(BIN)/ruff check src tests scripts bench
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/ratchet.py
 
 format: $(READY)
 	$(BIN)/ruff format src tests scripts bench
