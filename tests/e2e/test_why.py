@@ -206,6 +206,8 @@ def little_memory():
         if not (group / "memory.max").exists():
             pytest.skip("needs a cgroup of version 2 that limits memory")
         (group / "memory.max").write_text(str(4 << 30))
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
         yield group
         wait_until(lambda: not (group / "cgroup.procs").read_text())
     finally:
