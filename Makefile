@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo setup test test-slow test-all check format bench soak clean wheels-gpu test-gpu bench-gpu
+.PHONY: help demo setup test test-slow test-all check format bench drill soak clean wheels-gpu test-gpu bench-gpu
 
 help:
 	@echo "make demo      set everything up and train real handwritten digits on 2 processes"
 	@echo "make test      set everything up and run the tests (no network or GPU needed once set up)"
 	@echo "make test-all  the slow ones too"
-	@echo "make check     format, lint, types, import layers"
+	@echo "make check     format, lint, types, import layers, sizes and words (scripts/ratchet.py)"
 	@echo "make bench     measure beside other tools, DATA=FOLDER with mnist/ and imagenet-sample/ (see bench/__main__.py)"
+	@echo "make drill     the tests of each fault in docs/experiments/faults.md, or of one: ROW=14"
 	@echo "make soak      faults on three hosts of this machine, MINUTES=30 KILLS=50 LAUNCHES=100 (needs root), and in saving"
 	@echo "make test-gpu  what must hold on an accelerator, with the torch of PYTHON (see docs/guides/gpu-results.md)"
 
@@ -37,6 +38,7 @@ check: $(READY)
 	$(BIN)/ruff check src tests scripts bench
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/ratchet.py
 
 format: $(READY)
 	$(BIN)/ruff format src tests scripts bench
@@ -57,6 +59,13 @@ $(PEERS)/.ready: $(VENV)/.package
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check accelerate lightning
 	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check mindspore
 	@touch $@
+
+# The tests that docs/experiments/faults.md names for each fault; ROW=14 runs those of one row.
+ROW ?= [0-9]*
+
+drill: $(READY)
+	$(BIN)/python -m pytest --timeout 600 -v \
+		$$(grep '^| $(ROW) |' docs/experiments/faults.md | grep -o 'tests/[^`]*\.py[^`]*' | sort -u)
 
 # Faults for a long time on three hosts of this machine: needs root, iproute2, nftables and sshd. What was found lies in SOAKED.
 MINUTES ?= 30

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from manyhands.cluster.agents import memory_kills
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
@@ -348,3 +349,21 @@ def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_u
     assert not head.ending.lost
     head.running.clear()
     close_all([link])
+
+
+def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_kills, "_ROOT", tmp_path)
+    counter = "low 0\nhigh 0\nmax 7\noom {0}\noom_kill {0}\noom_group_kill 0\n"
+    (tmp_path / "memory.events").write_text(counter.format(1))
+    (tmp_path / "memory.max").write_text("67108864\n")
+    kills = memory_kills.MemoryKills()
+    assert kills.record(1, 42, None) is None
+    (tmp_path / "memory.events").write_text(counter.format(3))
+    found = [kills.record(rank, 42, None) for rank in (1, 2, 3)]
+    assert [one and one.what for one in found] == [
+        "rank 1 was killed by the kernel, out of memory (limit 64 MiB)",
+        "rank 2 was killed by the kernel, out of memory (limit 64 MiB)",
+        None,
+    ]
+    (tmp_path / "memory.events").unlink()
+    assert memory_kills.MemoryKills().record(1, 42, None) is None

@@ -10,7 +10,6 @@ from manyhands.cluster.agents.orders import DEVICE_INDEX
 from manyhands.config.job import Job
 from manyhands.config.load import _ELSEWHERE, flatten, known_keys, load_job, meant_key, parse_value, read_toml
 from manyhands.config.recipes import _names, recipe_for, recipe_named
-from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.pulse import PULSE_FILE
@@ -143,7 +142,7 @@ def test_any_other_variable_with_our_prefix_is_a_warning_but_for_our_own(capsys)
     assert said.count("\n") == 1
     assert "MANYHANDS_PORT sets no option of the job and is ignored" in said
     assert "MANYHANDS_TRAIN__LR" in said
-    ours = (LANGUAGE, FAILURE_FILE, PULSE_FILE, VARIABLE, DEVICE_INDEX, "MANYHANDS_CACHE", "MANYHANDS_MIRROR")
+    ours = (FAILURE_FILE, PULSE_FILE, VARIABLE, DEVICE_INDEX, "MANYHANDS_CACHE", "MANYHANDS_MIRROR")
     load_job({}, environment=dict.fromkeys(ours, "x"))
     assert not capsys.readouterr().err
 

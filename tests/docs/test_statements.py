@@ -1,5 +1,6 @@
 """What the guides say in figures, against the code that they speak of."""
 
+import ast
 import re
 
 import pytest
@@ -46,3 +47,37 @@ def test_the_recipes_are_those_of_the_table(page):
 def test_the_default_mode_is_named(page):
     mode = ParallelOptions().mode
     assert re.search(rf"`{mode}` is the default|默认是 `{mode}`", page.read_text(encoding="utf-8"))
+
+
+def test_each_fault_has_tests_and_they_exist():
+    listed = (ROOT / "docs/experiments/faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \|.*\|(.*)\|$", listed, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 31))
+    for number, cell in rows:
+        tests = re.findall(r"`([^`]+)`", cell)
+        assert tests, number
+        for path, _, name in (test.partition("::") for test in tests):
+            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+            defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assert not name or name.partition("[")[0] in defined, f"row {number}: {path}::{name}"
+
+
+def _texts_of_the_source():
+    """Every string of the package, with an ellipsis for each value (or several values in a row)."""
+    texts = set()
+    for path in (ROOT / "src/manyhands").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.add(re.sub("…+", "…", "".join(map(str, parts))))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return texts
+
+
+def test_the_messages_that_the_chinese_page_explains_are_those_of_the_source():
+    page = (ROOT / "docs/zh/guides/messages.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) >= 25
+    texts = _texts_of_the_source()
+    assert [message for message in quoted if not any(message in text for text in texts)] == []

@@ -55,6 +55,16 @@ class Raises(Net):
             raise KeyError("the user's own mistake")
 
 
+class RaisesOnce(Net):
+    """On rank 1, at a call that the environment gives, before the first restart only."""
+
+    def act(self):
+        marker = Path(os.environ["FAULT_MARKER"])
+        if rank() == 1 and self.calls == int(os.environ["FAULT_CALL"]) and not marker.exists():
+            marker.touch()
+            raise KeyError("the user's own mistake")
+
+
 class RaisesOnRank0(Net):
     """On rank 0 alone."""
 
@@ -83,14 +93,12 @@ class Killed(Net):
 
 
 class Starved(Net):
-    """Once, on rank 1: goes into a group of little memory, and takes more."""
+    """Once, on rank 1: allocates until the kernel kills it."""
 
     def act(self):
         marker = Path(os.environ["FAULT_MARKER"])
         if rank() == 1 and self.calls == 12 and not marker.exists():
             marker.touch()
-            (Path(os.environ["FAULT_GROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
-            time.sleep(1)
             taken = []
             while True:
                 taken.append(bytearray(os.urandom(1 << 20)))

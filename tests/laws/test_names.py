@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -60,3 +61,34 @@ def test_a_public_docstring_says_more_than_the_name():
         if (said := ast.get_docstring(node)) and not set(re.findall(r"\w+", said.lower())) - EMPTY - _words(node.name)
     ]
     assert not silent
+
+
+def ratchet():
+    sys.path.insert(0, str(SOURCE.parents[1] / "scripts"))
+    try:
+        return __import__("ratchet")
+    finally:
+        sys.path.pop(0)
+
+
+def test_the_ratchet_looks_at_identifiers_and_messages_and_not_at_docstrings():
+    text = '"""Tells."""\ndef goesOn(a_wish):\n    "told"\n    return f"the run goes on, {a_wish.mended}"\n'
+    assert {"goes On", "a wish", "mended"} <= set(ratchet().identifiers(text))
+    assert ratchet().messages(text) == ["the run goes on, "]
+
+
+def test_the_ratchet_refuses_growth_and_limits_that_are_too_high():
+    def differing(**tables):
+        empty = {"lines": {}, "worker": {}, "words": {}}
+        return ratchet().differences(limits, {**empty, **tables})
+
+    limits = {"lines": {"cli": 100}, "words": {"told": {"cli": 2}}}
+    words = {"told": {"cli": 2}}
+    assert not differing(lines={"cli": 100}, words=words)
+    assert not differing(lines={"cli": 75}, words=words)
+    assert len(differing(lines={"cli": 101}, words=words)) == 1
+    assert len(differing(lines={"cli": 74}, words=words)) == 1
+    assert len(differing(lines={"cli": 100, "new": 1}, words=words)) == 1
+    assert len(differing(lines={"cli": 100}, words={"told": {"cli": 3}})) == 1
+    assert len(differing(lines={"cli": 100}, words={"told": {"cli": 1}})) == 1
+    assert len(differing(lines={"cli": 100}, words={"told": {"cli": 2, "run": 1}})) == 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import tempfile
 import time
@@ -96,9 +95,6 @@ def test_machines_that_let_each_other_in_need_no_head_between(rented, here):
     assert ended.code == 0, ended.err
     assert "trying ssh between them" in ended.err
     assert "through ssh, n1:31234–n2:31234, n1:31234–n3:31234, n2:31234–n3:31234 straight" in ended.err
-    assert re.search(
-        r"takes [\d.]+ ms for 4 KiB and [\d.]+ m?s for 64 MiB through ssh, by what n1:31234 and", ended.err
-    )
     carried, sent = laptop_bytes(rented) - before[0], sum(map(rented.sent_bytes, rented.hosts)) - before[1]
     assert carried < 0.01 * sent, (carried, sent)
     nothing_left(rented)

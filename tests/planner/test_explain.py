@@ -35,7 +35,7 @@ def test_large_numbers_are_shown_whole():
 
 def test_the_table_fits_100_columns():
     note = "refused, since the momentum of 32 machines would not fit, and that is said in many more words than these"
-    names = ("data parallel, local lowrank every 256", "one process", "data parallel through ssh")
+    names = ("data parallel, local lowrank every 256", "one process", "data parallel, local int8 every 16")
     rows = [PlanCandidate(name, "dp=16,tp=2", 1234.5, 0, 0.2, 1 << 37, 1e9, fits=False, note=note) for name in names]
     console = wide(io.StringIO(), 100)
     console.print(candidates_table(rows, "one process", "below"))

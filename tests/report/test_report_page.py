@@ -11,13 +11,10 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
-from babel.messages.mofile import write_mo
-from babel.messages.pofile import read_po
 from fake_run import FakeRun, complete
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from manyhands.core.catalogue import FOLDER, LANGUAGE
 from manyhands.core.records import EvaluationDetail
 from manyhands.core.registry import Running
 from manyhands.report.curves import curves
@@ -297,7 +294,7 @@ def test_records_that_nobody_wrote_are_left_out_and_the_page_is_made(tmp_path, s
     look(Running(time=0, pid=1, created=0, host="h", run=str(run.path), hosts=["h"], command=["x"]))
 
 
-def test_unequal_shares_stand_below_where_the_time_goes_in_the_readers_language(tmp_path, monkeypatch):
+def test_unequal_shares_stand_below_where_the_time_goes(tmp_path):
     run = FakeRun(tmp_path / "run", epochs=2, steps_per_epoch=4, record_every=1).begin()
     run.event("shares", shares=[48, 16], step=0, message="of each update's 64 samples the processes take 48, 16")
     run.train().finish()
@@ -305,12 +302,3 @@ def test_unequal_shares_stand_below_where_the_time_goes_in_the_readers_language(
     line = "Unequal shares: of each update's 64 samples the processes take 48, 16"
     below = page[page.index('<figure id="time">') :]
     assert line in unescape(below[: below.index("<h2>")])
-    with (FOLDER / "manyhands.pot").open("rb") as file:
-        texts = read_po(file)
-    texts["Unequal shares: {unequal}"].string = "份额不等：{unequal}"
-    key = "of each update's {batch} samples the processes take {str}"
-    texts[key].string = "每次更新的 {batch} 个样本中各进程取 {str}"
-    with (tmp_path / "zh.mo").open("wb") as file:
-        write_mo(file, texts)
-    monkeypatch.setenv(LANGUAGE, str(tmp_path / "zh.mo"))
-    assert "份额不等：每次更新的 64 个样本中各进程取 48, 16" in render(read_run(run.path), {"curves": "", "time": ""})

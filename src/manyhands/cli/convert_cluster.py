@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TEXT_BYTES
-from manyhands.core.shown import plain, say, show_as_is
+from manyhands.core.shown import plain, say, show
 
 
 def convert_cluster(
@@ -53,7 +53,7 @@ def _fitted(target: Any, cluster: Any) -> tuple[Any, list[str]]:
 
 def _deliver(text: str, out: str) -> None:
     if not out:
-        show_as_is(text)
+        show(text)
         return
     try:
         with Path(out).open("x", encoding="utf-8") as file:

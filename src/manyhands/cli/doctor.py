@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings, settings
-from manyhands.core.catalogue import translated
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
 from manyhands.core.shown import plain, say, show, show_json
 
@@ -88,12 +87,12 @@ def _print(diagnosis: "Diagnosis") -> None:
     console = Console(highlight=False, soft_wrap=True)
     for finding in diagnosis.findings:
         mark, style = MARKS[finding.severity]
-        console.print(Text(f"{mark} {plain(translated(finding.what))}", style=style))
+        console.print(Text(f"{mark} {plain(finding.what)}", style=style))
         for number, line in enumerate(finding.mend):
-            console.print(Text(f"    {'do:' if number == 0 else '   '} {plain(translated(line))}"))
+            console.print(Text(f"    {'do:' if number == 0 else '   '} {plain(line)}"))
     for line in _table(diagnosis):
         console.print(Text(plain(line)))
-    console.print(Text(translated(_summary(diagnosis)), style="bold"))
+    console.print(Text(_summary(diagnosis), style="bold"))
 
 
 def _table(diagnosis: "Diagnosis") -> list[str]:

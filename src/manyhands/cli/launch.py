@@ -36,7 +36,7 @@ from manyhands.cli.flags import (
 )
 from manyhands.cli.train import what
 from manyhands.core.errors import UserError
-from manyhands.core.shown import show_as_is
+from manyhands.core.shown import show
 
 
 def launch(  # noqa: PLR0913 - one argument for each flag
@@ -129,7 +129,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     if loaded.job.cluster.on:
         from manyhands.run.submit import submit
 
-        show_as_is(submit(loaded.job, job_file, loaded.job.cluster.on, dry_run=dry_run))
+        show(submit(loaded.job, job_file, loaded.job.cluster.on, dry_run=dry_run))
         return 0
     if not loaded.job.cluster.hosts and not loaded.job.cluster.hostfile:
         raise UserError(

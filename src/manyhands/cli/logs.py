@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import Settings, settings
 from manyhands.core.errors import UserError
-from manyhands.core.shown import say, show_as_is
+from manyhands.core.shown import say, show
 
 
 def logs(
@@ -25,9 +25,7 @@ def logs(
     if last < 0:
         raise UserError(f"--last is a number of lines, found {last}", "--last", ("--last 20",))
     try:
-        show_logs(
-            find_run(run), rank, last=last, follow=follow, show=show_as_is, say=say, settings=settings(set_ or [])
-        )
+        show_logs(find_run(run), rank, last=last, follow=follow, show=show, say=say, settings=settings(set_ or []))
     except KeyboardInterrupt:
         return 0  # the usual way out of -f
     return 0

@@ -12,12 +12,11 @@ from typing import Any, TextIO, cast
 
 import cyclopts
 
-from manyhands.core.catalogue import translated
 from manyhands.core.early_agent import end_early
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
 from manyhands.core.shown import UnwritableError, plain_lines, show_json
 from manyhands.core.streams import Tolerant
-from manyhands.core.system import require_language, require_system
+from manyhands.core.system import require_system
 from manyhands.core.version import __version__
 
 HELP = """Train an image classifier on one laptop or many machines, with one command.
@@ -44,7 +43,6 @@ COMMANDS = {
     "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
     "join": "Have a run that goes on take up another machine.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
-    "drill": "Try faults on a run in a scratch folder, and say of each whether it came through as promised.",
     "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
     "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
     "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
@@ -97,7 +95,6 @@ def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) 
         if heeds_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         require_system()
-        require_language()
         code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)
     except ManyhandsError as error:
         _show(error, as_json="--json" in _own(given))
@@ -210,10 +207,10 @@ def _show(error: ManyhandsError, *, as_json: bool) -> None:
 
     # The exit code tells how the command ended where nobody can read it.
     console = Console(file=cast(TextIO, Tolerant(sys.stderr)), highlight=False, soft_wrap=True)
-    console.print(Text(f"manyhands: {translated(error.what)}", style="bold red"))
+    console.print(Text(f"manyhands: {error.what}", style="bold red"))
     if error.where:
-        console.print(Text(translated(f"  where: {error.where}")))
-    for number, line in enumerate(map(translated, error.mend)):
+        console.print(Text(f"  where: {error.where}"))
+    for number, line in enumerate(error.mend):
         console.print(Text(f"  {'do:   ' if number == 0 else '      '} {line}", style="green" if number == 0 else ""))
     for note in getattr(error, "__notes__", []):
         console.print(Text(plain_lines(_shortened(note.rstrip())), style="dim"))

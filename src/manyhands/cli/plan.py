@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Elastic, Model, Settings, Sync, settings
-from manyhands.core.catalogue import translated
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.shown import plain, say, show, show_json
 
@@ -245,7 +244,7 @@ def _print_plan(shown: "Shown") -> None:
         show(plain(f"sync: {sync['reason']}"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("op", "kind", "strategy", "piece", "parameters MB", "collectives"):
-        table.add_column(translated(name), justify="right" if name == "parameters MB" else "left")
+        table.add_column(name, justify="right" if name == "parameters MB" else "left")
     for row in shown.rows:
         size = f"{row.parameter_mb:.2f}" if row.parameter_mb else ""
         # Text, not strings: a shape's brackets would be read as a style.

@@ -6,7 +6,7 @@ def schema() -> int:
     import json
 
     from manyhands.config.job import Job
-    from manyhands.core.shown import show_as_is
+    from manyhands.core.shown import show
 
-    show_as_is(json.dumps(Job.model_json_schema(), indent=1))
+    show(json.dumps(Job.model_json_schema(), indent=1))
     return 0

@@ -1,7 +1,7 @@
 """The answer to --show-config."""
 
 from manyhands.config.load import LoadedJob, known_keys
-from manyhands.core.shown import as_json, show_as_is
+from manyhands.core.shown import as_json, show
 
 
 def print_config(loaded: LoadedJob) -> None:
@@ -11,7 +11,7 @@ def print_config(loaded: LoadedJob) -> None:
     for key in known_keys():
         name, _, option = key.partition(".")
         if name != section:
-            show_as_is(f"{'' if not section else chr(10)}[{name}]")
+            show(f"{'' if not section else chr(10)}[{name}]")
             section = name
         line = f"{option} = {as_json(values[name][option])}"
-        show_as_is(f"{line:<40} # {loaded.origins.get(key, 'default')}")
+        show(f"{line:<40} # {loaded.origins.get(key, 'default')}")

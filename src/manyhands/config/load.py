@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.recipes import recipe_for, recipe_named
-from manyhands.core.catalogue import LANGUAGE
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
 from manyhands.core.plugins import did_you_mean, is_object_reference, nearest
@@ -27,7 +26,7 @@ from manyhands.data.known import named
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values: MANYHANDS_DATA says where named data sets lie … An agent sets the last four.
 _RESERVED = ("DATA", "CACHE", "MIRROR", "DEVICE_INDEX", "FAILURE_FILE", "PULSE_FILE", "TUNNELS")
-ENVIRONMENT_RESERVED = {LANGUAGE, *(ENVIRONMENT_PREFIX + name for name in _RESERVED)}
+ENVIRONMENT_RESERVED = {ENVIRONMENT_PREFIX + name for name in _RESERVED}
 # Options that name a file or folder, or may do so.
 NAMES_OF_FILES = frozenset(
     {

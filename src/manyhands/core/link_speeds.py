@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from manyhands.core.mesh import Mesh
-from manyhands.core.quantities import parse_bandwidth, short_time
+from manyhands.core.quantities import parse_bandwidth
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 Points = tuple[tuple[float, float], ...]
@@ -39,10 +39,9 @@ WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)
 BETWEEN_MACHINES = LinkSpeed(125e6, 100e-6)
 # What Ethernet's, IP's and TCP's headers leave of a line: 1448 of 1514 bytes.
 _PAYLOAD = 0.956
-# What ssh passes on at most, and adds to each message, measured between two machines that share two cores; a network in
-# memory was _SSH_SLOWS times as fast (docs/experiments/through-ssh.md).
+# Largest throughput of ssh and the latency it adds, measured between two hosts that share two cores
+# (docs/experiments/through-ssh.md).
 _SSH = LinkSpeed(2.2e8, 300e-6)
-_SSH_SLOWS = 4.0
 
 
 def named_link(text: str, where: str = "--link") -> LinkSpeed:
@@ -57,18 +56,6 @@ def named_link(text: str, where: str = "--link") -> LinkSpeed:
 def through_ssh(link: LinkSpeed) -> LinkSpeed:
     """The link where all that is sent on it goes through ssh."""
     return replace(link, bytes_per_s=min(link.bytes_per_s, _SSH.bytes_per_s), latency_s=link.latency_s + _SSH.latency_s)
-
-
-def without_ssh(link: LinkSpeed) -> LinkSpeed:
-    """At best, the line below a link that was measured through ssh: where ssh is what slows it."""
-    faster = _SSH_SLOWS if link.bytes_per_s > _SSH.bytes_per_s / _SSH_SLOWS else 1.0
-    return LinkSpeed(link.bytes_per_s * faster, max(link.latency_s - _SSH.latency_s, link.latency_s / _SSH_SLOWS))
-
-
-def agreement_times(processes: int, link: LinkSpeed) -> tuple[str, str]:
-    """What an all-reduce of 4 KiB takes, and one of 64 MiB."""
-    small, large = (short_time(link_seconds("all_reduce", processes, size, link)) for size in (1 << 12, 1 << 26))
-    return small, large
 
 
 def rounds(kind: str, processes: int) -> tuple[int, float]:

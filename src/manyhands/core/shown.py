@@ -1,6 +1,6 @@
 """What a screen and a report may show of texts that others wrote: names of classes, files and hosts, peers' words.
 
-All that this program says goes out through `say`, `show`, `show_as_is` and `show_json`; an error cleans its words.
+All that this program says goes out through `say`, `show` and `show_json`; an error cleans its words.
 """
 
 import errno
@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TextIO
-
-from manyhands.core.catalogue import translated
 
 # Everything that moves a terminal's cursor, changes its colours or ends a line; marks that turn the direction of what
 # follows, by which a name reads as another one; and halves of characters, which can't be written.
@@ -45,17 +43,12 @@ def as_json(content: Any) -> str:
 def say(text: str, who: str = "manyhands") -> None:
     """Tells the user something beside the command's own output; nothing fails where nobody reads it."""
     with suppress(OSError):
-        sys.stderr.write(f"{who}: {_writable(plain_lines(translated(text)), sys.stderr)}\n")
+        sys.stderr.write(f"{who}: {_writable(plain_lines(text), sys.stderr)}\n")
         sys.stderr.flush()
 
 
 def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
     """Writes a command's own output, on standard output unless `to` is another stream; each text may have lines."""
-    show_as_is([translated(line) for line in ([lines] if isinstance(lines, str) else lines)], to)
-
-
-def show_as_is(lines: str | Iterable[str], to: TextIO | None = None) -> None:
-    """Writes what isn't for people alone, so in no language of theirs: a file's text, a log, JSON."""
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
     try:
@@ -71,7 +64,7 @@ def show_as_is(lines: str | Iterable[str], to: TextIO | None = None) -> None:
 
 def show_json(content: Any) -> None:
     """Writes one line of JSON on standard output."""
-    show_as_is(as_json(content))
+    show(as_json(content))
 
 
 def _writable(text: str, stream: TextIO) -> str:

@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.core.catalogue import translated
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.once import replacing
@@ -82,13 +81,13 @@ class Layer:
 
 def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, more: str = "") -> Table:
     """The candidates as a table of at most 100 columns; `more` is text below it."""
-    caption = Text(translated(more)) if more else None
+    caption = Text(more) if more else None
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     table.add_column("plan")
     table.add_column("mesh", no_wrap=True)
     for name in ("step ms", "compute", "sending", "memory GiB", "sent MB"):
-        table.add_column(translated(name).replace(" ", "\n"), justify="right", no_wrap=True)
-    table.add_column(translated("measured ms"), justify="right")
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    table.add_column("measured ms", justify="right")
     for candidate in candidates:
         mark = "→ " if candidate.name == chosen else "  "
         style = "bold" if candidate.name == chosen else "" if candidate.fits and not candidate.note else "dim"
@@ -102,7 +101,7 @@ def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, more: str
             _milliseconds(candidate.communication_seconds + candidate.gradient_seconds),
             f"{candidate.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
             f"{candidate.sent_bytes / _MB:.1f}",
-            translated(candidate.note) if measured is None else _milliseconds(measured),
+            candidate.note if measured is None else _milliseconds(measured),
             style=style,
         )
     return table

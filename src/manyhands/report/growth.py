@@ -8,7 +8,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.core.catalogue import translated
 from manyhands.core.errors import UserError
 from manyhands.core.once import replacing
 from manyhands.report.drawing import BLUE, GREEN, GREY, VERMILION, house_style, new_figure
@@ -38,8 +37,8 @@ def growth_table(rows: Rows) -> Table:
     heads = ("processes", "samples each", "step ms", "compute", "images/s", "efficiency", "s an epoch")
     costs = ("process-hours", "price") if "price" in rows[0] else ("process-hours",)
     for name in (*heads, *costs):
-        table.add_column(translated(name), justify="right")
-    table.add_column(translated("gradients"))
+        table.add_column(name, justify="right")
+    table.add_column("gradients")
     for row in rows:
         numbers = (row["step_ms"], row["compute_ms"], row["images_per_s"])
         spent = (row["epoch_s"], row["process_hours"], *([row["price"]] if "price" in row else []))

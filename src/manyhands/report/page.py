@@ -1,14 +1,11 @@
 """Writes report.html: one file that needs no network and no script, and its pictures as PNG beside it."""
 
-import re
 from functools import cache
-from html import escape, unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from manyhands.core.catalogue import translated
 from manyhands.core.folder import RunFolder
 from manyhands.core.once import replacing
 from manyhands.core.private import private_files
@@ -45,19 +42,7 @@ def write_report(path: Path) -> Path:
 
 def render(run: RunData, pictures: dict[str, str]) -> str:
     """The page as text; `pictures` are SVG elements by name."""
-    return _translated(_template().render(_content(run, pictures)))
-
-
-def _translated(page: str) -> str:
-    """The page with the texts between its tags in the reader's language; what a process wrote stays as it is."""
-    parts = re.split(r"(?s)(<style>.*?</style>|<pre>.*?</pre>|<[^>]*>)", page)
-    return "".join(part if part.startswith("<") else _translated_node(part) for part in parts)
-
-
-def _translated_node(text: str) -> str:
-    english = unescape(text)
-    said = translated(english)
-    return text if said == english else escape(said, quote=False)
+    return _template().render(_content(run, pictures))
 
 
 @cache

@@ -12,7 +12,6 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from manyhands.core.catalogue import translated
 from manyhands.core.errors import UserError
 from manyhands.core.folder import is_full
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
@@ -125,7 +124,7 @@ class Screen:
         """Shows a line that stays, above the live one."""
         if self._quiet and level == "INFO":
             return
-        text = plain(translated(message))
+        text = plain(message)
         if not self.live:
             self._log(level, text)
             return
@@ -172,7 +171,7 @@ class Screen:
                 self._tell(level, line)
         elif (level, words) not in self._told:
             self._told.add((level, words))
-            self._log(level, plain(translated(words)))
+            self._log(level, plain(words))
 
     def _look_at_disk(self) -> None:
         """Says when the disk of the run folder is full, and when there is room again."""

@@ -15,7 +15,6 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import Bind
 from manyhands.cluster.agents.store_way import ASK_S, StorePlaces, StoreWay
-from manyhands.cluster.agents.way_price import price_of
 from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
 from manyhands.cluster.descriptions.machines import with_machines
 from manyhands.config.job import Job
@@ -227,8 +226,6 @@ class OnMachines(Company):
             raise_term(self._folder.ranks, Term(self.newcomers.term, number))
         for line in describe(self.crew, self.sizes, self.addresses, places, self._through_ssh):
             self._say(line)
-        if self._through_ssh and not number:
-            self._say(price_of(self.crew, self._through_ssh))
         if job.cluster.sync_code:
             job = with_absolute_paths(job)
         return [

@@ -1,14 +1,10 @@
 """The one recommendation of a plan: which split, how many processes, and how they agree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from manyhands.config.job import Job
-from manyhands.core.link_speeds import LinkSpeed, agreement_times
-from manyhands.core.quantities import short_time
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.explain import PlanCandidate
 from manyhands.planner.fewer import enough, name_of
 from manyhands.planner.find import Option, SearchResult
 from manyhands.sync.choose import EXACT
@@ -49,28 +45,6 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[Option], 
     use = f"use one {what}" if count == 1 else f"use {count} {what}{'s' if apart else 'es'}"
     reason = f"{use}: {why}; the plan that is written is {found.pick.name}, for {wished}"
     return Advice(name_of(count), with_sync(reason, sync), count)
-
-
-def other_way(
-    job: Job, option: Option, sync: dict[str, Any], own: LinkSpeed, other: LinkSpeed
-) -> tuple[PlanCandidate, str]:
-    """Data parallel where machines are joined the other way, directly or through ssh: its row, and what it says.
-
-    Args:
-        job: on all its processes.
-        option: data parallel as priced that way.
-        sync: what ways of agreeing cost that way.
-        own: the link of the plan.
-        other: that of the other way.
-    """
-    way, ours = ("directly", "through ssh") if job.cluster.through_ssh else ("through ssh", "directly")
-    chosen = next(row for row in sync["methods"] if row["chosen"])
-    (small, large), (less, more) = (agreement_times(job.cluster.processes, link) for link in (other, own))
-    told = (
-        f"{way} an all-reduce takes {small} for 4 KiB and {large} for 64 MiB, {ours} {less} and {more}; there "
-        f"--sync auto would take {sync_words(chosen)}, with {short_time(chosen['step_s'])} an update"
-    )
-    return replace(option.candidate(), name=f"{DATA_PARALLEL} {way}"), told
 
 
 def sync_row(method: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link, through_ssh
+from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
@@ -19,11 +19,11 @@ from manyhands.parallel.plan import Plan, parse_pins, read_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.explain import Layer, PlanCandidate, draw_plan
-from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find, price
+from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find
 from manyhands.planner.op_times import OpTimes
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.train.optimize import slots_of
-from manyhands.worker.plan_advice import Advice, advised, other_way, sync_row, sync_seconds
+from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
 from manyhands.worker.plan_case import case_to_plan
 from manyhands.worker.plan_costs import Costs
 from manyhands.worker.plan_memory import memory_of_fewest
@@ -161,8 +161,6 @@ class Planned:
     sync: dict[str, Any] = field(default_factory=dict[str, Any])
     fewer: tuple[Option, ...] = ()  # data parallel on fewer processes
     advice: Advice = field(default_factory=Advice)  # what is recommended, and why
-    # data parallel where machines are joined the other way, directly or through ssh
-    other_way: tuple[PlanCandidate, ...] = ()
 
     @property
     def candidates(self) -> list[PlanCandidate]:
@@ -182,7 +180,7 @@ class Planned:
             for row in rows
         ]
         alone = [option.candidate() for option in self.fewer]
-        return [*self.found.candidates, *methods, *self.other_way, *alone]
+        return [*self.found.candidates, *methods, *alone]
 
     def plan_of(self, option: Option) -> Plan:
         """A plan, as its file says it, with what is needed to make the network again."""
@@ -253,16 +251,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     planned = replace(planned, sync=sync)
     if not planned.found.pick.measured_seconds and (seconds := sync_seconds(planned.sync)):
         planned = replace(planned, found=planned.found.repicked(seconds))
-    planned = replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
-    if case.direct is None:
-        return planned
-    link = costs.worked(case.direct if case.job.cluster.through_ssh else through_ssh(case.direct))
-    other = request.links(between=link)
-    option = price(graph, wish, times, other, share)
-    sync = plan_sync(on_all, network, option, other, model=model, link=link, pass_s=pass_s)
-    row, told = other_way(on_all, option, sync, case.between or link, link)
-    advice = replace(planned.advice, reason=f"{planned.advice.reason}\n{told}")
-    return replace(planned, advice=advice, other_way=(row,))
+    return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
 
 
 def _wish(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:

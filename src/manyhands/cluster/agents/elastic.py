@@ -199,7 +199,6 @@ class ElasticAgent(_Base):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Tells the head which processes have ended by themselves before the base class ends the others."""
-        self._memory.look(self._pids())
         returned = self._returned()
         if len(returned) == len(self._ranks()):
             return self._let_go(returned)

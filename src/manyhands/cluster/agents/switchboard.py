@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from manyhands.core.shown import show_as_is
+from manyhands.core.shown import show
 from manyhands.core.tunnel_ends import TunnelEnds
 
 READY = "ready"
@@ -148,7 +148,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 def main(address: str, folder: str) -> None:
     """Serves until standard input ends."""
     Switchboard(TunnelEnds(address, folder))
-    show_as_is(READY)
+    show(READY)
     sys.stdin.read()
     os._exit(0)
 
