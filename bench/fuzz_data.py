@@ -1,17 +1,13 @@
 """Data sets of every kind that is read from outside, and the function that reads each."""
 
-import contextlib
-import ctypes
 import gzip
 import io
 import json
 import lzma
-import mmap
 import os
 import pickle
 import random
 import tarfile
-from collections.abc import Generator
 from pathlib import Path
 
 import numpy
@@ -19,19 +15,16 @@ import torch
 from PIL import Image
 
 from bench.fuzz_mutations import spoil_tree
-from manyhands.data import jpeg_box
-from manyhands.data.datasets import cifar
+from manyhands.data.datasets import published
 from manyhands.data.decode import probe
 from manyhands.data.folder import divided, list_parts
-from manyhands.data.idx import read_pair, write_idx
-from manyhands.data.jpeg_box import box_decoder
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import of_pack, place_of_pack, with_pack
 from manyhands.data.packed import HEAD, SAMPLES, STATE, columns_digest, digest_of, read_columns, write_columns
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.data.pictures import read_picture
-from manyhands.data.published import unpack_once
 from manyhands.data.random import SampleDraws
+from manyhands.data.records import read_mnist_split, write_idx
 from manyhands.data.transforms import Pixels
 
 
@@ -48,7 +41,7 @@ def pack_idx(folder: Path, rng: random.Random) -> None:
 
 def read_idx(folder: Path) -> None:
     end = ".gz" if (folder / "images.gz").exists() else ""
-    read_pair(folder / f"images{end}", folder / f"labels{end}", 10)
+    read_mnist_split(folder / f"images{end}", folder / f"labels{end}", 10)
 
 
 def write_cifar(folder: Path, rng: random.Random) -> None:
@@ -86,7 +79,7 @@ def pack_cifar(folder: Path, rng: random.Random) -> None:
 
 
 def read_cifar(folder: Path) -> None:
-    cifar.open("cifar10", DataOptions(name="cifar10", dir=str(folder), download=False))
+    published.open("cifar10", DataOptions(name="cifar10", dir=str(folder), download=False))
 
 
 def write_packed(folder: Path, _rng: random.Random) -> None:
@@ -155,7 +148,7 @@ def pack_archive(folder: Path, rng: random.Random) -> None:
 
 def read_archive(folder: Path) -> None:
     os.environ["MANYHANDS_CACHE"] = str(folder / "cache")
-    unpack_once(folder / "pictures.tar")
+    published.unpack_once(folder / "pictures.tar")
 
 
 KINDS = {
@@ -186,50 +179,3 @@ def read_pictures(folder: Path) -> None:
             probe(listing.path(index))
             for draws in (None, SampleDraws(0, index)):
                 read_picture(listing.path(index), pixels, draws)
-
-
-def write_jpeg(folder: Path, rng: random.Random) -> None:
-    """One that the decoder of parts knows, or nearly."""
-    size = rng.randrange(1, 90), rng.randrange(1, 90)
-    picture = Image.frombytes(mode := rng.choice(("RGB", "L")), size, rng.randbytes(size[0] * size[1] * len(mode)))
-    more = {"restart_marker_blocks": rng.randrange(1, 5)} if rng.random() < 0.3 else {}
-    words = {"quality": rng.randrange(5, 100), "subsampling": rng.randrange(3), "progressive": rng.random() < 0.1}
-    picture.save(folder / "one.jpg", "JPEG", **words, **more)
-
-
-def read_jpeg_box(folder: Path) -> None:
-    """A byte read or written behind the end meets a page that may not be touched, and ends the process."""
-    file, decoder = folder / "one.jpg", box_decoder()
-    if decoder is None or not file.is_file() or file.is_symlink():
-        return
-    content = file.read_bytes()
-    draw = random.Random(content)
-    left, top = draw.randrange(90), draw.randrange(90)
-    width, height, channels = draw.randrange(1, 90), draw.randrange(1, 90), draw.choice((1, 3))
-    wide, high = draw.choice(((width, height), (24, 31)))
-    across, down = jpeg_box._taps(width, wide), jpeg_box._taps(height, high)
-    if across is None or down is None:
-        return
-    with guarded(len(content)) as source, guarded(wide * high * channels) as values:
-        ctypes.memmove(source, content, len(content))
-        box = left, top, left + width, top + height
-        ends = across[0], down[0], channels, wide, high, draw.random() < 0.5, values
-        decoder._decode(ctypes.c_char_p(source), len(content), *box, *ends)
-
-
-@contextlib.contextmanager
-def guarded(count: int) -> Generator[int]:
-    """The address of so many bytes right before a page that nobody may touch."""
-    pages = -(-count // mmap.PAGESIZE) + 1
-    room = mmap.mmap(-1, pages * mmap.PAGESIZE)
-    held = ctypes.c_char.from_buffer(room)
-    last = ctypes.addressof(held) + (pages - 1) * mmap.PAGESIZE
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if protect(last, mmap.PAGESIZE, 0):
-        raise OSError(ctypes.get_errno(), "mprotect")
-    try:
-        yield last - count
-    finally:
-        del held
-        room.close()

@@ -363,7 +363,6 @@ READERS = [
     Reader("archive", data.write_archive, data.read_archive, data.pack_archive),
     Reader("packed", data.write_packed, data.read_packed, data.seal_packed, "*.pack/*"),
     Reader("pictures", data.write_pictures, data.read_pictures),
-    Reader("jpeg-box", data.write_jpeg, data.read_jpeg_box),
     Reader("report", write_run, read_report),
     Reader("run-files", write_run, read_small_files),
     Reader("messages", _write_messages, _read_messages),

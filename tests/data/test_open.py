@@ -9,11 +9,11 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from manyhands.core.errors import UserError
-from manyhands.data.idx import write_idx
 from manyhands.data.loader import Loader
 from manyhands.data.objects import known_labels
 from manyhands.data.open import from_objects, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
+from manyhands.data.records import write_idx
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from manyhands.data import pictures
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.pictures import jpeg_decoder, read_picture
+from manyhands.data.pictures import read_picture
 from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import DRAW_MIRROR, Pixels, crop_box
 
@@ -42,8 +42,7 @@ def stored(kind, width, height, seed=0):
 
 def by_pillow(*arguments):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "jpeg_decoder", lambda: None)
-        patch.setattr(pictures, "box_decoder", lambda: None)
+        patch.setattr(pictures, "decode_jpeg", None)
         return read_picture(*arguments)
 
 
@@ -63,8 +62,7 @@ def test_both_decoders_give_the_same_bits(kind, size, channels, augment, sample)
     assert torch.equal(found, by_pillow(*arguments))
 
 
-def test_the_faster_decoder_is_taken_here_for_usual_jpegs(monkeypatch):
-    assert jpeg_decoder() is not None, "NOT SHOWN: torchvision decodes otherwise than Pillow here"
+def test_simplejpeg_decodes_plain_jpegs(monkeypatch):
     monkeypatch.setattr(pictures, "decode", None)
     for kind in ("RGB", "L", "progressive"):
         read_picture("a.jpg", wanted(), None, stored(kind, 60, 40))

@@ -3,9 +3,8 @@
 import contextlib
 import io
 import logging
-import os
 import re
-import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,19 +55,13 @@ def decode(path: str, channels: int, content: bytes | None = None, scale: int = 
     transparency is dropped (but see `to_mode`), and the first frame of an animation is taken. Raises CorruptImageError:
     it is missing, empty, cut short, no picture, or of more than 89 megapixels.
     """
-    try:
-        # From memory, since a file is asked for as many bytes as the picture says it has, be it four gigabytes.
-        content = content_of(path) if content is None else content
-        with _opened(path, content) as image:
-            if scale > 1:
-                image.draft(None, (image.width // scale, image.height // scale))
-            image.load()
-            _turn_upright(image)
-            return to_mode(image, channels)
-    except (CorruptImageError, MemoryError):
-        raise
-    except Exception as error:
-        raise corrupt(path, _reason(path, error, content)) from error
+    content = content_of(path) if content is None else content
+    with _corrupt_on_error(path, content), _opened(path, content) as image:
+        if scale > 1:
+            image.draft(None, (image.width // scale, image.height // scale))
+        image.load()
+        _turn_upright(image)
+        return to_mode(image, channels)
 
 
 @dataclass(frozen=True)
@@ -83,46 +76,54 @@ class PictureHeader:
 
 def probe(path: str, content: bytes | None = None) -> PictureHeader:
     """Reads a picture's header. Raises CorruptImageError: it can't be read."""
+    content = content_of(path) if content is None else content
+    with _corrupt_on_error(path, content), _opened(path, content) as image:
+        plain = image.format in _JPEG and image.mode in ("L", "RGB") and _is_upright(image)
+        return PictureHeader(image.width, image.height, is_grey(image), plain)
+
+
+@contextlib.contextmanager
+def _corrupt_on_error(path: str, content: bytes) -> Iterator[None]:
+    """Raises CorruptImageError for whatever a decoder raises, except for a lack of memory."""
     try:
-        with _opened(path, content) as image:
-            plain = image.format in _JPEG and image.mode in ("L", "RGB") and _is_upright(image)
-            return PictureHeader(image.width, image.height, is_grey(image), plain)
-    except CorruptImageError:
+        yield
+    except (CorruptImageError, MemoryError):
         raise
     except Exception as error:
-        raise corrupt(path, _reason(path, error, content)) from error
+        raise corrupt(path, _reason(error, content)) from error
 
 
 def is_readable(path: str, content: bytes) -> bool:
     """False where a picture can't be read; a JPEG or PNG that ends as one does isn't decoded."""
     try:
-        with _opened(path, content) as image:
+        with _corrupt_on_error(path, content), _opened(path, content) as image:
             end = _ENDS.get(image.format or "", b"")
         if not end or end not in content[-_NEAR_END:]:
             decode(path, 3, content)
-    except CorruptImageError:
-        return False
-    except Exception:  # noqa: BLE001 - whatever a decoder says
+    except (CorruptImageError, MemoryError):
         return False
     return True
 
 
 def content_of(path: str) -> bytes:
+    """Reads a picture's file whole: Pillow requests as many bytes from a file as its header claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
     except (UnreadableError, IsADirectoryError) as error:
         raise corrupt(path, "it is a folder, a pipe or a device") from error
-    except (FileNotFoundError, PermissionError) as error:
-        raise corrupt(path, _reason(path, error, None)) from error
+    except FileNotFoundError as error:
+        raise corrupt(path, "the file is gone") from error
+    except PermissionError as error:
+        raise corrupt(path, "no permission to read it") from error
+    except OSError as error:
+        raise corrupt(path, error.strerror or str(error)) from error
 
 
-def _opened(path: str, content: bytes | None) -> Image.Image:
-    """A picture whose header is read; raises CorruptImageError before anything large is made or waited for."""
-    if content is None and not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - at each picture of a million
-        raise corrupt(path, "it is a folder, a pipe or a device")
+def _opened(path: str, content: bytes) -> Image.Image:
+    """A picture whose header is read; raises CorruptImageError before anything large is allocated."""
     try:
-        image = Image.open(path if content is None else io.BytesIO(content))
+        image = Image.open(io.BytesIO(content))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # The warning is an error where the user has made all warnings errors.
         raise _too_large(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
@@ -160,7 +161,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _without_alpha(image: Image.Image) -> Image.Image:
-    extremes: list[Any] = [image.getchannel(band).getextrema() for band in "RGBA"]
+    extremes: Any = image.getextrema()
     *colours, (least, most) = extremes
     if least == most or any(high - low > _EVEN for low, high in colours):
         return image
@@ -214,15 +215,9 @@ def _scaled(values: numpy.ndarray, image: Image.Image, low: float, high: float) 
     return values
 
 
-def _reason(path: str, error: Exception, content: bytes | None) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "the file is gone"
-    if isinstance(error, PermissionError):
-        return "no permission to read it"
-    if isinstance(error, Image.UnidentifiedImageError):
-        with contextlib.nullcontext(io.BytesIO(content)) if content is not None else Path(path).open("rb") as file:
-            start = file.read(4)
-        if start in (b"II*\0", b"MM\0*"):
-            return _OTHER_TIFF
-        return "it is no picture that Pillow knows" if start else "the file is empty"
-    return str(error) or type(error).__name__
+def _reason(error: Exception, content: bytes) -> str:
+    if not isinstance(error, Image.UnidentifiedImageError):
+        return str(error) or type(error).__name__
+    if content.startswith((b"II*\0", b"MM\0*")):
+        return _OTHER_TIFF
+    return "it is no picture that Pillow knows" if content else "the file is empty"
