@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.known import KNOWN, CifarForm
+from manyhands.data.known import CifarForm
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 from manyhands.data.records import (

@@ -123,7 +123,7 @@ def recognise(place: Path) -> str:
         what = "the files are called as MNIST's, and their first labels are neither MNIST's nor Fashion-MNIST's"
         hints = (f"if they are to count as MNIST: mnist --data-dir {place}", "torchvision's others: torchvision:KMNIST")
         raise UserError(what, str(place), hints)
-    below = [name for name in _MNIST if any(map(mnist_files, _mnist_below(place, name)))]
+    below = [name for name in _MNIST if any(map(mnist_files, mnist_places(place, name)))]
     found += [mnist_name(here)] if here else below
     if len(found) > 1:
         hints = tuple(f"{name} --data-dir {place}" for name in found)
@@ -170,14 +170,10 @@ def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
 
 def mnist_places(folder: Path, name: str) -> list[Path]:
     """Folders in or below a data folder that may have the files of a named set, the most likely first."""
-    # The data folder itself may be the set's, or that of another one, whose files have the same names.
-    plain = [place for place in (folder, folder / "raw") if (mnist_name(mnist_files(place)) or name) == name]
-    return _mnist_below(folder, name) + plain
-
-
-def _mnist_below(folder: Path, name: str) -> list[Path]:
     own, kept = folder / name, KNOWN[name].folder
-    return [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
+    below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
+    # The data folder itself may be the set's, or that of another one, whose files have the same names.
+    return below + [place for place in (folder, folder / "raw") if (mnist_name(mnist_files(place)) or name) == name]
 
 
 def mnist_files(place: Path) -> dict[str, Path]:

@@ -51,10 +51,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
             # In blocks: takes memory for what the file has, whatever its header says.
             while len(content) <= expected and (block := file.read(min(_BLOCK, expected + 1 - len(content)))):
                 content += block
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path.name} is not a whole gzip file: {error}", str(path), _HINTS) from error
-    except (OSError, ValueError) as error:
-        what = f"{path.name} can't be read: {getattr(error, 'strerror', '') or error}"
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        what = f"{path.name} can't be read: {getattr(error, 'strerror', None) or error}"
         raise UserError(what, str(path), _HINTS) from error
     if len(content) != expected:
         found = "more" if len(content) > expected else f"{len(content):,}"
