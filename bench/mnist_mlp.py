@@ -78,9 +78,9 @@ def prepare(data_dir, scratch):
     """Lays MNIST as torchvision wants it, unpacked; read, and fetched if need be, by manyhands."""
     import torch
 
-    from manyhands.data.idx import write_idx
     from manyhands.data.open import open_data
     from manyhands.data.options import DataOptions
+    from manyhands.data.records import write_idx
 
     splits = open_data(DataOptions(name="mnist", dir=data_dir))
     raw = scratch / "MNIST" / "raw"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from sklearn.datasets import load_digits
 
-from manyhands.data.idx import write_idx
+from manyhands.data.records import write_idx
 
 PLACE = Path(__file__).parent.parent / "src" / "manyhands" / "data" / "digits"
 

@@ -16,7 +16,7 @@ NAMES = (
     "annotated-types", "attrs", "cloudpickle", "contourpy", "cycler", "cyclopts", "docstring-parser", "filelock",
     "fonttools", "highspy", "jinja2", "kiwisolver", "markdown-it-py", "markupsafe", "matplotlib", "mdurl", "packaging",
     "platformdirs", "psutil", "pydantic", "pydantic-core", "pygments", "pyparsing", "python-dateutil", "pyyaml", "rich",
-    "rich-rst", "safetensors", "tomli-w", "typing-extensions", "typing-inspection", "tzdata",
+    "rich-rst", "safetensors", "simplejpeg", "tomli-w", "typing-extensions", "typing-inspection", "tzdata",
 )  # fmt: skip
 # pip takes a wheel whose tag is one of these, letter for letter.
 GLIBC = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in (5, 12, *range(17, 40))))

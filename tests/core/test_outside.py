@@ -34,7 +34,7 @@ from manyhands.core.outside import (
 )
 from manyhands.core.quantities import parse_bandwidth, parse_memory
 from manyhands.core.records import read_lines
-from manyhands.data.idx import read_idx
+from manyhands.data.records import read_idx
 from manyhands.run.logs import read_places
 
 DEEP = 5_000
@@ -302,7 +302,7 @@ def test_an_archive_that_asks_for_gigabytes_to_begin_with_is_refused(tmp_path):
     packed[1:5] = b"\xff\xff\xff\xff"
     (tmp_path / "x.tar.xz").write_bytes(packed)
     code = (
-        "import pathlib, resource, psutil, manyhands.data.published as archive\n"
+        "import pathlib, resource, psutil, manyhands.data.datasets.published as archive\n"
         "resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**29,) * 2)\n"
         f"archive.unpack_once(pathlib.Path({str(tmp_path / 'x.tar.xz')!r}))"
     )

@@ -13,11 +13,11 @@ import torch
 from manyhands.core.download import download
 from manyhands.core.errors import UserError
 from manyhands.core.once import one_at_a_time
-from manyhands.data.datasets import mnist
-from manyhands.data.idx import write_idx
+from manyhands.data import known
+from manyhands.data.datasets.published import fetch
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
-from manyhands.data.published import fetch
+from manyhands.data.records import write_idx
 
 CONTENT = bytes(range(256)) * 5000
 MD5 = hashlib.md5(CONTENT).hexdigest()
@@ -161,14 +161,14 @@ def test_processes_of_a_host_ask_once(server, tmp_path, md5):
 
 
 def test_a_named_set_is_fetched_into_its_folder(server, tmp_path, monkeypatch):
-    checksums = {}
+    checksums = []
     for part, count in (("train", 4), ("t10k", 2)):
         images = torch.zeros(count, 28, 28, dtype=torch.uint8)
         for word, values in (("images-idx3", images), ("labels-idx1", torch.arange(count, dtype=torch.uint8))):
             path = server.folder / "mnist" / f"{part}-{word}-ubyte.gz"
             write_idx(path, values)
-            checksums[path.name] = hashlib.md5(path.read_bytes()).hexdigest()
-    monkeypatch.setitem(mnist._SETS, "mnist", dataclasses.replace(mnist._SETS["mnist"], checksums=checksums))
+            checksums.append((path.name, hashlib.md5(path.read_bytes()).hexdigest()))
+    monkeypatch.setitem(known.KNOWN, "mnist", dataclasses.replace(known.KNOWN["mnist"], md5=tuple(checksums)))
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path / "data"))
     splits = open_data(DataOptions(name="mnist"))
     assert (len(splits.train), len(splits.test)) == (4, 2)

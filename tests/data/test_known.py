@@ -12,10 +12,10 @@ import torch
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.data.idx import write_idx
 from manyhands.data.known import recognise
 from manyhands.data.open import find_choice, open_data
 from manyhands.data.options import DataOptions
+from manyhands.data.records import write_idx
 
 MNIST = (7, 2, 1, 0, 4, 1, 4, 9, 5, 9)
 FASHION = (9, 2, 1, 1, 6, 1, 4, 6, 5, 7)

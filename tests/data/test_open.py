@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,11 +10,12 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from manyhands.core.errors import UserError
-from manyhands.data.idx import write_idx
+from manyhands.data import places
 from manyhands.data.loader import Loader
 from manyhands.data.objects import known_labels
 from manyhands.data.open import from_objects, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
+from manyhands.data.records import write_idx
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
 
@@ -250,3 +252,34 @@ def test_torchvision_s_data_sets(tmp_path):
 def test_options_need_no_torch():
     code = "import sys, manyhands.data.options; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+OWN, OTHER = os.getuid(), os.getuid() + 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "group", "moved"),
+    [
+        (0o755, OWN, OTHER, False),
+        (0o755, 0, 0, False),
+        (0o755, OTHER, OWN, True),
+        (0o1777, 0, 0, False),
+        (0o1777, OTHER, 0, True),
+        (0o777, OWN, OWN, True),
+        (0o775, OWN, OWN, False),
+        (0o775, OWN, OTHER, True),
+        (0o1775, OWN, OTHER, False),
+    ],
+)
+def test_whose_folder_it_lies_in_and_who_writes_there_counts(mode, user, group, moved):
+    assert places.others_move(os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))) == moved
+
+
+@pytest.mark.parametrize("shared", ["cache", "cache/compiled"])
+def test_code_lies_where_nobody_else_can_write(tmp_path, monkeypatch, shared):
+    cache, own = tmp_path / "cache", tmp_path / "own"
+    monkeypatch.setenv("MANYHANDS_CACHE", str(cache))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    assert places.own_folder("compiled") == cache / "compiled"
+    (tmp_path / shared).chmod(0o777)
+    assert places.own_folder("compiled") == own / "manyhands" / "compiled"

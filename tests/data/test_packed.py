@@ -155,7 +155,7 @@ def test_a_smaller_copy_says_so(tmp_path):
     assert any("are smaller" in note for note in splits.notes)
 
 
-def test_a_smaller_copys_jpegs_can_be_read_from_within_and_have_the_usual_pixels(tmp_path):
+def test_a_smaller_copys_jpegs_are_those_that_pillow_makes(tmp_path):
     place, plain = tmp_path / "large.png", io.BytesIO()
     image = Image.effect_noise((900, 640), 80).convert("RGB")
     image.save(place)
@@ -163,10 +163,7 @@ def test_a_smaller_copys_jpegs_can_be_read_from_within_and_have_the_usual_pixels
         PictureFile(0, str(place), 0, place.stat().st_size, place.stat().st_mtime_ns), 256, 90
     )
     image.resize((360, 256), Image.Resampling.BILINEAR).save(plain, "JPEG", quality=90)
-    # Every fourth unit of blocks: 23 in each of 16 rows.
-    assert sum(content.count(bytes([0xFF, mark])) for mark in range(0xD0, 0xD8)) == (23 * 16 - 1) // 4
-    with Image.open(io.BytesIO(content)) as one, Image.open(plain) as other:
-        assert one.tobytes() == other.tobytes()
+    assert content == plain.getvalue()
 
 
 def test_pictures_that_are_small_already_stay_as_they_are(tmp_path):

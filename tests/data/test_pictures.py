@@ -2,6 +2,9 @@
 
 import io
 import resource
+import subprocess
+import sys
+import textwrap
 
 import numpy
 import pytest
@@ -12,11 +15,11 @@ from PIL import Image
 
 from manyhands.data import pictures
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.pictures import jpeg_decoder, read_picture
+from manyhands.data.pictures import read_picture
 from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import DRAW_MIRROR, Pixels, crop_box
 
-KINDS = ["RGB", "L", "CMYK", "progressive", "turned", "png"]
+KINDS = ["RGB", "L", "CMYK", "progressive", "keep_rgb", "turned", "png"]
 
 
 def wanted(size=24, channels=3, augment="resized-crop-flip"):
@@ -29,44 +32,62 @@ def smooth(width, height, seed=0):
     return Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def stored(kind, width, height, seed=0):
-    picture, options = smooth(width, height, seed), {"quality": 85}
+def stored(kind, width, height, seed=0, **options):
+    picture, options = smooth(width, height, seed), {"quality": 85} | options
     if kind == "turned":
         options["exif"] = Image.Exif()
         options["exif"][0x0112] = 6
     picture = picture.convert(kind) if kind in ("L", "CMYK") else picture
     content = io.BytesIO()
-    picture.save(content, "PNG" if kind == "png" else "JPEG", progressive=kind == "progressive", **options)
+    options |= {"progressive": kind == "progressive"}
+    options |= {"keep_rgb": True, "subsampling": 0} if kind == "keep_rgb" else {}
+    picture.save(content, "PNG" if kind == "png" else "JPEG", **options)
     return content.getvalue()
 
 
 def by_pillow(*arguments):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "jpeg_decoder", lambda: None)
-        patch.setattr(pictures, "box_decoder", lambda: None)
+        patch.setattr(pictures, "decode_jpeg", None)
         return read_picture(*arguments)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(KINDS),
-    st.tuples(st.integers(3, 130), st.integers(3, 130)),
+    st.tuples(st.integers(1, 130), st.integers(1, 130)),
+    st.fixed_dictionaries(
+        {
+            "quality": st.sampled_from([5, 30, 85, 95]),
+            "subsampling": st.sampled_from([0, 1, 2]),
+            "restart_marker_blocks": st.sampled_from([0, 3]),
+        }
+    ),
     st.sampled_from([1, 3]),
     st.sampled_from(["none", "crop", "crop-flip", "resized-crop-flip"]),
     st.one_of(st.none(), st.integers(0, 99)),
 )
-def test_both_decoders_give_the_same_bits(kind, size, channels, augment, sample):
+def test_both_decoders_give_the_same_bits(kind, size, options, channels, augment, sample):
     pixels, draws = wanted(channels=channels, augment=augment), None if sample is None else SampleDraws(7, sample)
-    arguments = ("a.jpg", pixels, draws, stored(kind, *size))
+    arguments = ("a.jpg", pixels, draws, stored(kind, *size, **options))
     found = read_picture(*arguments)
     assert (found.shape, found.dtype) == ((channels, 24, 24), torch.uint8)
     assert torch.equal(found, by_pillow(*arguments))
 
 
-def test_the_faster_decoder_is_taken_here_for_usual_jpegs(monkeypatch):
-    assert jpeg_decoder() is not None, "NOT SHOWN: torchvision decodes otherwise than Pillow here"
+@pytest.mark.parametrize("size", [24, 224])
+def test_both_decoders_give_the_same_bits_of_imagenets_pictures(real_data, size):
+    """For 24 pixels libjpeg scales nearly all of them down."""
+    paths = sorted(real_data("imagenet-sample").rglob("*.JPEG"))
+    assert len(paths) == 100
+    for number, path in enumerate(paths):
+        for draws in (None, SampleDraws(7, number)):
+            arguments = (str(path), wanted(size), draws, path.read_bytes())
+            assert torch.equal(read_picture(*arguments), by_pillow(*arguments)), path
+
+
+def test_simplejpeg_decodes_plain_jpegs(monkeypatch):
     monkeypatch.setattr(pictures, "decode", None)
-    for kind in ("RGB", "L", "progressive"):
+    for kind in ("RGB", "L", "progressive", "keep_rgb"):
         read_picture("a.jpg", wanted(), None, stored(kind, 60, 40))
 
 
@@ -86,11 +107,46 @@ def test_damaged_files_are_refused_or_read_alike(place, byte, cut, sample):
     assert told[0] == told[1]
 
 
+def test_without_simplejpeg_pillow_decodes_and_the_run_says_so(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(stored("RGB", 60, 40))
+    draws = SampleDraws(7, 3)
+    torch.save(read_picture(str(tmp_path / "a.jpg"), wanted(), draws), tmp_path / "expected.pt")
+    code = """
+        import sys
+        sys.modules["simplejpeg"] = None  # importing it fails
+        import torch
+        from manyhands.data import pictures, splits
+        from manyhands.data.random import SampleDraws
+        from manyhands.data.transforms import Pixels
+        from manyhands.train.data_setup import tell_of_skipped
+
+        class Journal:
+            def event(self, kind, text):
+                print(kind, text)
+
+        pixels = Pixels(24, 3, (0.5,) * 3, (0.2,) * 3, "resized-crop-flip")
+        found = pictures.read_picture("a.jpg", pixels, SampleDraws(7, 3))
+        assert torch.equal(found, torch.load("expected.pt"))
+        files = splits.ImageFiles(None, torch.zeros(1, dtype=torch.int64))
+        tell_of_skipped(splits.Splits(files, files, ("a",), "", pixels), Journal())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "note Pillow alone decodes JPEGs, which takes longer: pip install simplejpeg\n", done.stderr
+
+
+def test_a_file_that_the_disk_cannot_read_is_a_corrupt_picture():
+    with pytest.raises(CorruptImageError, match="Input/output error"):
+        read_picture("/proc/self/mem", wanted(), None)
+
+
 @pytest.mark.parametrize("kind", ["RGB", "L", "turned"])
 @pytest.mark.parametrize("sample", [None, 1, 2, 3, 4])
 def test_a_much_larger_jpeg_looks_as_if_decoded_whole(monkeypatch, kind, sample):
     content, draws = stored(kind, 900, 700), None if sample is None else SampleDraws(7, sample)
     found = read_picture("a.jpg", wanted(), draws, content)
+    assert torch.equal(found, by_pillow("a.jpg", wanted(), draws, content))
     monkeypatch.setattr(pictures, "_scale", lambda *_: 1)
     whole = read_picture("a.jpg", wanted(), draws, content)
     # Of 255. A drawn box is rounded to the smaller picture's pixels, half of one of the result's; other boxes give 40

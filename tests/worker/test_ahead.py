@@ -10,9 +10,9 @@ from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.descriptions.inventory import Meeting
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.data.idx import write_idx
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
+from manyhands.data.records import write_idx
 from manyhands.worker.ahead import opened_ahead
 
 

@@ -3,9 +3,8 @@
 import contextlib
 import io
 import logging
-import os
 import re
-import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,19 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 from manyhands.core.errors import UserError
 from manyhands.core.outside import UnreadableError, open_file
 
-_SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
-_MORE_SUFFIXES = frozenset({".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
+_USUAL_SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+PICTURE_SUFFIXES = frozenset(_USUAL_SUFFIXES | {".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
 _GREY = frozenset({"1", "L", "LA", "La", "I", "F"})
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
-_EVEN = 15  # levels by which one colour may differ within a picture: compression changes some
+_EVEN = 15  # levels by which one color may differ within a picture: compression changes some
 _WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose "I" is 16 bits wide
 _JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some cameras write them; the first counts
-# Where Pillow itself begins to warn. One picture of this size takes 0.7 GB and a second; it is brought to some
-# hundred pixels a side anyway.
+# Pillow warns from this size on. One such picture takes 0.7 GB and a second, and is resized to some hundred pixels.
 _MOST_MEGAPIXELS = 89
-MOST_PIXELS = _MOST_MEGAPIXELS * 1_000_000
 _BLOCK_ROWS = 256
-# What a picture that isn't cut short ends with, but for a few bytes that some programs add.
 _OTHER_TIFF = "Pillow reads TIFFs of 1, 3 or 4 channels with 8 bits each, and of one with 16 or 32 bits"
+# The end of an undamaged file, but for a few bytes that some programs add.
 _ENDS, _NEAR_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
-
-PICTURE_SUFFIXES = _SUFFIXES | _MORE_SUFFIXES
 
 # Pillow logs a line for each TIFF of many channels, before it raises; without a handler logging prints that line.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
@@ -43,8 +38,8 @@ class CorruptImageError(UserError):
 
 
 def corrupt(path: str, reason: str) -> CorruptImageError:
-    mend = ("mend or remove the file", "to leave such pictures out of training: --data.skip-corrupt")
-    return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, mend)
+    hints = ("repair or remove the file", "to leave such pictures out of training: --data.skip-corrupt")
+    return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, hints)
 
 
 def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
@@ -56,19 +51,14 @@ def decode(path: str, channels: int, content: bytes | None = None, scale: int = 
     transparency is dropped (but see `to_mode`), and the first frame of an animation is taken. Raises CorruptImageError:
     it is missing, empty, cut short, no picture, or of more than 89 megapixels.
     """
-    try:
-        # From memory, since a file is asked for as many bytes as the picture says it has, be it four gigabytes.
-        content = content_of(path) if content is None else content
-        with _opened(path, content) as image:
-            if scale > 1:
-                image.draft(None, (image.width // scale, image.height // scale))
-            image.load()
-            _turn_upright(image)
-            return to_mode(image, channels)
-    except (CorruptImageError, MemoryError):
-        raise
-    except Exception as error:
-        raise corrupt(path, _reason(path, error, content)) from error
+    content = content_of(path) if content is None else content
+    with _corrupt_on_error(path, content), _opened(path, content) as image:
+        if scale > 1:
+            image.draft(None, (image.width // scale, image.height // scale))
+        image.load()
+        with contextlib.suppress(Exception):  # Pillow raises a dozen kinds for broken EXIF data; the pixels are whole
+            ImageOps.exif_transpose(image, in_place=True)
+        return to_mode(image, channels)
 
 
 @dataclass(frozen=True)
@@ -83,50 +73,55 @@ class PictureHeader:
 
 def probe(path: str, content: bytes | None = None) -> PictureHeader:
     """Reads a picture's header. Raises CorruptImageError: it can't be read."""
+    content = content_of(path) if content is None else content
+    with _corrupt_on_error(path, content), _opened(path, content) as image:
+        plain = image.format in _JPEG and image.mode in ("L", "RGB") and _is_upright(image)
+        return PictureHeader(image.width, image.height, is_grey(image), plain)
+
+
+@contextlib.contextmanager
+def _corrupt_on_error(path: str, content: bytes) -> Iterator[None]:
+    """Raises CorruptImageError for whatever a decoder raises, except for a lack of memory."""
     try:
-        with _opened(path, content) as image:
-            plain = image.format in _JPEG and image.mode in ("L", "RGB") and _is_upright(image)
-            return PictureHeader(image.width, image.height, is_grey(image), plain)
-    except CorruptImageError:
+        yield
+    except (CorruptImageError, MemoryError):
         raise
     except Exception as error:
-        raise corrupt(path, _reason(path, error, content)) from error
+        raise corrupt(path, _reason(error, content)) from error
 
 
 def is_readable(path: str, content: bytes) -> bool:
     """False where a picture can't be read; a JPEG or PNG that ends as one does isn't decoded."""
     try:
-        with _opened(path, content) as image:
+        with _corrupt_on_error(path, content), _opened(path, content) as image:
             end = _ENDS.get(image.format or "", b"")
         if not end or end not in content[-_NEAR_END:]:
             decode(path, 3, content)
-    except CorruptImageError:
-        return False
-    except Exception:  # noqa: BLE001 - whatever a decoder says
+    except (CorruptImageError, MemoryError):
         return False
     return True
 
 
 def content_of(path: str) -> bytes:
+    """Reads a picture's file whole: Pillow requests as many bytes from a file as its header claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
     except (UnreadableError, IsADirectoryError) as error:
         raise corrupt(path, "it is a folder, a pipe or a device") from error
-    except (FileNotFoundError, PermissionError) as error:
-        raise corrupt(path, _reason(path, error, None)) from error
+    except OSError as error:
+        reasons = {FileNotFoundError: "the file is gone", PermissionError: "no permission to read it"}
+        raise corrupt(path, reasons.get(type(error), str(error))) from error
 
 
-def _opened(path: str, content: bytes | None) -> Image.Image:
-    """A picture whose header is read; raises CorruptImageError before anything large is made or waited for."""
-    if content is None and not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - at each picture of a million
-        raise corrupt(path, "it is a folder, a pipe or a device")
+def _opened(path: str, content: bytes) -> Image.Image:
+    """A picture whose header is read; raises CorruptImageError before anything large is allocated."""
     try:
-        image = Image.open(path if content is None else io.BytesIO(content))
+        image = Image.open(io.BytesIO(content))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # The warning is an error where the user has made all warnings errors.
         raise _too_large(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
-    if image.width * image.height > MOST_PIXELS:
+    if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
         image.close()
         raise _too_large(path, image.width * image.height)
     channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
@@ -160,7 +155,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _without_alpha(image: Image.Image) -> Image.Image:
-    extremes: list[Any] = [image.getchannel(band).getextrema() for band in "RGBA"]
+    extremes: Any = image.getextrema()
     *colours, (least, most) = extremes
     if least == most or any(high - low > _EVEN for low, high in colours):
         return image
@@ -170,14 +165,8 @@ def _without_alpha(image: Image.Image) -> Image.Image:
     return drawn
 
 
-def _turn_upright(image: Image.Image) -> None:
-    """Turns the picture as its camera says; a picture whose EXIF data is broken stays as it is."""
-    with contextlib.suppress(Exception):  # Pillow raises a dozen kinds; the pixels themselves are whole
-        ImageOps.exif_transpose(image, in_place=True)
-
-
 def _is_upright(image: Image.Image) -> bool:
-    """True where no camera says otherwise; False also where its data is broken."""
+    """False where EXIF data turns the picture, or is broken."""
     with contextlib.suppress(Exception):  # Pillow raises a dozen kinds
         return image.getexif().get(ExifTags.Base.Orientation, 1) == 1
     return False
@@ -189,40 +178,28 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     16 bits: by 257. 32-bit whole numbers and fractions have no agreed range: 0 to 1 where all values lie there
     (fractions), 0 to 255 as they are, 0 to 65,535 by 257, else from the picture's least to its greatest.
     """
-    values = numpy.asarray(image)
-    # Block by block: the whole in double precision is eight times a large picture's bytes.
-    blocks = [slice(start, start + _BLOCK_ROWS) for start in range(0, len(values), _BLOCK_ROWS)]
-    low = min(float(numpy.nan_to_num(values[rows]).min()) for rows in blocks)
-    high = max(float(numpy.nan_to_num(values[rows]).max()) for rows in blocks)
+    values = numpy.nan_to_num(numpy.array(image), copy=False)
+    low, high = float(values.min()), float(values.max())
+    offset, factor, divisor = 0.0, 1.0, 1.0
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _WIDE_PORTABLE):
+        divisor = 257
+    elif image.mode == "F" and low >= 0 and high <= 1:
+        factor = 255
+    elif low >= 0 and 255 < high <= 65535:
+        divisor = 257
+    elif low < 0 or high > 255:
+        offset, factor = low, 255 / (high - low) if high > low else 0.0
     scaled = numpy.empty(values.shape, numpy.uint8)
-    for rows in blocks:
-        block = _scaled(numpy.nan_to_num(values[rows].astype(numpy.float64)), image, low, high)
-        scaled[rows] = numpy.clip(block.round(), 0, 255)
+    # In blocks: the whole picture in double precision takes eight bytes a pixel.
+    for start in range(0, len(values), _BLOCK_ROWS):
+        rows = slice(start, start + _BLOCK_ROWS)
+        scaled[rows] = ((values[rows].astype(numpy.float64) - offset) * factor / divisor).round().clip(0, 255)
     return Image.fromarray(scaled)
 
 
-def _scaled(values: numpy.ndarray, image: Image.Image, low: float, high: float) -> numpy.ndarray:
-    """Values of a wide picture, of which `low` is the least and `high` the greatest, as 0 to 255."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _WIDE_PORTABLE):
-        return values / 257
-    if image.mode == "F" and low >= 0 and high <= 1:
-        return values * 255
-    if low >= 0 and 255 < high <= 65535:
-        return values / 257
-    if low < 0 or high > 255:
-        return (values - low) * (255 / (high - low)) if high > low else values * 0
-    return values
-
-
-def _reason(path: str, error: Exception, content: bytes | None) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "the file is gone"
-    if isinstance(error, PermissionError):
-        return "no permission to read it"
-    if isinstance(error, Image.UnidentifiedImageError):
-        with contextlib.nullcontext(io.BytesIO(content)) if content is not None else Path(path).open("rb") as file:
-            start = file.read(4)
-        if start in (b"II*\0", b"MM\0*"):
-            return _OTHER_TIFF
-        return "it is no picture that Pillow knows" if start else "the file is empty"
-    return str(error) or type(error).__name__
+def _reason(error: Exception, content: bytes) -> str:
+    if not isinstance(error, Image.UnidentifiedImageError):
+        return str(error) or type(error).__name__
+    if content.startswith((b"II*\0", b"MM\0*")):
+        return _OTHER_TIFF
+    return "it is no picture that Pillow knows" if content else "the file is empty"

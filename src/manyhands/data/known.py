@@ -1,8 +1,8 @@
-"""What the published files of known data sets are called, and which set a place holds. Needs no torch."""
+"""The table of known data sets, the names of their published files, and which set a folder holds. Imports no torch."""
 
 import gzip
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.core.errors import UserError
@@ -10,93 +10,124 @@ from manyhands.core.plugins import is_object_reference
 
 
 @dataclass(frozen=True)
-class Layout:
+class CifarForm:
     """The files of one published form of CIFAR."""
 
     folder: str  # what the archive unpacks to
-    archive: str  # the archive's name
+    archive: str
     train: tuple[str, ...]  # files of the training split, in order
-    test: str  # file of the test split
+    test: str
     names: str  # file with the class names
     label_bytes: int = 0  # in front of each binary record; 0 for a pickle
-    key: str = "labels"  # of labels, or of class names, in a pickle: "labels", "fine_labels"
-    # files that together tell this form from everything else; the first of training if empty
-    signs: tuple[str, ...] = field(default=())
+    key: str = "labels"  # of the labels in a pickle
+    signs: tuple[str, ...] = ()  # files that together identify this form; the first of training if empty
 
-    def lies_in(self, place: Path) -> bool:
+    def lies_in(self, folder: Path) -> bool:
         """True for a folder that holds this form's files themselves."""
-        return all((place / name).is_file() for name in self.signs or self.train[:1])
+        return all((folder / name).is_file() for name in self.signs or self.train[:1])
 
 
-_FIVE = range(1, 6)
-# The first form of each is the one that is fetched.
-CIFAR = {
-    "cifar10": (
-        Layout(
-            "cifar-10-batches-py",
-            "cifar-10-python.tar.gz",
-            tuple(f"data_batch_{number}" for number in _FIVE),
-            "test_batch",
-            "batches.meta",
-        ),
-        Layout(
-            "cifar-10-batches-bin",
-            "cifar-10-binary.tar.gz",
-            tuple(f"data_batch_{number}.bin" for number in _FIVE),
-            "test_batch.bin",
-            "batches.meta.txt",
-            label_bytes=1,
-        ),
-    ),
-    "cifar100": (
-        Layout(
-            "cifar-100-python",
-            "cifar-100-python.tar.gz",
-            ("train",),
-            "test",
-            "meta",
-            key="fine_labels",
-            signs=("train", "test", "meta"),
-        ),
-        Layout(
-            "cifar-100-binary",
-            "cifar-100-binary.tar.gz",
-            ("train.bin",),
-            "test.bin",
-            "fine_label_names.txt",
-            label_bytes=2,
-            signs=("train.bin", "test.bin"),
+@dataclass(frozen=True)
+class KnownSet:
+    """One data set that a user can name."""
+
+    title: str
+    classes: tuple[str, ...]  # unless the files have names for them
+    pixels: tuple[int, int, tuple[float, ...], tuple[float, ...], str]  # size, channels, mean, deviation, augmentation
+    urls: tuple[str, ...] = ()  # folders on servers, tried in order
+    md5: tuple[tuple[str, str], ...] = ()  # files to download, with their checksums
+    forms: tuple[CifarForm, ...] = ()  # empty: four files as MNIST has them
+    folder: str = ""  # of MNIST's files, as torchvision calls it
+    # The first labels of the test split: MNIST's successors took over the names of its files.
+    first_labels: tuple[int, ...] = ()
+
+
+_DIGITS = tuple("0123456789")
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_BINARY = tuple(f"{name}.bin" for name in _BATCHES)
+_PYTHON_100 = ("cifar-100-python", "cifar-100-python.tar.gz", ("train",), "test", "meta")
+_BINARY_100 = ("cifar-100-binary", "cifar-100-binary.tar.gz", ("train.bin",), "test.bin", "fine_label_names.txt")
+_CIFAR_URLS = ("https://www.cs.toronto.edu/~kriz/",)
+MNIST_KINDS = ("images-idx3-ubyte.gz", "labels-idx1-ubyte.gz")
+_MNIST_FILES = tuple(f"{part}-{kind}" for part in ("train", "t10k") for kind in MNIST_KINDS)
+
+KNOWN = {
+    "cifar10": KnownSet(
+        "CIFAR-10",
+        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        (32, 3, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop-flip"),
+        _CIFAR_URLS,
+        (("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),),
+        (
+            CifarForm("cifar-10-batches-py", "cifar-10-python.tar.gz", _BATCHES, "test_batch", "batches.meta"),
+            CifarForm(
+                "cifar-10-batches-bin", "cifar-10-binary.tar.gz", _BINARY, "test_batch.bin", "batches.meta.txt", 1
+            ),
         ),
     ),
+    "cifar100": KnownSet(
+        "CIFAR-100",
+        tuple(f"class {number}" for number in range(100)),
+        (32, 3, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "crop-flip"),
+        _CIFAR_URLS,
+        (("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),),
+        (
+            CifarForm(*_PYTHON_100, key="fine_labels", signs=("train", "test", "meta")),
+            CifarForm(*_BINARY_100, label_bytes=2, signs=("train.bin", "test.bin")),
+        ),
+    ),
+    "mnist": KnownSet(
+        "MNIST",
+        _DIGITS,
+        (28, 1, (0.1307,), (0.3081,), "none"),
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
+        (
+            ("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+            ("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
+            ("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
+            ("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
+        ),
+        folder="MNIST",
+        first_labels=(7, 2, 1, 0, 4, 1, 4, 9, 5, 9),
+    ),
+    "fashion-mnist": KnownSet(
+        "Fashion-MNIST",
+        ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        (28, 1, (0.2860,), (0.3530,), "none"),
+        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+        (
+            ("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+            ("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
+            ("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
+            ("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
+        ),
+        folder="FashionMNIST",
+        first_labels=(9, 2, 1, 1, 6, 1, 4, 6, 5, 7),
+    ),
+    "digits": KnownSet("digits", _DIGITS, (8, 1, (0.3053,), (0.3762,), "none")),
 }
-# MNIST's successors took over the names of its files, so what tells them apart is the first labels of the test split.
-MNIST_FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
-_MNIST_LABELS = {
-    bytes((7, 2, 1, 0, 4, 1, 4, 9, 5, 9)): "mnist",
-    bytes((9, 2, 1, 1, 6, 1, 4, 6, 5, 7)): "fashion-mnist",
-}
-_MNIST_FILES = tuple(f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-_IDX_HEADER = 8  # bytes before the labels
+_CIFAR = {name: known.forms for name, known in KNOWN.items() if known.forms}
+_MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
 def recognise(place: Path) -> str:
-    """The known set whose published files a folder holds, or an archive is; empty for anything else.
+    """Returns the known set whose published files a folder holds, or an archive is; empty for anything else.
 
-    Raises UserError: it holds several sets, or files that are called as MNIST's and are not.
+    Raises UserError: it holds several sets, or files that have MNIST's names and not its labels.
     """
     if not place.is_dir():
-        return next((name for name, forms in CIFAR.items() if place.name in {form.archive for form in forms}), "")
-    found = [name for name, forms in CIFAR.items() if any(_cifar_within(place, name, form) for form in forms)]
+        return next((name for name, forms in _CIFAR.items() if place.name in {form.archive for form in forms}), "")
+    found = [name for name in _CIFAR if cifar_files(place, name)]
     here = mnist_files(place) or mnist_files(place / "raw")
     if here and not mnist_name(here):
         what = "the files are called as MNIST's, and their first labels are neither MNIST's nor Fashion-MNIST's"
-        mend = (f"if they are to count as MNIST: mnist --data-dir {place}", "torchvision's others: torchvision:KMNIST")
-        raise UserError(what, str(place), mend)
-    below = [name for name in MNIST_FOLDERS if any(map(mnist_files, _mnist_below(place, name)))]
+        hints = (f"if they are to count as MNIST: mnist --data-dir {place}", "torchvision's others: torchvision:KMNIST")
+        raise UserError(what, str(place), hints)
+    below = [name for name in _MNIST if any(map(mnist_files, mnist_places(place, name)))]
     found += [mnist_name(here)] if here else below
     if len(found) > 1:
-        mend = tuple(f"{name} --data-dir {place}" for name in found)
-        raise UserError(f"the folder holds {' and '.join(found)}", str(place), mend)
+        hints = tuple(f"{name} --data-dir {place}" for name in found)
+        raise UserError(f"the folder holds {' and '.join(found)}", str(place), hints)
     return found[0] if found else ""
 
 
@@ -104,10 +135,8 @@ def named(name: str) -> tuple[str, str] | None:
     """A known set's name and the folder of its files if `name` is a path to them. Raises UserError as `recognise`."""
     place = Path(name).expanduser()
     # A set's own name stays that, also where the current folder has one called so.
-    known = recognise(place) if name not in {"", "digits", *CIFAR, *MNIST_FOLDERS} and place.exists() else ""
-    if not known:
-        return None
-    return known, str(place if place.is_dir() else place.parent)
+    known = recognise(place) if name and name not in KNOWN and place.exists() else ""
+    return (known, str(place if place.is_dir() else place.parent)) if known else None
 
 
 def refuse_no_folder(name: str) -> None:
@@ -119,57 +148,55 @@ def refuse_no_folder(name: str) -> None:
     folder = "name a folder of class folders, or one with train/ and val/"
     own = "file.py:function of your own, which returns (train, test)"
     if place.suffix in {".yaml", ".yml"} and place.is_file():
-        mend = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
-        raise UserError(f"{name} is YAML, which isn't read", "data.name", mend)
+        hints = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
+        raise UserError(f"{name} is YAML, which isn't read", "data.name", hints)
     if place.is_file():
-        mend = (folder, f"or read the file in {own}")
-        raise UserError(f"{name} is a file, and data is read from a folder", "data.name", mend)
+        hints = (folder, f"or read the file in {own}")
+        raise UserError(f"{name} is a file, and data is read from a folder", "data.name", hints)
     raise UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
 
 
-def mnist_places(folder: Path, name: str) -> list[Path]:
-    """Where the files of a named set may lie below a data folder, the most likely first."""
-    # The data folder itself may be the set's, or that of another one, whose files have the same names.
-    plain = [place for place in (folder, folder / "raw") if (mnist_name(mnist_files(place)) or name) == name]
-    return _mnist_below(folder, name) + plain
-
-
-def _mnist_below(folder: Path, name: str) -> list[Path]:
-    own, kept = folder / name, MNIST_FOLDERS[name]
-    return [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
-
-
-def mnist_files(place: Path) -> dict[str, Path]:
-    """MNIST's four files by their published names, packed or not; empty where one is missing."""
-    found = {name: there for name in _MNIST_FILES if (there := spelt(place, name))}
-    return found if len(found) == len(_MNIST_FILES) else {}
-
-
-def spelt(place: Path, name: str) -> Path | None:
-    """A published file, packed or unpacked; "x-idx3" may be spelt "x.idx3"."""
-    plain = name.removesuffix(".gz")
-    for word in (name, plain, plain.replace("-idx", ".idx")):
-        if (place / word).is_file():
-            return place / word
+def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
+    """Finds the files of a named CIFAR at or below a data folder: their form, and their folder or archive."""
+    for above in (folder / name, folder):
+        for form in KNOWN[name].forms:
+            for place in (above / form.folder, above / form.archive):
+                if place.exists():
+                    return form, place
+            if form.lies_in(above):
+                return form, above
     return None
 
 
+def mnist_places(folder: Path, name: str) -> list[Path]:
+    """Folders in or below a data folder that may have the files of a named set, the most likely first."""
+    own, kept = folder / name, KNOWN[name].folder
+    below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
+    # The data folder itself may be the set's, or that of another one, whose files have the same names.
+    return below + [place for place in (folder, folder / "raw") if (mnist_name(mnist_files(place)) or name) == name]
+
+
+def mnist_files(place: Path) -> dict[str, Path]:
+    """MNIST's four files by their published names, compressed or not; empty where one is missing."""
+    found = {name: file for name in _MNIST_FILES if (file := find_file(name, [place]))}
+    return found if len(found) == len(_MNIST_FILES) else {}
+
+
+def find_file(name: str, places: list[Path]) -> Path | None:
+    """Finds a published file in the first folder that has it, plain or .gz; "x-idx3" may be spelt "x.idx3"."""
+    plain = name.removesuffix(".gz")
+    words = (name, plain, plain.replace("-idx", ".idx"))
+    return next((place / word for place in places for word in words if (place / word).is_file()), None)
+
+
 def mnist_name(files: dict[str, Path]) -> str:
-    """Which of the sets with MNIST's names these files are, by the first labels for testing; empty for none known."""
+    """Which of the sets with MNIST's file names these are, by the first test labels; empty for none known."""
     if not files:
         return ""
     path = files["t10k-labels-idx1-ubyte.gz"]
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return _MNIST_LABELS.get(file.read(_IDX_HEADER + 10)[_IDX_HEADER:], "")
+            first = tuple(file.read(18)[8:])  # after IDX's header
     except (OSError, EOFError, zlib.error):
         return ""
-
-
-def _cifar_within(place: Path, name: str, form: Layout) -> bool:
-    if form.lies_in(place):
-        return True
-    return any(
-        (above / form.folder).is_dir() or (above / form.archive).is_file() or form.lies_in(above)
-        for above in (place, place / name)
-    )
+    return next((name for name, known in _MNIST.items() if known.first_labels == first), "")

@@ -21,8 +21,7 @@ from manyhands.core.blame import users_line, users_traceback
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.seeds import derive
 from manyhands.data.decode import CorruptImageError, to_mode
-from manyhands.data.jpeg_box import box_decoder
-from manyhands.data.pictures import jpeg_decoder, prepare, read_picture, to_tensor
+from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.random import epoch_draws
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
@@ -42,8 +41,6 @@ class FileSamples:
     def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int, replaces: bool = False) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._replaces = replaces and train
-        box_decoder()  # both are found once, before worker processes are forked
-        jpeg_decoder()
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
         """Images uint8 [n, C, S, S] and labels int64 [n], or the error."""

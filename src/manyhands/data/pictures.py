@@ -1,58 +1,57 @@
-"""One picture to uint8 pixels of the size wanted, as worker processes do it.
+"""Decodes one picture file to uint8 pixels of the wanted size, in worker processes.
 
-What `transforms` does for batches of equal pictures is done here for single pictures of any size, with the same
-draws. Where a picture has the wanted size already the result is the same to the last bit.
-
-Of a usual JPEG only what a sample shows is decoded, and resized by the same call, where there is a compiler for that
-(`jpeg_box`). Others are decoded
-by torchvision where that makes Pillow's pixels in less time; all else, and what it refuses, by Pillow. Of a JPEG that
-is many times larger than what is wanted libjpeg makes a smaller picture at once.
+Does for single pictures of any size what `transforms` does for batches of equal ones, with the same random numbers; a
+picture that has the wanted size already becomes the same bits. simplejpeg decodes plain JPEGs, to Pillow's bits in less
+time; Pillow decodes everything else, and every file that simplejpeg refuses or warns about. A JPEG that is many times
+larger than the wanted size is scaled down by libjpeg while it is decoded.
 """
 
-import contextlib
-import io
 from collections.abc import Callable
-from functools import cache
+from typing import Any
 
 import numpy
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
-from manyhands.data.decode import MOST_PIXELS, PictureHeader, content_of, decode, probe
-from manyhands.data.jpeg_box import JpegHeader, box_decoder, resized
+from manyhands.data.decode import PictureHeader, content_of, decode, probe
 from manyhands.data.random import SampleDraws
 from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, crop_box, padded
 
-# What libjpeg makes smaller stays at least so many times as large as what is wanted, so that resizing decides how it
-# looks: Pillow's own measure for pictures that are as good as from the whole (`reducing_gap`).
+decode_jpeg: Callable[..., Any] | None
+try:
+    from simplejpeg import decode_jpeg
+except ImportError:  # it has no wheel for this system or Python
+    decode_jpeg = None
+
+# libjpeg scales a picture down to no less than this many times the wanted size, so that resizing decides how it looks:
+# the factor that Pillow recommends for `reducing_gap`.
 _GAP = 2
 
-# A picture may be so many times as long as it is wide before its ends, which aren't seen, are left out unresized: one
-# of 60,000 x 1 pixels would take gigabytes.
+# The ends of a picture that is more than this many times as long as wide are outside the crop and are cut off before
+# resizing: one of 60,000 x 1 pixels would take gigabytes.
 _MOST_TIMES = 16
 
 
 def read_picture(
     path: str, pixels: Pixels, draws: SampleDraws | None, content: bytes | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """A picture file, or its `content`, to uint8 [C, S, S]; without draws as for evaluation.
+    """Reads a picture file, or its `content`, as uint8 [C, S, S], into `out` if given; without draws for evaluation.
 
-    That is `out` where it is given. Raises CorruptImageError: it can't be read.
+    Raises CorruptImageError: the file can't be read.
     """
     content = content_of(path) if content is None else content
-    out = torch.empty((pixels.channels, pixels.size, pixels.size), dtype=torch.uint8) if out is None else out
-    if draws is not None and pixels.augment == "resized-crop-flip" and _read_box(path, content, pixels, draws, out):
-        return out
     header = probe(path, content)
     scale = _scale(header, pixels, draws)
-    values = _decoded_jpeg(content, header, pixels.channels) if scale == 1 else None
+    values = _decode_plain_jpeg(content, header, pixels.channels, scale)
     if values is None:
         values = to_tensor(decode(path, pixels.channels, content, scale))
+    out = torch.empty((pixels.channels, pixels.size, pixels.size), dtype=torch.uint8) if out is None else out
     return out.copy_(prepare(values, pixels, draws))
 
 
-def _scale(header: PictureHeader | JpegHeader, pixels: Pixels, draws: SampleDraws | None) -> int:
+def _scale(header: PictureHeader, pixels: Pixels, draws: SampleDraws | None) -> int:
     """How many times smaller a picture may be decoded: 1, 2, 4 or 8."""
     shorter, wanted = min(header.width, header.height), pixels.resized_to
     if draws is not None and pixels.augment == "resized-crop-flip":
@@ -63,64 +62,16 @@ def _scale(header: PictureHeader | JpegHeader, pixels: Pixels, draws: SampleDraw
     return next((scale for scale in (8, 4, 2) if shorter >= scale * _GAP * wanted), 1)
 
 
-def _read_box(path: str, content: bytes, pixels: Pixels, draws: SampleDraws, out: Tensor) -> bool:
-    """Fills `out` with what a sample shows of a usual JPEG; False for all others."""
-    decoder = box_decoder()
-    header = None if decoder is None else decoder.header(content)
-    if decoder is None or header is None or header.channels > pixels.channels:
-        return False
-    if header.width * header.height > MOST_PIXELS or _scale(header, pixels, draws) > 1:
-        return False
-    if header.turned and not probe(path, content).plain_jpeg:
-        return False
-    box = crop_box(header.width, header.height, draws)
-    return decoder(content, box, out, mirrored=_mirrored(pixels, draws))
-
-
-def _mirrored(pixels: Pixels, draws: SampleDraws) -> bool:
-    return pixels.flips and bool(draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2))
-
-
-def _decoded_jpeg(content: bytes, header: PictureHeader, channels: int) -> Tensor | None:
-    """A usual JPEG as uint8 [C or 1, H, W]; None for all others, and for what has to be looked at more closely."""
-    decoder = jpeg_decoder()
-    if decoder is None or not header.plain_jpeg or (channels == 1 and not header.grey):
+def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, scale: int) -> Tensor | None:
+    """Decodes a plain JPEG to uint8 [C or 1, H, W]; None for files that Pillow has to decode."""
+    if decode_jpeg is None or not header.plain_jpeg or (channels == 1 and not header.grey):
         return None
-    with contextlib.suppress(RuntimeError):
-        return decoder(content, 1 if header.grey else 3)
-    return None
-
-
-@cache
-def jpeg_decoder() -> Callable[[bytes, int], Tensor] | None:
-    """What makes uint8 [channels, H, W] of a JPEG in less time than Pillow, and to the same bits; None if nothing does.
-
-    torchvision's own function is deprecated, and the operator below it will go with it: then it is Pillow again.
-    """
+    height, width = -(-header.height // scale), -(-header.width // scale)
     try:
-        import torchvision  # noqa: F401 - brings the operator; a second that runs on other data don't need
-
-        operator = torch.ops.image.decode_jpeg
-    except (ImportError, OSError, AttributeError):
+        values = decode_jpeg(content, "GRAY" if header.grey else "RGB", min_height=height, min_width=width)
+    except (ValueError, RuntimeError):  # libjpeg's errors and warnings; Pillow decides what is too damaged
         return None
-
-    def decoded(content: bytes, channels: int) -> Tensor:
-        return operator(torch.frombuffer(bytearray(content), dtype=torch.uint8), channels, False)
-
-    try:
-        return decoded if all(_is_exact(decoded, channels) for channels in (1, 3)) else None
-    except (RuntimeError, TypeError):
-        return None
-
-
-def _is_exact(decoded: Callable[[bytes, int], Tensor], channels: int) -> bool:
-    """True where a decoder makes of a JPEG what Pillow's does; their libraries may be of different making."""
-    values = numpy.arange(channels * 41 * 57, dtype=numpy.uint32) * 2654435761 >> 24
-    picture = Image.fromarray(values.astype(numpy.uint8).reshape(41, 57, channels).squeeze())
-    stored = io.BytesIO()
-    picture.save(stored, "JPEG", quality=80)
-    with Image.open(stored) as image:
-        return torch.equal(decoded(stored.getvalue(), channels), to_tensor(image))
+    return torch.from_numpy(values).permute(2, 0, 1)
 
 
 def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
@@ -132,7 +83,15 @@ def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None) -> Tensor
         values = resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
     else:
         values = _shifted(_middle(values, pixels), pixels, draws)
-    return values.flip(2) if _mirrored(pixels, draws) else values
+    mirrors = pixels.flips and (draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2))
+    return values.flip(2) if mirrors else values
+
+
+def resized(values: Tensor, height: int, width: int) -> Tensor:
+    """Resizes uint8 [C, H, W] with antialiased bilinear interpolation."""
+    if values.shape[1:] == (height, width):
+        return values
+    return functional.interpolate(values[None], (height, width), mode="bilinear", antialias=True)[0]
 
 
 def to_tensor(image: Image.Image) -> Tensor:

@@ -13,10 +13,10 @@ from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.journal import Journal
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.data.jpeg_box import NO_COMPILER, box_decoder
 from manyhands.data.loader import Loader
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
 from manyhands.data.order import told_of_batch
+from manyhands.data.pictures import decode_jpeg
 from manyhands.data.splits import ImageFiles, Splits, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
@@ -158,8 +158,8 @@ def tell_of_skipped(splits: Splits, journal: Journal) -> None:
     """Says which pictures can't be read, whether they are packed, and what else isn't as it looks."""
     if splits.packed:
         journal.event("note", f"pictures are read from the packed copy {splits.packed}")
-    if isinstance(splits.train, ImageFiles) and box_decoder() is None:
-        journal.event("note", NO_COMPILER)
+    if isinstance(splits.train, ImageFiles) and decode_jpeg is None:
+        journal.event("note", "Pillow alone decodes JPEGs, which takes longer: pip install simplejpeg")
     for note in splits.notes:
         journal.event("warning", note)
     if splits.skipped:

@@ -1,0 +1,237 @@
+"""Strict readers of MNIST's and CIFAR's files: what isn't exactly as published is an error of the user's.
+
+IDX (MNIST): two zero bytes, a type (8: bytes), the number of dimensions, each size in four bytes (big end first), then
+the values; a file that ends in .gz is the same, compressed.
+CIFAR's binary record: one label byte (CIFAR-100: coarse, then fine), then 3,072 bytes: red, green, blue, row by row.
+CIFAR's Python batch: a pickle of {"data": uint8 [n, 3072], "labels" or "fine_labels": list}.
+
+Sources: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits"; A. Krizhevsky, "Learning
+multiple layers of features from tiny images", 2009.
+"""
+
+import gzip
+import io
+import math
+import os
+import pickle
+import struct
+import tarfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.core.outside import open_file
+from manyhands.data.known import CifarForm
+from manyhands.data.splits import ImagesInMemory, check_labels
+
+_HINTS = ("delete the file and fetch it again, or copy it anew",)
+
+_IDX_BYTES = 0x08
+_MOST_IDX_BYTES = 1 << 32
+_BLOCK = 1 << 20
+# Pictures don't compress to a hundredth; a file that claims so would take memory for nothing. Labels may.
+_LIKELY_BYTES = 64 << 20
+_MOST_COMPRESSION = 100
+
+_CIFAR_PIXELS = 3 * 32 * 32
+_MOST_CIFAR_BYTES = 1 << 29  # of one file; the largest published one has 150 MB
+_MOST_ARCHIVE_BYTES = 1 << 31  # of all files in an archive
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions, [N] for 1. Raises UserError."""
+    try:
+        with open_file(path) as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
+            shape = _read_idx_shape(file, path, dimensions)
+            expected, content = math.prod(shape), bytearray()
+            # In blocks: takes memory for what the file has, whatever its header says.
+            while len(content) <= expected and (block := file.read(min(_BLOCK, expected + 1 - len(content)))):
+                content += block
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        what = f"{path.name} can't be read: {getattr(error, 'strerror', None) or error}"
+        raise UserError(what, str(path), _HINTS) from error
+    if len(content) != expected:
+        found = "more" if len(content) > expected else f"{len(content):,}"
+        raise UserError(
+            f"{path.name}: expected {expected:,} values ({_times(shape)}), found {found}", str(path), _HINTS
+        )
+    return torch.frombuffer(content, dtype=torch.uint8).view(shape)
+
+
+def _read_idx_shape(file: IO[bytes] | gzip.GzipFile, path: Path, dimensions: int) -> tuple[int, ...]:
+    length = 4 + 4 * dimensions
+    header = file.read(length)
+    expected = struct.pack(">HBB", 0, _IDX_BYTES, dimensions)
+    if header[:4] != expected:
+        what = f"{path.name}: expected an IDX file (first bytes {expected.hex(' ')}), found {header[:4].hex(' ')}"
+        raise UserError(what, str(path), _HINTS)
+    if len(header) < length:
+        what = f"{path.name}: expected a header of {length} bytes, found {len(header)}"
+        raise UserError(what, str(path), _HINTS)
+    shape = struct.unpack(f">{dimensions}I", header[4:])
+    values, stored = math.prod(shape), path.stat().st_size
+    if not 0 < values <= _MOST_IDX_BYTES:
+        what = f"{path.name}: expected 1 to {_MOST_IDX_BYTES:,} values, its header says {_times(shape)}"
+        raise UserError(what, str(path))
+    if path.suffix == ".gz" and values > max(_LIKELY_BYTES, stored * _MOST_COMPRESSION):
+        what = f"{path.name}: its header says {values:,} values, and the compressed file has {stored:,} bytes"
+        raise UserError(what, str(path), _HINTS)
+    return shape
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(f"{size:,}" for size in shape)
+
+
+def write_idx(path: Path, values: Tensor) -> None:
+    """Writes uint8 values of any shape as an IDX file; compressed, without a date, if its name ends in .gz."""
+    header = struct.pack(f">HBB{values.ndim}I", 0, _IDX_BYTES, values.ndim, *values.shape)
+    content = header + values.contiguous().numpy().tobytes()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
+def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory:
+    """Reads pictures [N, H, W] and their labels [N]. Raises UserError: a file is wrong, or they don't match."""
+    pictures, numbers = read_idx(images, 3), read_idx(labels, 1)
+    if len(pictures) != len(numbers):
+        what = f"{images.name} holds {len(pictures):,} pictures and {labels.name} {len(numbers):,} labels"
+        raise UserError(what, str(images.parent), _HINTS)
+    return ImagesInMemory(pictures.unsqueeze(1), check_labels(numbers, classes, str(labels)))
+
+
+def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
+    """Reads a form's files, by name, from a folder or an archive. Raises UserError: one is missing or too large."""
+    needed = (*form.train, form.test)
+    names = (*needed, form.names)
+    found: dict[str, bytes] = {}
+    try:
+        if place.is_dir():
+            for name in names:
+                if name and (place / name).exists():
+                    with open_file(place / name) as file:
+                        _check_size(name, os.fstat(file.fileno()).st_size, place)
+                        found[name] = file.read()
+        else:
+            with open_file(place) as stored, tarfile.open(fileobj=stored) as archive:
+                for member in archive:
+                    _check_size(place.name, member.offset_data + member.size, place, _MOST_ARCHIVE_BYTES)
+                    name = PurePosixPath(member.name).name
+                    content = archive.extractfile(member) if member.isfile() and name in names else None
+                    if content is not None:
+                        _check_size(name, member.size, place)
+                        found[name] = content.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
+        raise UserError(f"{place.name} can't be read: {error}", str(place), _HINTS) from error
+    if missing := [name for name in needed if name not in found]:
+        raise UserError(f"{place.name} has no {', '.join(missing)}", str(place), _HINTS)
+    return found
+
+
+def _check_size(name: str, size: int, place: Path, most: int = _MOST_CIFAR_BYTES) -> None:
+    """Raises UserError before memory or time is spent on a file that can't be CIFAR's, whatever its name."""
+    if size > most:
+        raise UserError(f"{name} has {size:,} bytes; CIFAR's has {most:,} at most", str(place), _HINTS)
+
+
+def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: CifarForm, classes: int) -> ImagesInMemory:
+    """Joins the files of one split: uint8 [N, 3, 32, 32], int64 [N]. Raises UserError: a file or a label is wrong."""
+    read = _read_records if form.label_bytes else _read_batch
+    parts = [read(files[name], name, form) for name in names]
+    labels = [check_labels(labels, classes, name) for name, (_, labels) in zip(names, parts, strict=True)]
+    return ImagesInMemory(torch.cat([images for images, _ in parts]).view(-1, 3, 32, 32), torch.cat(labels))
+
+
+def read_cifar_names(content: bytes, form: CifarForm) -> tuple[str, ...]:
+    """The class names: one on each line, or in the pickle's "label_names" or "fine_label_names"."""
+    if form.label_bytes:
+        return tuple(content.decode("utf-8", "replace").split())
+    names = _field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
+    if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
+        what = f"{form.names}: expected a list of class names, found {type(names).__name__}"
+        raise UserError(what, form.names, _HINTS)
+    return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
+
+
+def _read_records(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Tensor]:
+    length = form.label_bytes + _CIFAR_PIXELS
+    if not content or len(content) % length:
+        what = f"{file}: expected whole records of {length:,} bytes, found {len(content):,} bytes"
+        raise UserError(what + f" ({len(content) / length:,.3f} records)", file, _HINTS)
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, length)
+    return records[:, form.label_bytes :], records[:, form.label_bytes - 1]
+
+
+def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Tensor]:
+    batch = _read_pickle(content, file)
+    data, labels = _field(batch, "data", file), _field(batch, form.key, file)
+    try:
+        _, shape, kind, by_columns, stored = data.state
+        if kind.arguments[0] not in ("u1", b"u1") or by_columns or not isinstance(stored, bytes):
+            raise ValueError("an array of another type or order")
+        images = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(*shape)
+        if images.ndim != 2 or images.shape[1] != _CIFAR_PIXELS:
+            raise ValueError("an array of another shape")
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        what = f'{file}: expected "data" to be bytes [n, {_CIFAR_PIXELS:,}], row by row'
+        raise UserError(what, file, _HINTS) from error
+    if not isinstance(labels, list) or not all(type(label) is int and abs(label) < 1 << 31 for label in labels):
+        raise UserError(f'{file}: expected "{form.key}" to be a list of whole numbers', file, _HINTS)
+    if len(labels) != len(images):
+        raise UserError(f"{file}: {len(images):,} pictures, but {len(labels):,} labels", file, _HINTS)
+    return images, torch.tensor(labels)
+
+
+def _field(content: Any, key: str, file: str) -> Any:
+    """A value of the pickle's dict, whose keys are text or bytes."""
+    for word in (key, key.encode()):
+        if isinstance(content, dict) and word in content:
+            return content[word]
+    raise UserError(f'{file} has no "{key}"', file, _HINTS)
+
+
+class _Inert:
+    """Stands for numpy's arrays and types, which crash on some damaged pickles: keeps their arguments and state."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments, self.state = arguments, ()
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Replaces _codecs.encode, which newer writers of old pickles use for bytes."""
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+_ALLOWED = {
+    ("numpy.core.multiarray", "_reconstruct"): _Inert,
+    ("numpy._core.multiarray", "_reconstruct"): _Inert,
+    ("numpy", "ndarray"): _Inert,
+    ("numpy", "dtype"): _Inert,
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Imports nothing: the few names that a batch may ask for stand for inert classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed") from None
+
+
+def _read_pickle(content: bytes, file: str) -> Any:
+    """Reads a pickle of plain data and byte arrays; text of Python 2 comes as bytes. Raises UserError: it has more."""
+    try:
+        return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:
+        raise UserError(f"{file} is no pickle of plain data: {error}", file, _HINTS) from error
