@@ -11,7 +11,7 @@ import numpy
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
-from manyhands.data.layout import read_layout, split_word
+from manyhands.data.layout import read_layout, split_kind, split_word
 from manyhands.data.names import PictureNames, plain_form, told_of_lookalike
 from manyhands.data.packed import PackedRows
 from manyhands.data.walk import (
@@ -43,6 +43,11 @@ class Listing:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def folder(self) -> str:
+        """The name of the split's folder."""
+        return self.root.name if split_word(self.root.name) == self.word else self.word
+
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
 
@@ -66,7 +71,7 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
     add_loose(root, unused)
     for name in layout.unused:
         unused.add(name, "folder")
-    places = [root / path for path in layout.splits] or [root]
+    places = [root] if layout.inside else [root / path for path in layout.splits] or [root]
     homes = [set(class_identities(place, folders_in(place))) for place in places]
     notes, parts, entered = list(layout.notes), list[Listing](), list[set[Identity]]()
     for number, place in enumerate(places):
@@ -76,11 +81,13 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
         if shared := len(homes[number].intersection(set[Identity]().union(*homes[:number]))):
             # Somebody linked whole class folders, so they want it; but they must know.
             why = ("the network is evaluated on pictures that it was trained on", "this is no test of new pictures")
-            of = f"{layout.train}/" if number == 1 else "other splits"
+            of = f"{layout.splits[0]}/" if number == 1 else "other splits"
             notes.append(f"{shared} class folder(s) of {layout.splits[number]}/ are those of {of}: {why[number - 1]}")
         part, below = _list_classes(place, root, unused, taken - homes[number])
-        parts.append(replace(part, word=split_word(place.name) if layout.splits else ""))
+        parts.append(replace(part, word=split_word(place.name) if place != root else ""))
         entered.append(below)
+    if layout.inside:
+        parts = _by_folder_inside(parts[0], layout.splits)
     parts, more = _with_same_classes(parts)
     return (replace(parts[0], notes=(*notes, *more, *unused.notes())), *parts[1:])
 
@@ -88,6 +95,14 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
 def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, ...]:
     """The pictures for training, for evaluation and, if there are some, for the end; those of one folder are split."""
     return split(parts[0], validation) if len(parts) == 1 else tuple(parts)
+
+
+def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
+    """The pictures of each split, which lie in folders inside the class folders, such as cat/train/0.jpg."""
+    inside = [name.split("/", 2)[1] for name in listing.names]
+    kinds = {name: split_kind(name) for name in set(inside)}
+    found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)
+    return [replace(listing.part(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
 
 
 def list_whole(root: Path) -> Listing:
@@ -110,13 +125,13 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
         raise _too_few_classes(parts[0].root, trained, empty)
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
-            what = f"{part.root.name}/ has {len(unknown)} class folders that {parts[0].root.name}/ lacks: "
+            what = f"{part.folder}/ has {len(unknown)} class folders that {parts[0].folder}/ lacks: "
             alike = tuple(filter(None, (told_of_lookalike(name, parts[0].classes) for name in unknown)))
-            mend = (*alike, "remove them, or add folders with pictures of these classes for training")
-            raise UserError(what + _some(unknown), str(part.root), mend)
+            hints = (*alike, "remove them, or add folders with pictures of these classes for training")
+            raise UserError(what + _some(unknown), str(part.root), hints)
         if not there:
-            mend = (f"put pictures into its class folders, or remove {part.root.name}",)
-            raise UserError(f"{part.root.name}/ has no pictures", str(part.root), mend)
+            hints = (f"put pictures into its class folders, or remove {part.folder}",)
+            raise UserError(f"{part.folder}/ has no pictures", str(part.root), hints)
     seen = set[str]().union(*full)
     classes = tuple(name for name in parts[0].classes if name in seen)
     unseen = [name for name in empty if name not in seen]
@@ -126,12 +141,8 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(parts[0].root / name), mend)
     notes = [f"folder(s) without pictures are no classes: {_some(unseen)}"] if unseen else []
-    for part, there in zip(parts[1:], full[1:], strict=True):
-        extra = sorted({*part.classes} - {*classes})
-        if missing := [name for name in classes if name not in there]:
-            notes.append(f"{part.root.name}/ has no pictures of {len(missing)} class(es): {_some(missing)}")
-        if extra:
-            notes.append(f"{part.root.name}/ has folder(s) without pictures: {_some(extra)}")
+    extras = [(part.folder, sorted({*part.classes} - {*parts[0].classes})) for part in parts[1:]]
+    notes += [f"{folder}/ has folder(s) without pictures: {_some(extra)}" for folder, extra in extras if extra]
     numbers = {name: number for number, name in enumerate(classes)}
     found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in parts]
     return [replace(part, classes=classes, labels=places[part.labels]) for part, places in found], notes
