@@ -169,6 +169,40 @@ def test_a_smaller_copys_jpegs_can_be_read_from_within_and_have_the_usual_pixels
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.parametrize("suffix", ["png", "WebP", "jpg"])
+def test_a_smaller_copy_of_before_pictures_were_drawn_by_their_alpha_channel_is_noticed(tmp_path, suffix):
+    """Such pictures were black; JPEGs have no alpha channel, so that copies of JPEGs alone are used as before."""
+    root = make(tmp_path / "set", count=4, size=(120, 90))
+    if suffix != "jpg":
+        alpha = Image.linear_gradient("L").resize((120, 90))
+        Image.merge("RGBA", [Image.new("L", alpha.size)] * 3 + [alpha]).save(root / "cat" / f"icon.{suffix}")
+    for path in root.rglob("*.png"):
+        if suffix != "png":
+            Image.open(path).save(path.with_suffix(".jpg"))
+            path.unlink()
+    pack = packed(root, size=64, quality=90)
+    assert batches(root)[0].packed
+    with_other_head(decoding=None)(pack.folder)
+    splits, _ = batches(root)
+    alone, _ = batches(pack.folder)
+    if suffix == "jpg":
+        assert splits.packed
+        assert not any("older version" in note for note in alone.notes)
+        assert packed(root, size=64, quality=90).digest
+        return
+    assert not splits.packed
+    assert any(
+        "in the alpha channel alone" in note and "--size 64 --quality 90 --replace" in note for note in splits.notes
+    )
+    assert any("older version" in note for note in alone.notes)
+    with pytest.raises(UserError, match="by an older version"):
+        packed(root, size=64, quality=90)
+    pack = packed(root, size=64, quality=90, replace=True)
+    icon = pack.content(list(pack.names).index(f"cat/icon.{suffix}"))
+    assert Image.open(io.BytesIO(icon)).convert("L").getextrema()[1] > 200
+    assert batches(root)[0].packed
+
+
 def test_pictures_that_are_small_already_stay_as_they_are(tmp_path):
     root = make(tmp_path / "set", count=4, size=(120, 90))
     packed(root, size=90, quality=50)

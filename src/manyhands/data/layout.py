@@ -45,12 +45,13 @@ def read_layout(root: Path) -> FolderLayout:
     evaluated = [name for name in folders if kinds.get(name) in ("val", "test")]
     beside = [name for name in others if training and not evaluated and holds_pictures(root / name)]
     has_classes_beside = any(holds_pictures(root / name, deep=False) for name in beside)
+    notes: list[str] = []
     if not training or (has_classes_beside and all(holds_pictures(root / name, deep=False) for name in training)):
         _refuse_splits_as_classes(root, kinds, others)
-        notes = tuple(f'the folder "{name}" is a class, not a split' for name in kinds if len(folders) > 1)
+        notes += [f'the folder "{name}" is a class, not a split' for name in kinds if len(folders) > 1]
         splits = _splits_inside(root, folders)
-        notes += (f"within each class folder {_uses(splits)}",) if splits else ()
-        return FolderLayout(splits, bool(splits), notes=notes)
+        notes += [f"within each class folder {_uses(splits)}"] if splits else []
+        return FolderLayout(splits, bool(splits), notes=tuple(notes))
     train = _only(root, training)
     if len(beside) > 1:
         what = f'"{train}" is the training split, or a class beside {_quoted(beside)}'
@@ -59,7 +60,6 @@ def read_layout(root: Path) -> FolderLayout:
         _only(root, [name for name in evaluated if kinds[name] == kind and folders_in(root / name)])
         for kind in ("val", "test")
     )
-    notes: list[str] = []
     for name in evaluated:
         if not folders_in(root / name):
             if kinds[name] == "val" and not val and holds_pictures(root / name):

@@ -91,10 +91,12 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
     if not options.packed or not is_pack(place):
         return listings, ()
     pack = open_pack(place)
-    if changed := difference(pack, listings):
-        note = f"the packed copy {place.name} isn't read, since the folder has changed ({changed}):"
+    changed = difference(pack, listings)
+    if changed or pack.outdated:
+        reason = f"the folder has changed ({changed})" if changed else pack.outdated
         how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
-        return listings, (f"{note} manyhands pack {shlex.quote(str(root))}{how} --replace packs it anew",)
+        again = f"manyhands pack {shlex.quote(str(root))}{how} --replace packs it anew"
+        return listings, (f"the packed copy {place.name} isn't read, since {reason}: {again}",)
     if 0 < pack.size < options.image_size:
         return listings, (f"the packed copy {place.name} isn't read, since its pictures are smaller ({pack.made})",)
     groups = {group.word: group for group in pack.groups}
@@ -109,4 +111,8 @@ def note_of_sizes(pack: PackedSet) -> tuple[str, ...]:
     """Says where results may differ from the folder's."""
     if not pack.size:
         return ()
-    return (f"{pack.folder.name} has pictures of other sizes than the folder ({pack.made}): results may differ",)
+    notes = [f"{pack.folder.name} has pictures of other sizes than the folder ({pack.made}): results may differ"]
+    if pack.outdated:
+        again = f"manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace packs it anew"
+        notes.append(f"{pack.folder.name} was made by an older version, and {pack.outdated}: {again}")
+    return tuple(notes)

@@ -29,6 +29,10 @@ from manyhands.core.outside import open_file, read_object
 from manyhands.data.names import PictureNames
 
 FORMAT = 1
+# The version of what decoding makes of pictures that are resized. 1: those with their content in the alpha channel alone
+# were black.
+DECODING = 2
+_WITH_ALPHA = (b".png", b".gif", b".webp", b".tif", b".tiff", b".bmp", b".avif", b".jp2")
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
 SHARD_NAME = r"[a-z]+-[0-9]{6,}\.tar"
 # The columns of samples.npz beside the names, and those of folder.npz; with the kinds that numpy's numbers have.
@@ -67,6 +71,7 @@ class _Index(BaseModel):
     size: NonNegativeInt
     quality: NonNegativeInt
     samples_sha256: str
+    decoding: NonNegativeInt = 1
 
     def fits(self, columns: Columns, count: int) -> bool:
         """Whether so many pictures with these columns are what is said here."""
@@ -94,6 +99,7 @@ class PackedSet:
     digest: str  # of the set: what is in it, not when and where it was made
     columns: Columns  # label, shard, offset, length, crc; bytes and time of the folder's files
     names: PictureNames  # below the group's folder, with "/"
+    decoding: int = DECODING
 
     def content(self, row: int) -> bytes:
         """A picture's file. Raises UserError: the shard was altered."""
@@ -107,6 +113,15 @@ class PackedSet:
         if zlib.crc32(content) != crc:
             raise altered(path, f"the picture {self.names[row]} in it isn't the one that was packed")
         return content
+
+    @property
+    def outdated(self) -> str:
+        """Why the folder should be packed anew, although it hasn't changed; empty if it needn't."""
+        if not self.size or self.decoding >= DECODING:
+            return ""
+        blocks = (block.lower() for block in self.names.blocks())
+        affected = any(suffix + b"\0" in block for block in blocks for suffix in _WITH_ALPHA)
+        return "pictures with their content in the alpha channel alone are black in it" if affected else ""
 
     @property
     def size_bytes(self) -> int:
@@ -179,7 +194,7 @@ def open_pack(folder: Path) -> PackedSet:
     if not index.fits(columns, len(names)):
         raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't go together")
     made = index.size, index.quality, head["digest"]
-    return PackedSet(folder, index.classes, index.groups, index.shards, *made, columns, names)
+    return PackedSet(folder, index.classes, index.groups, index.shards, *made, columns, names, index.decoding)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

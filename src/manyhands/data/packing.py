@@ -24,6 +24,7 @@ from manyhands.data.child import begin_worker
 from manyhands.data.folder import Listing, list_parts
 from manyhands.data.pack_choice import difference, folder_state
 from manyhands.data.packed import (
+    DECODING,
     FORMAT,
     HEAD,
     SAMPLES,
@@ -140,6 +141,9 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
     mend = (f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew", "or name another place: --to")
     if changed:
         raise UserError(f"there is a packed copy of the folder as it was: {changed}", str(request.target), mend)
+    if pack.outdated:
+        what = f"there is a packed copy by an older version: {pack.outdated}"
+        raise UserError(what, str(request.target), mend)
     if (pack.size, pack.quality) != (request.size, request.quality):
         there = pack.made or "pictures as they are"
         raise UserError(f"there is another packed copy of this folder ({there})", str(request.target), mend)
@@ -208,6 +212,7 @@ def _key(contents: _Contents, request: PackRequest) -> str:
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times}
     columns["names"] = _names(contents)
     made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
+    made |= {"decoding": DECODING} if request.size else {}
     return digest_of(made | {"words": contents.words, "files": columns_digest(columns)})
 
 
@@ -285,6 +290,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         "order_seed": _SEED,
         "shards": shards,
         "samples_sha256": columns_digest(columns),
+        **({"decoding": DECODING} if request.size else {}),
     }
     content = json.loads(json.dumps(content))
     _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
