@@ -29,8 +29,8 @@ from manyhands.core.outside import open_file, read_object
 from manyhands.data.names import PictureNames
 
 FORMAT = 1
-# The version of what decoding makes of pictures that are resized. 1: those with their content in the alpha channel alone
-# were black.
+# The version of decoding that resized pictures went through. 1: those with their content in the alpha channel alone
+# became black.
 DECODING = 2
 _WITH_ALPHA = (b".png", b".gif", b".webp", b".tif", b".tiff", b".bmp", b".avif", b".jp2")
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
