@@ -11,7 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
 from manyhands.core.shown import plain
-from manyhands.data.names import PictureNames, told_of_lookalike
+from manyhands.data.names import PictureNames, lookalike_difference
 from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels
 
@@ -120,7 +120,7 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
     if unknown:
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
-        alike = filter(None, (told_of_lookalike(name, known) for name in unknown))
+        alike = filter(None, (lookalike_difference(name, known) for name in unknown))
         mend = (*alike, f"the run knows: {classes}", "name the folder that holds the class folders")
         raise UserError(f"the run has no class {shown}", place, mend)
     if source.labels is None or isinstance(source, UserSamples):
