@@ -65,7 +65,6 @@ class _Contents:
     """What is to be packed, in the folder's order."""
 
     listings: tuple[Listing, ...]
-    words: tuple[str, ...]
     labels: numpy.ndarray  # int64 [n], as all of the following
     sizes: numpy.ndarray
     times: numpy.ndarray
@@ -86,13 +85,7 @@ def read_contents(root: Path) -> _Contents:
     listings = list_parts(root)
     states = [folder_state(listing) for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
-    contents = _Contents(
-        listings,
-        tuple(listing.word for listing in listings),
-        numpy.concatenate([listing.labels for listing in listings]),
-        sizes,
-        times,
-    )
+    contents = _Contents(listings, numpy.concatenate([listing.labels for listing in listings]), sizes, times)
     if (sizes < 0).any():
         missing = contents.path(int(numpy.argmax(sizes < 0)))
         mend = ("mend or remove the file, or the link to it, then give the command again",)
@@ -191,7 +184,8 @@ def _key(contents: _Contents, request: PackRequest) -> str:
     columns["names"] = _names(contents)
     made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
     made |= {"decoding": DECODING} if request.size else {}
-    return digest_of(made | {"words": contents.words, "files": columns_digest(columns)})
+    words = [listing.word for listing in contents.listings]
+    return digest_of(made | {"words": words, "files": columns_digest(columns)})
 
 
 def _names(contents: _Contents) -> numpy.ndarray:
@@ -202,11 +196,10 @@ def _names(contents: _Contents) -> numpy.ndarray:
 
 def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
     """Cuts each group, in its random order, into shards of about equal size."""
-    start = 0
-    for word, listing in zip(contents.words, contents.listings, strict=True):
-        order = start + numpy.array(_shuffled(len(listing), word), numpy.int64)
+    for word, start, stop in _groups(contents):
+        order = start + numpy.array(_shuffled(stop - start, word), numpy.int64)
         upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)
-        count = min(len(listing), max(1, round(float(upto[-1]) / request.shard_bytes)))
+        count = min(len(order), max(1, round(float(upto[-1]) / request.shard_bytes)))
         ends = numpy.searchsorted(upto, upto[-1] * numpy.arange(1, count) / count, side="right")
         first = 0
         for number, rows in enumerate(part for part in numpy.split(order, ends) if len(part)):
@@ -214,7 +207,6 @@ def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[
             members = tuple(map(contents.member, rows.tolist()))
             yield ShardTask(target, first, members, request.size, request.quality)
             first += len(rows)
-        start += len(listing)
 
 
 def _shuffled(count: int, word: str) -> list[int]:
@@ -279,8 +271,8 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
 
 def _groups(contents: _Contents) -> Iterator[tuple[str, int, int]]:
     start = 0
-    for word, listing in zip(contents.words, contents.listings, strict=True):
-        yield word, start, start + len(listing)
+    for listing in contents.listings:
+        yield listing.word, start, start + len(listing)
         start += len(listing)
 
 
