@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import torch
 
 from manyhands.data.decode import CorruptImageError, decode, probe
@@ -137,6 +138,5 @@ def _files(listing: Listing, corrupt: tuple[int, ...]) -> ImageFiles:
     return ImageFiles(read.names.below(str(read.root)), torch.from_numpy(read.labels), read.packed)
 
 
-def _good(listing: Listing, corrupt: tuple[int, ...]) -> list[int]:
-    bad = set(corrupt)
-    return [index for index in range(len(listing)) if index not in bad]
+def _good(listing: Listing, corrupt: tuple[int, ...]) -> numpy.ndarray:
+    return numpy.delete(numpy.arange(len(listing)), corrupt)
