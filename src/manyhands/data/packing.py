@@ -101,24 +101,20 @@ def _ratio(contents: _Contents, request: PackRequest) -> float:
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
-    """True where the pack is there and holds the folder as it is.
-
-    Raises UserError: there is another one, which isn't overwritten.
-    """
+    """True if the pack is there and holds the folder as it is. Raises UserError: there is a different one."""
     if not is_pack(request.target):
         return False
     pack = open_pack(request.target)
-    changed = difference(pack, contents.listings)
-    mend = (f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew", "or name another place: --to")
-    if changed:
-        raise UserError(f"there is a packed copy of the folder as it was: {changed}", str(request.target), mend)
-    if pack.outdated:
+    if changed := difference(pack, contents.listings):
+        what = f"there is a packed copy of the folder as it was: {changed}"
+    elif pack.outdated:
         what = f"there is a packed copy by an older version: {pack.outdated}"
-        raise UserError(what, str(request.target), mend)
-    if (pack.size, pack.quality) != (request.size, request.quality):
-        there = pack.made or "pictures as they are"
-        raise UserError(f"there is another packed copy of this folder ({there})", str(request.target), mend)
-    return True
+    elif (pack.size, pack.quality) != (request.size, request.quality):
+        what = f"there is another packed copy of this folder ({pack.made or 'pictures as they are'})"
+    else:
+        return True
+    again = f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew"
+    raise UserError(what, str(request.target), (again, "or name another place: --to"))
 
 
 def make_pack(
@@ -233,24 +229,24 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
 
 
 def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
-    """Puts the index together and writes it, last of all what makes the pack whole; what can't be read."""
+    """Writes the index, pack.json last, since that makes the pack complete; returns unreadable pictures."""
     count, target = len(contents.sizes), request.target
     columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
+    columns |= {"label": contents.labels.astype(numpy.uint32), "names": _names(contents)}
     shards: list[tuple[str, int, int, str]] = []
     bad: list[int] = []
     for number, task in enumerate(tasks):
-        told = written(task)
-        if told is None:
+        shard = written(task)
+        if shard is None:
             raise UserError(f"{task.target.name} is gone", str(target), ("give the same command again",))
-        columns["shard"][told["row"]] = number
+        columns["shard"][shard["row"]] = number
         for name in ("offset", "length", "crc"):
-            columns[name][told["row"]] = told[name]
-        bad += told["row"][told["bad"] != 0].tolist()
-        shards.append((task.target.name, len(task.members), int(told["bytes"]), str(told["sha256"])))
-    columns["label"] = contents.labels.astype(numpy.uint32)
-    columns["names"] = _names(contents)
-    _write_columns(target / SAMPLES, columns)
-    _write_columns(target / STATE, {"bytes": contents.sizes, "time": contents.times})
+            columns[name][shard["row"]] = shard[name]
+        bad += shard["row"][shard["bad"] != 0].tolist()
+        shards.append((task.target.name, len(task.members), int(shard["bytes"]), str(shard["sha256"])))
+    for path, content in ((SAMPLES, columns), (STATE, {"bytes": contents.sizes, "time": contents.times})):
+        with replacing(target / path) as part, part.open("wb") as file:
+            write_columns(file, content)
     content = {
         "format": FORMAT,
         "classes": contents.listings[0].classes,
@@ -262,7 +258,6 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         "samples_sha256": columns_digest(columns),
         **({"decoding": DECODING} if request.size else {}),
     }
-    content = json.loads(json.dumps(content))
     _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
     for path in (target / _BEGUN, *(task.told for task in tasks)):
         path.unlink(missing_ok=True)
@@ -274,11 +269,6 @@ def _groups(contents: _Contents) -> Iterator[tuple[str, int, int]]:
     for listing in contents.listings:
         yield listing.word, start, start + len(listing)
         start += len(listing)
-
-
-def _write_columns(path: Path, columns: Columns) -> None:
-    with replacing(path) as part, part.open("wb") as file:
-        write_columns(file, columns)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
