@@ -320,6 +320,9 @@ def test_a_folder_with_splits_inside_its_class_folders_can_be_held_out_by_its_te
     splits = opened(tmp_path / "set", held_out=str(tmp_path / "other"))
     assert len(splits.held_out) == 6
     assert not is_plain_folder(str(tmp_path / "other"))
+    (tmp_path / "other" / "dog").rename(tmp_path / "other" / "train")  # a class of that name
+    splits = opened(tmp_path / "other")
+    assert (splits.classes, len(splits.train), len(splits.test)) == (("cat", "train"), 6, 6)
 
 
 @pytest.mark.parametrize("name", ["train", "Test", "valid", "eval_set"])

@@ -63,6 +63,7 @@ SHAPES = st.fixed_dictionaries(
         "classes": st.lists(st.sampled_from(NAMES), min_size=2, max_size=4, unique=True),
         "count": st.integers(1, 5),
         "parts": st.sampled_from([("",), ("train",), ("train", "val"), ("train", "val", "test")]),
+        "inside": st.booleans(),  # the parts' folders lie in each class folder
         "side": st.sampled_from([8, 70]),
         "suffix": st.sampled_from(["png", "JPEG", "bmp"]),
         "shard_bytes": st.sampled_from([1, 5_000, 1 << 20]),
@@ -78,7 +79,8 @@ def test_a_folder_its_pack_and_the_pack_alone_give_the_same(shape):
         for part in shape["parts"]:
             for label, name in enumerate(shape["classes"]):
                 for number in range(shape["count"]):
-                    path = root / part / name / f"图 {number}.{shape['suffix']}"
+                    place = f"{name}/{part}" if shape["inside"] and len(shape["parts"]) > 1 else f"{part}/{name}"
+                    path = root.joinpath(*place.split("/"), f"图 {number}.{shape['suffix']}")
                     picture(path, (shape["side"], shape["side"]), seed=label * 100 + number)
         pack = packed(root, shard_bytes=shape["shard_bytes"])
         assert {name for group in pack.groups for name in pack.names[group.start : group.stop]}

@@ -41,7 +41,7 @@ def read_layout(root: Path) -> FolderLayout:
     folders = folders_in(root)
     kinds = _split_kinds(folders)
     others = [name for name in folders if name not in kinds]
-    training = [name for name in folders if kinds.get(name) == "train" and folders_in(root / name)]
+    training = [name for name in folders if kinds.get(name) == "train" and _has_classes(root / name)]
     evaluated = [name for name in folders if kinds.get(name) in ("val", "test")]
     beside = [name for name in others if training and not evaluated and holds_pictures(root / name)]
     has_classes_beside = any(holds_pictures(root / name, deep=False) for name in beside)
@@ -101,6 +101,12 @@ def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
     found = sorted({_SPLITS[word] for word in words if word in _SPLITS})
     kind = found[0] if len(found) == 1 or found == ["train", "val"] else ""
     return kind, tuple(word for word in words if word not in _SPLITS and word not in _AFFIXES)
+
+
+def _has_classes(folder: Path) -> bool:
+    """True if a folder named after a split holds class folders, rather than several splits."""
+    inner = folders_in(folder)
+    return len(inner) == 1 or len(_split_kinds(inner)) < len(inner)
 
 
 def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
