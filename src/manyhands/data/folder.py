@@ -1,4 +1,4 @@
-"""Folders of class folders: what lies in them, and which pictures are for evaluation."""
+"""Listings of class folders, and their division into training and evaluation."""
 
 import hashlib
 import os
@@ -108,7 +108,7 @@ def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
 
 
 def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
-    """The listings with the same classes, and sentences on those that have no pictures.
+    """Gives all listings the same classes; returns them, and notes on classes without pictures.
 
     Raises UserError: fewer than `least` have some for training, or the training split lacks a class.
     """
@@ -131,9 +131,12 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     unseen = [name for name in empty if name not in seen]
     for name in unseen:
         if holds_pictures(parts[0].root / name, suffixes=UNREAD_SUFFIXES):
-            mend = ("convert its pictures, to JPEG for example", f"what is read: {', '.join(sorted(PICTURE_SUFFIXES))}")
+            hints = (
+                "convert its pictures, to JPEG for example",
+                f"what is read: {', '.join(sorted(PICTURE_SUFFIXES))}",
+            )
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
-            raise UserError(what, str(parts[0].root / name), mend)
+            raise UserError(what, str(parts[0].root / name), hints)
     notes = [f"folder(s) without pictures are no classes: {_some(unseen)}"] if unseen else []
     extras = [(part.folder, sorted({*part.classes} - {*parts[0].classes})) for part in parts[1:]]
     notes += [f"{folder}/ has folder(s) without pictures: {_some(extra)}" for folder, extra in extras if extra]
@@ -214,11 +217,11 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
 
 def _too_few_classes(root: Path, full: list[str], empty: list[str]) -> UserError:
     if not empty:
-        mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
-        return UserError(f'{root} has only one class folder, "{full[0]}"', str(root), mend)
+        hints = ("a classifier needs two classes at least: one folder for each, beside this one",)
+        return UserError(f'{root} has only one class folder, "{full[0]}"', str(root), hints)
     only = f'only one class folder of {root} has pictures, "{full[0]}"; ' if full else ""
-    mend = (f"put pictures into {root / empty[0]}", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
-    return UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), mend)
+    hints = (f"put pictures into {root / empty[0]}", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
+    return UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)
 
 
 def _digests(names: PictureNames) -> numpy.ndarray:
