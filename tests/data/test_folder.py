@@ -18,7 +18,7 @@ from manyhands.data.decode import CorruptImageError, decode
 from manyhands.data.folder import Listing, split
 from manyhands.data.loader import Loader
 from manyhands.data.names import PictureNames
-from manyhands.data.open import open_data, resolve_pixels
+from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
 from manyhands.run.predict import list_pictures
@@ -235,9 +235,7 @@ def test_other_splits_may_lack_classes_and_class_folders_may_be_empty(tmp_path):
     assert splits.held_out.labels.tolist() == [2, 2, 2]
     said = "\n".join(splits.notes)
     assert "folder(s) without pictures are no classes: e" in said
-    assert "val/ has no pictures of 1 class(es): b" in said
     assert "val/ has folder(s) without pictures: f" in said
-    assert "test/ has no pictures of 3 class(es): a, b, d" in said
     picture(tmp_path / "val" / "f" / "0.png")
     with pytest.raises(UserError, match="val/ has 1 class folders that train/ lacks: f"):
         opened(tmp_path)
@@ -286,6 +284,15 @@ def test_splits_in_other_spellings_are_used_and_said(tmp_path, train, test):
         ("train/cat train/dog Val/cat Eval/cat", "for the same split"),
         ("train/cat train/dog val", '"val" has no class folders'),
         ("train/steam train/diesel bus car", "is the training split, or a class"),
+        ("train/steam bus/s car/s", "is the training split, or a class"),
+        ("cat/train cat/test dog", r"alone: cat/ holds test, train; dog/ holds pictures"),
+        ("cat/train cat/test cat dog/train dog/test", "alone: cat/ holds pictures, test, train; dog/ holds"),
+        ("cat/train cat/test cat/odd dog/train dog/test dog/odd", "alone: cat/ holds odd, test, train"),
+        ("cat/train cat/test dog/train", "class folders hold splits, but each must hold"),
+        ("cat/train cat/test dog/train dog/val", "class folders hold splits, but each must hold"),
+        ("cat/train dog/test", "class folders hold splits, but each must hold"),
+        ("cat/train cat/val cat/valid dog/train dog/val dog/valid", "class folders hold splits, but each must hold"),
+        ("cat/train cat/test cat/pred dog/train dog/test dog/pred", "class folders hold splits, but each must hold"),
     ],
 )
 def test_splits_that_allow_several_readings_are_refused(tmp_path, folders, word):
@@ -294,6 +301,28 @@ def test_splits_that_allow_several_readings_are_refused(tmp_path, folders, word)
     with pytest.raises(UserError, match=word) as caught:
         opened(tmp_path)
     assert caught.value.mend
+
+
+@pytest.mark.parametrize("folders", ["cat/train dog/train", "cat/bus cat/train dog/rail", "cat/test dog/val"])
+def test_folders_inside_class_folders_are_no_splits_unless_some_are_for_training_and_others_are_not(tmp_path, folders):
+    for folder in folders.split():
+        picture(tmp_path / folder / "0.png")
+        picture(tmp_path / folder / "1.png")
+    splits = opened(tmp_path)
+    assert (splits.classes, splits.notes) == (("cat", "dog"), ())
+    assert len(splits.train) + len(splits.test) == 2 * len(folders.split())
+
+
+def test_a_folder_with_splits_inside_its_class_folders_can_be_held_out_by_its_test_split(tmp_path):
+    make(tmp_path / "set", count=2)
+    for name in ("cat", "dog"):
+        make(tmp_path / "other" / name, classes=("train", "Testing"), count=3)
+    splits = opened(tmp_path / "set", held_out=str(tmp_path / "other"))
+    assert len(splits.held_out) == 6
+    assert not is_plain_folder(str(tmp_path / "other"))
+    (tmp_path / "other" / "dog").rename(tmp_path / "other" / "train")  # a class of that name
+    splits = opened(tmp_path / "other")
+    assert (splits.classes, len(splits.train), len(splits.test)) == (("cat", "train"), 6, 6)
 
 
 @pytest.mark.parametrize("name", ["train", "Test", "valid", "eval_set"])

@@ -50,15 +50,17 @@ class Made:
         path.touch()
         self.used[split].add((label, str(path)))
 
-    def classes(self, place: Path, split: str, counts: dict[str, int]) -> None:
+    def classes(self, place: str, split: str, counts: dict[str, int]) -> None:
+        """Adds class folders; `place` has a * where their names go."""
         for label, count in counts.items():
-            (place / label).mkdir(parents=True, exist_ok=True)
-            self.folders.append((place / label, split, label))
+            folder = self.root / place.replace("*", label)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.folders.append((folder, split, label))
             for number in range(count):
-                deeper = place / label / "more" if number == 2 else place / label
+                deeper = folder / "more" if number == 2 else folder
                 self.picture(deeper / f"{number}.{'png' if number else 'JPG'}", split, label)
             if count > 2:
-                self.folders.append((place / label / "more", split, label))
+                self.folders.append((folder / "more", split, label))
 
     def put_strange(self, place: Path, name: str) -> None:
         """Adds a file, or a folder with a picture, that isn't used."""
@@ -97,12 +99,13 @@ class Made:
 
 @st.composite
 def plans(draw):
-    """Splits with their folders' names and the pictures of each class; what else lies at which level."""
+    """Splits with the places of their class folders and the pictures of each class; what else lies at which level."""
     counts = draw(COUNTS.filter(lambda found: sum(map(bool, found.values())) > 1))
-    plan: dict[str, tuple[str, dict[str, int]]] = {"": ("", counts)}
+    plan: dict[str, tuple[str, dict[str, int]]] = {"": ("*", counts)}
     if draw(st.booleans()):
         splits = ["train", *draw(st.sampled_from([[], ["val"], ["test"], ["val", "test"]]))]
         before, behind = draw(st.sampled_from(AFFIXES))
+        inside = len(splits) > 1 and draw(st.booleans())  # each class folder is divided
         plan = {}
         for split in splits:
             name = before + draw(st.sampled_from(WORDS[split])) + behind
@@ -110,7 +113,7 @@ def plans(draw):
             part = counts if split == "train" else {label: draw(st.integers(0, 2)) for label in counts}
             if split != "train" and not any(part.values()):
                 part = dict.fromkeys(counts, 1)
-            plan[split] = (name, part)
+            plan[split] = (f"*/{name}" if inside else f"{name}/*", part)
     strange = st.sampled_from((*JUNK_FOLDERS, *JUNK_FILES, *OTHER_FILES))
     links = st.sampled_from(("elsewhere", "loop", "picture", "nothing"))
     level = st.integers(0, 30)
@@ -124,11 +127,11 @@ def plans(draw):
 
 
 def put_there(made: Made, plan, strange, links, loose, extras) -> None:
-    for split, (name, counts) in plan.items():
-        made.classes(made.root / name, split, counts)
-    splits = [made.root / name for name, _ in plan.values()]
-    above = sorted({made.root, *splits, *(place.parent for place in splits if "" not in plan)})
-    if "" not in plan:
+    for split, (place, counts) in plan.items():
+        made.classes(place, split, counts)
+    outer = [made.root / place.removesuffix("/*") for place, _ in plan.values() if place.endswith("/*")]
+    above = sorted({made.root, *outer, *(place.parent for place in outer)})
+    if outer:
         for name in extras:
             (made.root / name / "deep").mkdir(parents=True)
             (made.root / name / "deep" / "0.png").touch()
@@ -156,18 +159,26 @@ def named_in(notes) -> Counter[str]:
     return found
 
 
-EXAMPLE = {"train": ("Training", {"cat": 3, "猫": 2, "0": 0}), "test": ("Testing", {"cat": 1, "猫": 0, "0": 2})}
+EXAMPLE = {"train": ("Training/*", {"cat": 3, "猫": 2, "0": 0}), "test": ("Testing/*", {"cat": 1, "猫": 0, "0": 2})}
+INSIDE = {"train": ("*/Training", {"cat": 3, "猫": 2, "0": 0}), "test": ("*/Testing", {"cat": 1, "猫": 0, "0": 0})}
 
 
 @settings(max_examples=60)
 @given(plans())
 @example((EXAMPLE, {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}, {(0, "loop")}, {0, 1}, {"extras"}))
+@example((INSIDE, {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}, {(0, "loop"), (1, "elsewhere")}, {0}, {"extras"}))
 def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_path, plan):
     made = Made(tmp_path, f"set{next(NUMBERS)}")
     put_there(made, *plan)
     options = DataOptions(name=str(made.root))
     seen = {label for found in made.used.values() for label, _ in found}
-    unread = {label for place, split, label in made.folders if split in ("", "train") and [*place.glob("[ab].[hH]*")]}
+    shared = any(place.startswith("*") for place, _ in plan[0].values())
+    folders = [(place, label) for place, split, label in made.folders if shared or split == "train"]
+    unread = {label for place, label in folders if [*place.glob("[ab].[hH]*")]}
+    if [*plan[0]] == ["train"] and len(plan[4] - {"pred"}) > 1:
+        with pytest.raises(UserError, match="is the training split, or a class beside"):
+            open_data(options)
+        return
     if unread - seen:  # a folder of nothing but HEIC isn't an empty one
         with pytest.raises(UserError, match="has only pictures in formats that can't be read"):
             open_data(options)
@@ -196,8 +207,13 @@ def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_pa
     said = "\n".join(splits.notes)
     empty = {label for _, counts in plan[0].values() for label in counts} - {*splits.classes}
     assert all(word in said for word in empty)
-    folders = {name.partition("/")[0] for split, (name, _) in plan[0].items() if split}
-    assert folders <= {"train", "val", "valid", "test"} or all(f"{name}/ is used for" in said for name in folders)
+    if shared:
+        uses = dict(zip(words, ("training", "evaluation", "the test at the end"), strict=False))
+        said_of = "within each class folder " + ", ".join(f"{word}/ is used for {use}" for word, use in uses.items())
+        assert (said_of in said) == (len(words) > 1)
+    else:
+        names = {place.partition("/")[0] for place, _ in plan[0].values()}
+        assert names <= {"train", "val", "valid", "test"} or all(f"{name}/ is used for" in said for name in names)
 
 
 @given(st.sets(st.sampled_from([word for words in WORDS.values() for word in words]), min_size=2, max_size=4))

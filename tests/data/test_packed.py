@@ -63,6 +63,7 @@ SHAPES = st.fixed_dictionaries(
         "classes": st.lists(st.sampled_from(NAMES), min_size=2, max_size=4, unique=True),
         "count": st.integers(1, 5),
         "parts": st.sampled_from([("",), ("train",), ("train", "val"), ("train", "val", "test")]),
+        "inside": st.booleans(),  # the parts' folders lie in each class folder
         "side": st.sampled_from([8, 70]),
         "suffix": st.sampled_from(["png", "JPEG", "bmp"]),
         "shard_bytes": st.sampled_from([1, 5_000, 1 << 20]),
@@ -78,7 +79,8 @@ def test_a_folder_its_pack_and_the_pack_alone_give_the_same(shape):
         for part in shape["parts"]:
             for label, name in enumerate(shape["classes"]):
                 for number in range(shape["count"]):
-                    path = root / part / name / f"图 {number}.{shape['suffix']}"
+                    place = f"{name}/{part}" if shape["inside"] and len(shape["parts"]) > 1 else f"{part}/{name}"
+                    path = root.joinpath(*place.split("/"), f"图 {number}.{shape['suffix']}")
                     picture(path, (shape["side"], shape["side"]), seed=label * 100 + number)
         pack = packed(root, shard_bytes=shape["shard_bytes"])
         assert {name for group in pack.groups for name in pack.names[group.start : group.stop]}
@@ -164,6 +166,40 @@ def test_a_smaller_copys_jpegs_are_those_that_pillow_makes(tmp_path):
     )
     image.resize((360, 256), Image.Resampling.BILINEAR).save(plain, "JPEG", quality=90)
     assert content == plain.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["png", "WebP", "jpg"])
+def test_a_smaller_copy_of_before_pictures_were_drawn_by_their_alpha_channel_is_noticed(tmp_path, suffix):
+    """Such pictures were black; JPEGs have no alpha channel, so that copies of JPEGs alone are used as before."""
+    root = make(tmp_path / "set", count=4, size=(120, 90))
+    if suffix != "jpg":
+        alpha = Image.linear_gradient("L").resize((120, 90))
+        Image.merge("RGBA", [Image.new("L", alpha.size)] * 3 + [alpha]).save(root / "cat" / f"icon.{suffix}")
+    for path in root.rglob("*.png"):
+        if suffix != "png":
+            Image.open(path).save(path.with_suffix(".jpg"))
+            path.unlink()
+    pack = packed(root, size=64, quality=90)
+    assert batches(root)[0].packed
+    with_other_head(decoding=None)(pack.folder)
+    splits, _ = batches(root)
+    alone, _ = batches(pack.folder)
+    if suffix == "jpg":
+        assert splits.packed
+        assert not any("older version" in note for note in alone.notes)
+        assert packed(root, size=64, quality=90).digest
+        return
+    assert not splits.packed
+    assert any(
+        "in the alpha channel alone" in note and "--size 64 --quality 90 --replace" in note for note in splits.notes
+    )
+    assert any("older version" in note for note in alone.notes)
+    with pytest.raises(UserError, match="by an older version"):
+        packed(root, size=64, quality=90)
+    pack = packed(root, size=64, quality=90, replace=True)
+    icon = pack.content(list(pack.names).index(f"cat/icon.{suffix}"))
+    assert Image.open(io.BytesIO(icon)).convert("L").getextrema()[1] > 200
+    assert batches(root)[0].packed
 
 
 def test_pictures_that_are_small_already_stay_as_they_are(tmp_path):

@@ -1,4 +1,4 @@
-"""Folders of class folders: what lies in them, and which pictures are for evaluation."""
+"""Listings of class folders, and their division into training and evaluation."""
 
 import hashlib
 import os
@@ -11,19 +11,10 @@ import numpy
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
-from manyhands.data.layout import read_layout, split_word
-from manyhands.data.names import PictureNames, plain_form, told_of_lookalike
+from manyhands.data.layout import read_layout, split_kind, split_word
+from manyhands.data.names import PictureNames, lookalike_difference, plain_form
 from manyhands.data.packed import PackedRows
-from manyhands.data.walk import (
-    UNREAD_SUFFIXES,
-    Identity,
-    Unused,
-    add_loose,
-    class_identities,
-    folders_in,
-    holds_pictures,
-    walk,
-)
+from manyhands.data.walk import UNREAD_SUFFIXES, Identity, Unused, Walk, class_identities, folders_in, holds_pictures
 
 _MOST_NAMES = 8
 
@@ -43,6 +34,11 @@ class Listing:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def folder(self) -> str:
+        """The name of the split's folder."""
+        return self.root.name if split_word(self.root.name) == self.word else self.word
+
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
 
@@ -58,31 +54,44 @@ class Listing:
 def list_parts(root: Path) -> tuple[Listing, ...]:
     """Lists the splits of a folder (training, evaluation and, if there is one, the test at the end), or all of it.
 
-    All have the same classes: a folder without pictures is one only where another split has pictures of that class.
-    Links carry no pictures of one split into another. Raises UserError: there are no class folders, fewer than two with
-    pictures, or the training split lacks a class of another.
+    All have the same classes: a folder without pictures is one only if another split has pictures of that class. Links
+    add no pictures of one split to another.
+
+    Raises:
+        UserError: there are no class folders, fewer than two with pictures, or the training split lacks a class.
     """
     layout, unused = read_layout(root), Unused()
-    add_loose(root, unused)
+    unused.add_files(root)
     for name in layout.unused:
         unused.add(name, "folder")
-    places = [root / path for path in layout.splits] or [root]
-    homes = [set(class_identities(place, folders_in(place))) for place in places]
+    places = [root] if layout.inside else [root / path for path in layout.splits] or [root]
+    homes = [class_identities(place, folders_in(place)) for place in places]
     notes, parts, entered = list(layout.notes), list[Listing](), list[set[Identity]]()
     for number, place in enumerate(places):
         others = [index for index in range(len(places)) if index != number]
         taken = {os.path.realpath(places[index]) for index in others}.union(*(homes[index] for index in others))
         taken.update(*(entered[index] for index in range(number) if not homes[index] & homes[number]))
         if shared := len(homes[number].intersection(set[Identity]().union(*homes[:number]))):
-            # Somebody linked whole class folders, so they want it; but they must know.
+            # Linked entire class folders are used, since they were linked on purpose; the note says what that means.
             why = ("the network is evaluated on pictures that it was trained on", "this is no test of new pictures")
-            of = f"{layout.train}/" if number == 1 else "other splits"
+            of = f"{layout.splits[0]}/" if number == 1 else "other splits"
             notes.append(f"{shared} class folder(s) of {layout.splits[number]}/ are those of {of}: {why[number - 1]}")
-        part, below = _list_classes(place, root, unused, taken - homes[number])
-        parts.append(replace(part, word=split_word(place.name) if layout.splits else ""))
+        part, below = _list_classes(place, root, unused, taken | homes[number])
+        parts.append(replace(part, word=split_word(place.name) if place != root else ""))
         entered.append(below)
+    if layout.inside:
+        parts = _by_folder_inside(parts[0], layout.splits)
     parts, more = _with_same_classes(parts)
     return (replace(parts[0], notes=(*notes, *more, *unused.notes())), *parts[1:])
+
+
+def list_whole(root: Path) -> Listing:
+    """The pictures in root's class folders, one or more, at any depth. Raises UserError: there is none."""
+    unused = Unused()
+    unused.add_files(root)
+    part, _ = _list_classes(root, root, unused, class_identities(root, folders_in(root)))
+    (listing,), notes = _with_same_classes([part], least=1)
+    return replace(listing, notes=(*notes, *unused.notes()))
 
 
 def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, ...]:
@@ -90,16 +99,16 @@ def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, ...]:
     return split(parts[0], validation) if len(parts) == 1 else tuple(parts)
 
 
-def list_whole(root: Path) -> Listing:
-    """The pictures in root's class folders, one or more, at any depth. Raises UserError: there is none."""
-    unused = Unused()
-    add_loose(root, unused)
-    (listing,), notes = _with_same_classes([_list_classes(root, root, unused, set())[0]], least=1)
-    return replace(listing, notes=(*notes, *unused.notes()))
+def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
+    """The pictures of each split, which lie in folders inside the class folders, such as cat/train/0.jpg."""
+    inside = [name.split("/", 2)[1] for name in listing.names]
+    kinds = {name: split_kind(name) for name in set(inside)}
+    found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)
+    return [replace(listing.part(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
 
 
 def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
-    """The listings with the same classes, and sentences on those that have no pictures.
+    """Gives all listings the same classes; returns them, and notes on classes without pictures.
 
     Raises UserError: fewer than `least` have some for training, or the training split lacks a class.
     """
@@ -110,78 +119,76 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
         raise _too_few_classes(parts[0].root, trained, empty)
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
-            what = f"{part.root.name}/ has {len(unknown)} class folders that {parts[0].root.name}/ lacks: "
-            alike = tuple(filter(None, (told_of_lookalike(name, parts[0].classes) for name in unknown)))
-            mend = (*alike, "remove them, or add folders with pictures of these classes for training")
-            raise UserError(what + _some(unknown), str(part.root), mend)
+            what = f"{part.folder}/ has {len(unknown)} class folders that {parts[0].folder}/ lacks: "
+            alike = tuple(filter(None, (lookalike_difference(name, parts[0].classes) for name in unknown)))
+            hints = (*alike, "remove them, or add folders with pictures of these classes for training")
+            raise UserError(what + _some(unknown), str(part.root), hints)
         if not there:
-            mend = (f"put pictures into its class folders, or remove {part.root.name}",)
-            raise UserError(f"{part.root.name}/ has no pictures", str(part.root), mend)
+            hints = (f"put pictures into its class folders, or remove {part.folder}",)
+            raise UserError(f"{part.folder}/ has no pictures", str(part.root), hints)
     seen = set[str]().union(*full)
     classes = tuple(name for name in parts[0].classes if name in seen)
     unseen = [name for name in empty if name not in seen]
     for name in unseen:
         if holds_pictures(parts[0].root / name, suffixes=UNREAD_SUFFIXES):
-            mend = ("convert its pictures, to JPEG for example", f"what is read: {', '.join(sorted(PICTURE_SUFFIXES))}")
+            hints = (
+                "convert its pictures, to JPEG for example",
+                f"what is read: {', '.join(sorted(PICTURE_SUFFIXES))}",
+            )
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
-            raise UserError(what, str(parts[0].root / name), mend)
+            raise UserError(what, str(parts[0].root / name), hints)
     notes = [f"folder(s) without pictures are no classes: {_some(unseen)}"] if unseen else []
-    for part, there in zip(parts[1:], full[1:], strict=True):
-        extra = sorted({*part.classes} - {*classes})
-        if missing := [name for name in classes if name not in there]:
-            notes.append(f"{part.root.name}/ has no pictures of {len(missing)} class(es): {_some(missing)}")
-        if extra:
-            notes.append(f"{part.root.name}/ has folder(s) without pictures: {_some(extra)}")
+    extras = [(part.folder, sorted({*part.classes} - {*parts[0].classes})) for part in parts[1:]]
+    notes += [f"{folder}/ has folder(s) without pictures: {_some(extra)}" for folder, extra in extras if extra]
     numbers = {name: number for number, name in enumerate(classes)}
     found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in parts]
     return [replace(part, classes=classes, labels=places[part.labels]) for part, places in found], notes
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """The pictures of one split of the data set in `top`, by its folders; and the folders that were entered."""
-    prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
+    """Lists one split of the data set in `top`; returns the folders that were entered, too. Raises UserError."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
-        add_loose(above, unused, f"{above.relative_to(top).as_posix()}/")
+        unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
     if not classes:
-        raise _no_classes(root)
+        loose = sum(entry.suffix.lower() in PICTURE_SUFFIXES for entry in root.iterdir())
+        found = f"; {loose:,} pictures lie in it directly" if loose else ""
+        hints = (
+            "make a folder for each class and put its pictures there",
+            "ImageNet's validation pictures, too, are sorted into class folders first",
+        )
+        raise UserError(f"{root} has no class folders{found}", str(root), hints)
     _check_names(root, classes)
-    below = walk(root, classes, taken, unused, prefix)
-    names = PictureNames.of_text(b"".join(found.text for found in below.classes))
-    counts = [found.text.count(0) for found in below.classes]
-    labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), counts)
-    return Listing(root, classes, names, labels), below.entered
+    walk = Walk(root, taken, unused, "" if root == top else f"{root.relative_to(top).as_posix()}/")
+    texts = walk.list_classes(classes)
+    labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), [text.count(0) for text in texts])
+    return Listing(root, classes, PictureNames.of_text(b"".join(texts)), labels), walk.entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
     """Raises UserError: names that can't be shown, or two that look the same."""
     encoding = sys.getfilesystemencoding().lower()
     for name in classes:
-        shown = f'the name of the class folder "{_as_bytes(name)}"'
-        if _is_utf8(name):
-            if encoding not in ("utf-8", "utf8") and not name.isascii():
-                mend = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
-                raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), mend)
-        elif any("\udc80" <= letter <= "\udcff" for letter in name):  # bytes that Python could only carry along
-            mend = (f"rename it; of many: convmv -f gbk -t utf-8 -r --notest {root}, with the encoding it was made in",)
-            raise UserError(f"{shown} isn't UTF-8", str(root), mend)
+        raw = os.fsencode(name)
+        shown = f'the name of the class folder "{repr(raw)[2:-1]}"'
+        try:
+            is_utf8 = raw.decode() == name
+        except UnicodeDecodeError:
+            if any(
+                "\udc80" <= letter <= "\udcff" for letter in name
+            ):  # bytes that have no meaning in the locale either
+                hint = (
+                    f"rename it; of many: convmv -f gbk -t utf-8 -r --notest {root}, with the encoding it was made in"
+                )
+                raise UserError(f"{shown} isn't UTF-8", str(root), (hint,)) from None
+        else:
+            if not is_utf8:
+                hints = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
+                raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
     if len({plain_form(name) for name in classes}) < len(classes):
-        alike = next(filter(None, (told_of_lookalike(name, classes) for name in classes)))
-        mend = ("put their pictures into one of them",)
-        raise UserError(f"two class folders look the same: {alike}", str(root), mend)
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        os.fsencode(name).decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _as_bytes(name: str) -> str:
-    """A name from the disk in characters that everything can show."""
-    return repr(os.fsencode(name))[2:-1]
+        alike = next(filter(None, (lookalike_difference(name, classes) for name in classes)))
+        hints = ("put their pictures into one of them",)
+        raise UserError(f"two class folders look the same: {alike}", str(root), hints)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -210,21 +217,11 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
 
 def _too_few_classes(root: Path, full: list[str], empty: list[str]) -> UserError:
     if not empty:
-        mend = ("a classifier needs two classes at least: one folder for each, beside this one",)
-        return UserError(f'{root} has only one class folder, "{full[0]}"', str(root), mend)
+        hints = ("a classifier needs two classes at least: one folder for each, beside this one",)
+        return UserError(f'{root} has only one class folder, "{full[0]}"', str(root), hints)
     only = f'only one class folder of {root} has pictures, "{full[0]}"; ' if full else ""
-    mend = (f"put pictures into {root / empty[0]}", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
-    return UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), mend)
-
-
-def _no_classes(root: Path) -> UserError:
-    loose = sum(entry.suffix.lower() in PICTURE_SUFFIXES for entry in root.iterdir())
-    found = f"; {loose:,} pictures lie in it directly" if loose else ""
-    mend = (
-        "make a folder for each class and put its pictures there",
-        "ImageNet's validation pictures, too, are sorted into class folders first",
-    )
-    return UserError(f"{root} has no class folders{found}", str(root), mend)
+    hints = (f"put pictures into {root / empty[0]}", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
+    return UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)
 
 
 def _digests(names: PictureNames) -> numpy.ndarray:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import torch
 
 from manyhands.data.decode import CorruptImageError, decode, probe
@@ -76,7 +77,7 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
     text += f"; {len(names):,} unreadable pictures left out" if names else ""
     notes = tuple(note for listing in listings for note in listing.notes)
     held_out = sources[2] if len(sources) > 2 else None
-    text += f"; {len(held_out):,} more in {listings[2].root.name}/ are kept for the end" if held_out is not None else ""
+    text += f"; {len(held_out):,} more in {listings[2].folder}/ are kept for the end" if held_out is not None else ""
     packed = listings[0].packed.pack.folder.name if listings[0].packed else ""
     return Splits(
         sources[0],
@@ -137,6 +138,5 @@ def _files(listing: Listing, corrupt: tuple[int, ...]) -> ImageFiles:
     return ImageFiles(read.names.below(str(read.root)), torch.from_numpy(read.labels), read.packed)
 
 
-def _good(listing: Listing, corrupt: tuple[int, ...]) -> list[int]:
-    bad = set(corrupt)
-    return [index for index in range(len(listing)) if index not in bad]
+def _good(listing: Listing, corrupt: tuple[int, ...]) -> numpy.ndarray:
+    return numpy.delete(numpy.arange(len(listing)), corrupt)

@@ -83,7 +83,7 @@ def plain_form(name: str) -> str:
     return unicodedata.normalize("NFC", name).strip()
 
 
-def told_of_lookalike(name: str, known: Iterable[str]) -> str:
+def lookalike_difference(name: str, known: Iterable[str]) -> str:
     """What a name differs in from one of those known that looks the same; else empty."""
     for other in known:
         if other != name and plain_form(other) == plain_form(name):

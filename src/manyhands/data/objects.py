@@ -13,8 +13,6 @@ from manyhands.data.decode import is_grey
 from manyhands.data.on_demand import (
     as_picture,
     read_own,
-    read_pair,
-    read_sample,
     restored_generators,
     seed_generators,
     whole_number,
@@ -63,7 +61,7 @@ def has_targets(dataset: Any) -> bool:
         return False
     with restored_generators():
         seed_generators(0)
-        return whole_number(read_sample(dataset, 0)[1]) is None
+        return whole_number(read_own(UserSamples(dataset, targets=True), 0)[1]) is None
 
 
 def splits_of_targets(train: Any) -> Splits:
@@ -151,7 +149,7 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 def _read_labels(dataset: Any) -> Tensor:
     with restored_generators():
-        return torch.tensor([read_pair(dataset, sample)[1] for sample in range(len(dataset))])
+        return torch.tensor([read_own(UserSamples(dataset), sample)[1] for sample in range(len(dataset))])
 
 
 def _pixels(source: Source) -> Pixels:

@@ -23,7 +23,7 @@ from manyhands.core.seeds import derive
 from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.random import epoch_draws
-from manyhands.data.splits import ImageFiles, UserSamples
+from manyhands.data.splits import ImageFiles, UserSamples, check_labels
 from manyhands.data.transforms import Pixels
 
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
@@ -109,18 +109,11 @@ class OwnSamples:
             images = _stack([image for image, _ in pairs], samples)
             if self._source.targets:
                 return images, as_targets([target for _, target in pairs]), []
-            self._refuse_other_labels([label for _, label in pairs], samples)
-            return images, torch.tensor([label for _, label in pairs]), []
+            labels = torch.tensor([label for _, label in pairs])
+            # Labels that the data set knows are checked when it is opened.
+            return images, check_labels(labels, self._classes, "the data set", samples) if self._classes else labels, []
         except ManyhandsError as error:
             return _with_excerpt(error)
-
-    def _refuse_other_labels(self, labels: list[int], samples: list[int]) -> None:
-        """What a data set knows of its labels is checked when it is opened; what it tells by the sample, here."""
-        for label, sample in zip(labels, samples, strict=True):
-            if self._classes and not 0 <= label < self._classes:
-                what = f"the label of sample {sample:,} is {label}, but there are {self._classes} classes"
-                mend = (f"labels are whole numbers from 0 to {self._classes - 1}; mend or leave out the sample",)
-                raise UserError(what, "the data set", mend)
 
     def _one(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
         seed_generators(derive(self._seed, "sample", epoch, sample))
@@ -138,15 +131,15 @@ class OwnSamples:
         raise UserError(what, "the data set", _PAIR)
 
 
-def read_sample(dataset: Any, sample: int) -> tuple[Any, Any]:
-    """Reads (x, y).
+def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
+    """Reads (x, y) of the user's own data set; y becomes an int unless it is a target.
 
     Raises:
         RunError: the data set raised something.
-        UserError: the sample isn't a pair.
+        UserError: the sample isn't a pair, or y is no whole number.
     """
     try:
-        content = dataset[sample]
+        content = source.dataset[sample]
     except (ManyhandsError, MemoryError):
         raise
     except Exception as error:
@@ -155,27 +148,19 @@ def read_sample(dataset: Any, sample: int) -> tuple[Any, Any]:
     if not isinstance(content, tuple | list) or len(content) != 2:
         raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", _PAIR)
     image, label = content
-    return image, label
-
-
-def read_pair(dataset: Any, sample: int) -> tuple[Any, int]:
-    """Reads (x, y) and turns y into an int. Raises as `read_sample`, and UserError: y is no whole number."""
-    image, label = read_sample(dataset, sample)
+    if source.targets:
+        return image, label
     number = whole_number(label)
     if number is None:
         raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", _PAIR)
     return image, number
 
 
-def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
-    """Reads (x, y) of the user's own data set; y is an int, or what it is where it's a target."""
-    return (read_sample if source.targets else read_pair)(source.dataset, sample)
-
-
 def whole_number(label: Any) -> int | None:
-    """A label as an int, or None where it isn't one whole number."""
-    number = label.item() if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and _single(label) else label
-    return None if isinstance(number, bool) or not isinstance(number, int) else number
+    """A label as an int, or None if it isn't one whole number."""
+    if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and all(size == 1 for size in label.shape):
+        label = label.item()
+    return None if isinstance(label, bool) or not isinstance(label, int) else label
 
 
 def as_targets(found: list[Any]) -> Tensor:
@@ -227,10 +212,6 @@ def restored_generators() -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         numpy.random.set_state(states[2])
-
-
-def _single(label: Any) -> bool:
-    return all(size == 1 for size in label.shape)
 
 
 def _stack(images: list[Tensor], samples: list[int]) -> Tensor:

@@ -69,9 +69,9 @@ def is_published(name: str) -> bool:
 
 
 def is_plain_folder(name: str) -> bool:
-    """True for a folder of class folders that isn't divided into train/ and others. Raises UserError: it is unclear."""
+    """True for a folder of class folders that isn't divided into splits. Raises UserError: its layout is ambiguous."""
     place, is_folder = Path(name).expanduser(), not named(name) and find_choice(name) == "imagefolder"
-    return is_folder and not (is_divided_pack(place) if is_pack(place) else read_layout(place).train)
+    return is_folder and not (is_divided_pack(place) if is_pack(place) else read_layout(place).splits)
 
 
 def open_whole(options: DataOptions) -> Splits:

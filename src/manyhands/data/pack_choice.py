@@ -1,4 +1,4 @@
-"""Whether a folder's packed copy is there and up to date, and its pictures in the place of the folder's. No torch."""
+"""Choice between a folder and its packed copy, which is read if it is up to date. No torch."""
 
 import os
 import shlex
@@ -21,31 +21,26 @@ def place_of_pack(root: Path) -> Path:
     return whole.with_name(f"{whole.name}.pack")
 
 
-def packed_listings(pack: PackedSet) -> Parts:
-    """The same from a pack alone, without the folder."""
-    labels = pack.columns["label"]
-    return tuple(
-        Listing(
-            pack.folder / group.word,
-            pack.classes,
-            pack.names[group.start : group.stop],
-            labels[group.start : group.stop].astype(numpy.int64),
-            group.word,
-            packed=PackedRows(pack, numpy.arange(group.start, group.stop)),
-        )
-        for group in pack.groups
-    )
-
-
 def is_divided_pack(folder: Path) -> bool:
     """True for a pack of a folder with train/ and others. Raises UserError: it was altered."""
     return is_pack(folder) and bool(open_pack(folder).groups[0].word)
 
 
 def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
-    """A pack without its folder, and sentences for the user. Raises UserError: it was altered."""
+    """The listings of a pack without its folder, and notes for the user. Raises UserError: it was altered."""
     pack = open_pack(folder)
-    return packed_listings(pack), note_of_sizes(pack)
+    listings = [
+        Listing(
+            pack.folder / word,
+            pack.classes,
+            pack.names[start:stop],
+            pack.columns["label"][start:stop].astype(numpy.int64),
+            word,
+            packed=PackedRows(pack, numpy.arange(start, stop)),
+        )
+        for word, start, stop in pack.groups
+    ]
+    return tuple(listings), _notes(pack)
 
 
 def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -63,7 +58,7 @@ def _state(path: str) -> tuple[int, int]:
 
 
 def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
-    """What the folder has that the pack hasn't, or has otherwise, in words; empty where nothing."""
+    """Differences between the folder and the pack, in words; empty if there are none."""
     groups = {group.word: group for group in pack.groups}
     words = [listing.word for listing in listings]
     if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
@@ -83,7 +78,7 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
 
 
 def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts, tuple[str, ...]]:
-    """The listings of a folder with its packed copy, where that suits, and sentences for the user.
+    """The listings of a folder, with its packed copy if that is used, and notes for the user.
 
     Raises UserError: the packed copy was altered.
     """
@@ -91,22 +86,25 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
     if not options.packed or not is_pack(place):
         return listings, ()
     pack = open_pack(place)
-    if changed := difference(pack, listings):
-        note = f"the packed copy {place.name} isn't read, since the folder has changed ({changed}):"
+    changed = difference(pack, listings)
+    if changed or pack.outdated:
+        reason = f"the folder has changed ({changed})" if changed else pack.outdated
         how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
-        return listings, (f"{note} manyhands pack {shlex.quote(str(root))}{how} --replace packs it anew",)
+        again = f"manyhands pack {shlex.quote(str(root))}{how} --replace packs it anew"
+        return listings, (f"the packed copy {place.name} isn't read, since {reason}: {again}",)
     if 0 < pack.size < options.image_size:
         return listings, (f"the packed copy {place.name} isn't read, since its pictures are smaller ({pack.made})",)
-    groups = {group.word: group for group in pack.groups}
-    found: list[Listing] = []
-    for listing in listings:
-        group = groups[listing.word]
-        found.append(replace(listing, packed=PackedRows(pack, numpy.arange(group.start, group.stop))))
-    return tuple(found), note_of_sizes(pack)
+    rows = {word: numpy.arange(start, stop) for word, start, stop in pack.groups}
+    found = (replace(listing, packed=PackedRows(pack, rows[listing.word])) for listing in listings)
+    return tuple(found), _notes(pack)
 
 
-def note_of_sizes(pack: PackedSet) -> tuple[str, ...]:
+def _notes(pack: PackedSet) -> tuple[str, ...]:
     """Says where results may differ from the folder's."""
     if not pack.size:
         return ()
-    return (f"{pack.folder.name} has pictures of other sizes than the folder ({pack.made}): results may differ",)
+    notes = [f"{pack.folder.name} has pictures of other sizes than the folder ({pack.made}): results may differ"]
+    if pack.outdated:
+        again = f"manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace packs it anew"
+        notes.append(f"{pack.folder.name} was made by an older version, and {pack.outdated}: {again}")
+    return tuple(notes)

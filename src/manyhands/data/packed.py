@@ -29,6 +29,10 @@ from manyhands.core.outside import open_file, read_object
 from manyhands.data.names import PictureNames
 
 FORMAT = 1
+# The version of decoding that resized pictures went through. 1: those with their content in the alpha channel alone
+# became black.
+DECODING = 2
+_WITH_ALPHA = (b".png", b".gif", b".webp", b".tif", b".tiff", b".bmp", b".avif", b".jp2")
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
 SHARD_NAME = r"[a-z]+-[0-9]{6,}\.tar"
 # The columns of samples.npz beside the names, and those of folder.npz; with the kinds that numpy's numbers have.
@@ -58,42 +62,32 @@ class ShardEntry(NamedTuple):
     sha256: str
 
 
-class _Index(BaseModel):
-    """What pack.json says of the set, of which it has the digest."""
-
-    classes: tuple[str, ...]
-    groups: tuple[PackedGroup, ...]
-    shards: tuple[ShardEntry, ...]
-    size: NonNegativeInt
-    quality: NonNegativeInt
-    samples_sha256: str
-
-    def fits(self, columns: Columns, count: int) -> bool:
-        """Whether so many pictures with these columns are what is said here."""
-        places = [0, *(group.stop for group in self.groups)]
-        return (
-            all(name in columns and columns[name].shape == (count,) and columns[name].dtype.kind == kind
-                for name, kind in (_OF_SAMPLES | _OF_STATE).items())
-            and [group.start for group in self.groups] == places[:-1]
-            and sorted({*places, count}) == places
-            and int(columns["label"].max()) < len(self.classes)
-            and int(columns["shard"].max()) < len(self.shards)
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class PackedSet:
-    """An open pack."""
+class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
+    """An open pack: what pack.json has of the set, and the columns."""
 
     folder: Path
     classes: tuple[str, ...]
     groups: tuple[PackedGroup, ...]
     shards: tuple[ShardEntry, ...]
-    size: int  # of the shorter side at most; 0 where pictures are as they were
-    quality: int  # of the JPEGs that were made; 0 likewise
+    size: NonNegativeInt  # of the shorter side at most; 0 if pictures are as they were
+    quality: NonNegativeInt  # of the JPEGs that were made; 0 likewise
+    decoding: NonNegativeInt = 1
+    samples_sha256: str
     digest: str  # of the set: what is in it, not when and where it was made
     columns: Columns  # label, shard, offset, length, crc; bytes and time of the folder's files
     names: PictureNames  # below the group's folder, with "/"
+
+    def is_consistent(self) -> bool:
+        """True if columns, groups, classes and shards fit together."""
+        count, bounds = len(self.names), [0, *(group.stop for group in self.groups)]
+        return (
+            all(name in self.columns and self.columns[name].shape == (count,) and self.columns[name].dtype.kind == kind
+                for name, kind in (_OF_SAMPLES | _OF_STATE).items())
+            and [group.start for group in self.groups] == bounds[:-1]
+            and sorted({*bounds, count}) == bounds
+            and int(self.columns["label"].max()) < len(self.classes)
+            and int(self.columns["shard"].max()) < len(self.shards)
+        )  # fmt: skip
 
     def content(self, row: int) -> bytes:
         """A picture's file. Raises UserError: the shard was altered."""
@@ -107,6 +101,15 @@ class PackedSet:
         if zlib.crc32(content) != crc:
             raise altered(path, f"the picture {self.names[row]} in it isn't the one that was packed")
         return content
+
+    @property
+    def outdated(self) -> str:
+        """Why the folder should be packed anew, although it hasn't changed; empty if it needn't."""
+        if not self.size or self.decoding >= DECODING:
+            return ""
+        blocks = (block.lower() for block in self.names.blocks())
+        affected = any(suffix + b"\0" in block for block in blocks for suffix in _WITH_ALPHA)
+        return "pictures with their content in the alpha channel alone are black in it" if affected else ""
 
     @property
     def size_bytes(self) -> int:
@@ -159,27 +162,27 @@ def is_pack(folder: Path) -> bool:
 
 
 def open_pack(folder: Path) -> PackedSet:
-    """Reads the index of a pack. Raises UserError: it was altered, or is of a version that isn't known."""
+    """Reads the index of a pack. Raises UserError: it was altered, or has an unknown version."""
     head = read_object(folder / HEAD)
     content = head.get("set") if head else None
     if head is None or not isinstance(content, dict) or head.get("digest") != digest_of(content):
         raise altered(folder / HEAD, "its index isn't whole")
     if content.get("format") != FORMAT:
-        mend = ("use the version of manyhands that packed it, or pack the folder anew: --replace",)
-        raise UserError(f"the packed copy has format {content.get('format')}", str(folder), mend)
-    try:
-        index = _Index.model_validate(content)
-    except ValidationError as error:
-        raise altered(folder / HEAD, "its index isn't whole") from error
+        hints = ("use the version of manyhands that packed it, or pack the folder anew: --replace",)
+        raise UserError(f"the packed copy has format {content.get('format')}", str(folder), hints)
     samples, state = _columns(folder / SAMPLES), _columns(folder / STATE)
-    if columns_digest(samples) != index.samples_sha256:
+    if columns_digest(samples) != content.get("samples_sha256"):
         raise altered(folder / SAMPLES, "it isn't the one that was written")
     columns = samples | {name: state[name] for name in _OF_STATE if name in state}
     names = PictureNames.of_text(bytes(columns.pop("names", numpy.zeros(0))) + b"\0")
-    if not index.fits(columns, len(names)):
+    opened = {"folder": folder, "digest": head["digest"], "columns": columns, "names": names}
+    try:
+        pack = PackedSet.model_validate(content | opened)
+    except ValidationError as error:
+        raise altered(folder / HEAD, "its index isn't whole") from error
+    if not pack.is_consistent():
         raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't go together")
-    made = index.size, index.quality, head["digest"]
-    return PackedSet(folder, index.classes, index.groups, index.shards, *made, columns, names)
+    return pack
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

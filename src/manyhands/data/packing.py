@@ -24,6 +24,7 @@ from manyhands.data.child import begin_worker
 from manyhands.data.folder import Listing, list_parts
 from manyhands.data.pack_choice import difference, folder_state
 from manyhands.data.packed import (
+    DECODING,
     FORMAT,
     HEAD,
     SAMPLES,
@@ -64,7 +65,6 @@ class _Contents:
     """What is to be packed, in the folder's order."""
 
     listings: tuple[Listing, ...]
-    words: tuple[str, ...]
     labels: numpy.ndarray  # int64 [n], as all of the following
     sizes: numpy.ndarray
     times: numpy.ndarray
@@ -80,38 +80,12 @@ class _Contents:
         return PictureFile(row, self.path(row), int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
 
 
-@dataclass(frozen=True)
-class PackEstimate:
-    """What a packed copy would be, by some of its pictures."""
-
-    pictures: int
-    folder_bytes: int
-    members: tuple[PictureFile, ...]  # those that were tried
-    packed: tuple[bytes, ...]  # what became of them
-    bad: tuple[str, ...]  # of those that were tried, what can't be read
-
-    @property
-    def ratio(self) -> float:
-        """Of the pictures' bytes packed to those now."""
-        return sum(map(len, self.packed)) / max(1, sum(member.size_bytes for member in self.members))
-
-    @property
-    def pack_bytes(self) -> int:
-        return round(self.folder_bytes * self.ratio) + _TAR_ADDS * self.pictures
-
-
 def read_contents(root: Path) -> _Contents:
     """Lists a folder as training does. Raises UserError: it can't be used, or a picture is missing."""
     listings = list_parts(root)
     states = [folder_state(listing) for listing in listings]
     sizes, times = (numpy.concatenate([state[column] for state in states]) for column in (0, 1))
-    contents = _Contents(
-        listings,
-        tuple(listing.word for listing in listings),
-        numpy.concatenate([listing.labels for listing in listings]),
-        sizes,
-        times,
-    )
+    contents = _Contents(listings, numpy.concatenate([listing.labels for listing in listings]), sizes, times)
     if (sizes < 0).any():
         missing = contents.path(int(numpy.argmax(sizes < 0)))
         mend = ("mend or remove the file, or the link to it, then give the command again",)
@@ -119,31 +93,28 @@ def read_contents(root: Path) -> _Contents:
     return contents
 
 
-def estimate(contents: _Contents, request: PackRequest) -> PackEstimate:
-    """Packs some pictures, spread over the folder, in memory."""
+def _ratio(contents: _Contents, request: PackRequest) -> float:
+    """The bytes of resized pictures relative to those of the files, by some pictures spread over the folder."""
     chosen = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
-    tried = [packed_picture(member, request.size, request.quality) for member in chosen]
-    packed = tuple(content for _, content, _ in tried)
-    bad = tuple(member.path for member, (*_, readable) in zip(chosen, tried, strict=True) if not readable)
-    return PackEstimate(len(contents.sizes), int(contents.sizes.sum()), tuple(chosen), packed, bad)
+    packed = [len(packed_picture(member, request.size, request.quality)[1]) for member in chosen]
+    return sum(packed) / max(1, sum(member.size_bytes for member in chosen))
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
-    """True where the pack is there and holds the folder as it is.
-
-    Raises UserError: there is another one, which isn't overwritten.
-    """
+    """True if the pack is there and holds the folder as it is. Raises UserError: there is a different one."""
     if not is_pack(request.target):
         return False
     pack = open_pack(request.target)
-    changed = difference(pack, contents.listings)
-    mend = (f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew", "or name another place: --to")
-    if changed:
-        raise UserError(f"there is a packed copy of the folder as it was: {changed}", str(request.target), mend)
-    if (pack.size, pack.quality) != (request.size, request.quality):
-        there = pack.made or "pictures as they are"
-        raise UserError(f"there is another packed copy of this folder ({there})", str(request.target), mend)
-    return True
+    if changed := difference(pack, contents.listings):
+        what = f"there is a packed copy of the folder as it was: {changed}"
+    elif pack.outdated:
+        what = f"there is a packed copy by an older version: {pack.outdated}"
+    elif (pack.size, pack.quality) != (request.size, request.quality):
+        what = f"there is another packed copy of this folder ({pack.made or 'pictures as they are'})"
+    else:
+        return True
+    again = f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew"
+    raise UserError(what, str(request.target), (again, "or name another place: --to"))
 
 
 def make_pack(
@@ -197,7 +168,7 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
     if begun is None or begun.get("key") != key or not isinstance(begun.get("ratio"), float):
         for path in (*filter(_is_ours, request.target.glob("*.tar")), *request.target.glob(".*.tar*")):
             path.unlink(missing_ok=True)
-        begun = {"key": key, "ratio": estimate(contents, request).ratio if request.size else 1.0}
+        begun = {"key": key, "ratio": _ratio(contents, request) if request.size else 1.0}
         _write_json(request.target / _BEGUN, begun)
     for path in request.target.glob(".*.part"):
         path.unlink(missing_ok=True)
@@ -208,7 +179,9 @@ def _key(contents: _Contents, request: PackRequest) -> str:
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times}
     columns["names"] = _names(contents)
     made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
-    return digest_of(made | {"words": contents.words, "files": columns_digest(columns)})
+    made |= {"decoding": DECODING} if request.size else {}
+    words = [listing.word for listing in contents.listings]
+    return digest_of(made | {"words": words, "files": columns_digest(columns)})
 
 
 def _names(contents: _Contents) -> numpy.ndarray:
@@ -219,11 +192,10 @@ def _names(contents: _Contents) -> numpy.ndarray:
 
 def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
     """Cuts each group, in its random order, into shards of about equal size."""
-    start = 0
-    for word, listing in zip(contents.words, contents.listings, strict=True):
-        order = start + numpy.array(_shuffled(len(listing), word), numpy.int64)
+    for word, start, stop in _groups(contents):
+        order = start + numpy.array(_shuffled(stop - start, word), numpy.int64)
         upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)
-        count = min(len(listing), max(1, round(float(upto[-1]) / request.shard_bytes)))
+        count = min(len(order), max(1, round(float(upto[-1]) / request.shard_bytes)))
         ends = numpy.searchsorted(upto, upto[-1] * numpy.arange(1, count) / count, side="right")
         first = 0
         for number, rows in enumerate(part for part in numpy.split(order, ends) if len(part)):
@@ -231,7 +203,6 @@ def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[
             members = tuple(map(contents.member, rows.tolist()))
             yield ShardTask(target, first, members, request.size, request.quality)
             first += len(rows)
-        start += len(listing)
 
 
 def _shuffled(count: int, word: str) -> list[int]:
@@ -258,24 +229,24 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
 
 
 def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
-    """Puts the index together and writes it, last of all what makes the pack whole; what can't be read."""
+    """Writes the index, pack.json last, since that makes the pack complete; returns unreadable pictures."""
     count, target = len(contents.sizes), request.target
     columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
+    columns |= {"label": contents.labels.astype(numpy.uint32), "names": _names(contents)}
     shards: list[tuple[str, int, int, str]] = []
     bad: list[int] = []
     for number, task in enumerate(tasks):
-        told = written(task)
-        if told is None:
+        shard = written(task)
+        if shard is None:
             raise UserError(f"{task.target.name} is gone", str(target), ("give the same command again",))
-        columns["shard"][told["row"]] = number
+        columns["shard"][shard["row"]] = number
         for name in ("offset", "length", "crc"):
-            columns[name][told["row"]] = told[name]
-        bad += told["row"][told["bad"] != 0].tolist()
-        shards.append((task.target.name, len(task.members), int(told["bytes"]), str(told["sha256"])))
-    columns["label"] = contents.labels.astype(numpy.uint32)
-    columns["names"] = _names(contents)
-    _write_columns(target / SAMPLES, columns)
-    _write_columns(target / STATE, {"bytes": contents.sizes, "time": contents.times})
+            columns[name][shard["row"]] = shard[name]
+        bad += shard["row"][shard["bad"] != 0].tolist()
+        shards.append((task.target.name, len(task.members), int(shard["bytes"]), str(shard["sha256"])))
+    for path, content in ((SAMPLES, columns), (STATE, {"bytes": contents.sizes, "time": contents.times})):
+        with replacing(target / path) as part, part.open("wb") as file:
+            write_columns(file, content)
     content = {
         "format": FORMAT,
         "classes": contents.listings[0].classes,
@@ -285,8 +256,8 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         "order_seed": _SEED,
         "shards": shards,
         "samples_sha256": columns_digest(columns),
+        **({"decoding": DECODING} if request.size else {}),
     }
-    content = json.loads(json.dumps(content))
     _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
     for path in (target / _BEGUN, *(task.told for task in tasks)):
         path.unlink(missing_ok=True)
@@ -295,14 +266,9 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
 
 def _groups(contents: _Contents) -> Iterator[tuple[str, int, int]]:
     start = 0
-    for word, listing in zip(contents.words, contents.listings, strict=True):
-        yield word, start, start + len(listing)
+    for listing in contents.listings:
+        yield listing.word, start, start + len(listing)
         start += len(listing)
-
-
-def _write_columns(path: Path, columns: Columns) -> None:
-    with replacing(path) as part, part.open("wb") as file:
-        write_columns(file, columns)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
 from manyhands.core.shown import plain
-from manyhands.data.names import PictureNames, told_of_lookalike
+from manyhands.data.names import PictureNames, lookalike_difference
 from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels
 
@@ -94,16 +94,18 @@ def describe(title: str, train: Source, test: Source, place: str = "") -> str:
     return f"{title}: {len(train):,} + {len(test):,} pictures" + (f" from {place}" if place else "")
 
 
-def check_labels(labels: Tensor, classes: int, place: str) -> Tensor:
-    """Labels [N] of any whole-number type as int64. Raises UserError: one is outside 0 … classes - 1; names it."""
+def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int] | None = None) -> Tensor:
+    """Labels [N] of any whole-number type, of all or of some samples, as int64.
+
+    Raises UserError: a label is outside 0 … classes - 1; names its sample.
+    """
     labels = labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):
-        sample = int(wrong[0])
-        what = f"the label of sample {sample:,} is {int(labels[sample])}, but there are {classes} classes"
-        raise UserError(
-            what, place, (f"labels are whole numbers from 0 to {classes - 1}; mend or leave out the sample",)
-        )
+        row = int(wrong[0])
+        what = f"the label of sample {samples[row] if samples else row:,} is {int(labels[row])}"
+        hints = (f"labels are whole numbers from 0 to {classes - 1}; mend or leave out the sample",)
+        raise UserError(f"{what}, but there are {classes} classes", place, hints)
     return labels
 
 
@@ -120,7 +122,7 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
     if unknown:
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
-        alike = filter(None, (told_of_lookalike(name, known) for name in unknown))
+        alike = filter(None, (lookalike_difference(name, known) for name in unknown))
         mend = (*alike, f"the run knows: {classes}", "name the folder that holds the class folders")
         raise UserError(f"the run has no class {shown}", place, mend)
     if source.labels is None or isinstance(source, UserSamples):

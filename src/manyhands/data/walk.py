@@ -1,10 +1,9 @@
-"""What lies below the class folders of a set: each folder is entered once, however links lead."""
+"""Walk through the class folders of a set: each folder is entered once, however links lead."""
 
 import os
 import stat
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.core.errors import UserError
@@ -14,107 +13,127 @@ from manyhands.data.names import PictureNames, encoded
 # A folder's path without links: the same by whatever name it is reached. (Not every file system numbers its folders.)
 Identity = str
 
-# Files and folders that systems and programs leave behind, in lower case; they are no data at any level, like hidden
-# ones. Names of other folders are classes, even those that begin with "__" or "@".
-_NO_DATA = frozenset({
+# Files and folders that systems and programs leave behind, in lower case; like hidden ones they are ignored at every
+# level. Names of other folders are classes, even those that begin with "__" or "@".
+_JUNK = frozenset({
     "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
     "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
 })  # fmt: skip
 # Of pictures in formats that can't be read.
 UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
 _TABLES = {".csv", ".tsv", ".json", ".xlsx"}
+_LINK, _SPECIAL = "links to folders that are part of the set already", "pipes or devices"
 _MOST_KINDS = 20
 
 
-def is_no_data(name: str) -> bool:
+def is_junk(name: str) -> bool:
     """True for the name of a hidden file or folder, and of what systems leave behind."""
-    return name.startswith(".") or name.lower() in _NO_DATA
+    return name.startswith(".") or name.lower() in _JUNK
 
 
-@dataclass
 class Unused:
-    """Files and folders of a data set that aren't read: their number by kind, and an example of each."""
+    """Files and folders of a data set that aren't read: the number of each kind, and an example."""
 
-    counts: Counter[str] = field(default_factory=Counter[str])
-    examples: dict[str, str] = field(default_factory=dict[str, str])
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
-        """Adds a path below the data set's root, with "/"."""
+        """Counts a path below the data set's root, with "/"; `kind` is "folder", "file" or a description."""
         name = path.rpartition("/")[2]
-        suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 - a million of these
         if kind == "folder":
             word, path = f"{name}/", f"{path}/"
-        elif kind == "link":
-            word = "links to folders that are part of the set already"
-        elif is_no_data(name):
+        elif is_junk(name):
             word = "._*" if name.startswith("._") else name
-        elif kind == "other":
-            word = "pipes or devices"
+        elif kind != "file":
+            word = kind
         else:
+            suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 - a million of these
             word = f"{suffix} outside the class folders" if suffix in PICTURE_SUFFIXES else suffix or name
-        self.counts[word] += 1
-        self.examples[word] = min(path, self.examples.get(word, path))
+        self._counts[word] += 1
+        self._examples[word] = min(path, self._examples.get(word, path))
+
+    def add_files(self, folder: Path, prefix: str = "") -> None:
+        """Counts the files beside the class folders in a folder, and junk."""
+        for entry in _entries(folder):
+            kind = _kind(entry)
+            if kind != "folder" or is_junk(entry.name):
+                self.add(prefix + entry.name, kind)
 
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user."""
-        if not self.counts:
+        if not self._counts:
             return ()
-        kinds = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
+        kinds = sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
         shown = [
-            self.examples[word] if count == 1 else f"{count:,} {word} (such as {self.examples[word]})"
+            self._examples[word] if count == 1 else f"{count:,} {word} (such as {self._examples[word]})"
             for word, count in kinds[:_MOST_KINDS]
         ]
         more = f" and {len(kinds) - _MOST_KINDS:,} more kinds" if len(kinds) > _MOST_KINDS else ""
-        notes = [f"files and folders that aren't used ({self.counts.total():,}): {', '.join(shown)}{more}"]
-        if tables := sorted(_TABLES & self.counts.keys()):
+        notes = [f"files and folders that aren't used ({self._counts.total():,}): {', '.join(shown)}{more}"]
+        if tables := sorted(_TABLES & self._counts.keys()):
             notes.append(f"{', '.join(tables)} files aren't read: the class of a picture is the folder that it lies in")
-        if pictures := sorted(UNREAD_SUFFIXES & self.counts.keys()):
+        if pictures := sorted(UNREAD_SUFFIXES & self._counts.keys()):
             notes.append(f"{', '.join(pictures)} pictures can't be read: convert them, to JPEG for example")
         return tuple(note.encode(errors="surrogateescape").decode(errors="backslashreplace") for note in notes)
 
 
-@dataclass
-class ClassFolder:
-    """What lies below one class folder."""
+class Walk:
+    """Lists the pictures below the class folders of a split, at any depth; adds everything else to `unused`.
 
-    text: bytes = b""  # the pictures' paths below the root, with "/", a zero byte behind each; sorted
-
-    def add(self, names: list[str]) -> None:
-        self.text = b"".join(map(encoded, sorted([*PictureNames.of_text(self.text), *names])))
-
-
-@dataclass(frozen=True)
-class Below:
-    """What lies below all class folders."""
-
-    classes: list[ClassFolder]  # one for each class folder, in the order that was given
-    entered: set[Identity]  # all folders that were
-    unused: Unused
-    prefix: str  # from the data set's root to this one, for `unused`
-
-
-def walk(root: Path, folders: Sequence[str], taken: Iterable[Identity], unused: Unused, prefix: str = "") -> Below:
-    """Lists the pictures below root's class folders, at any depth; adds everything else to `unused`.
-
-    Real folders go first. A link to a folder is followed unless that folder is part of the set already (or is in
-    `taken`): a loop would multiply its samples, and give them another class. Raises UserError: a folder can't be read,
-    or two class folders are the same one.
+    Real folders go first. A link to a folder is followed unless that folder is part of the set already: a loop would
+    multiply its samples, and give them another class.
     """
-    homes = class_identities(root, folders)
-    entered = {_identity(place) for place in (root.resolve(), *root.resolve().parents)} | set(homes) | set(taken)
-    below = Below([ClassFolder() for _ in folders], entered, unused, prefix)
-    links: list[tuple[int, str]] = []
-    for number, name in enumerate(folders):
-        links += [(number, link) for link in _enter(root, name, below.classes[number], below)]
-    while links:
-        number, name = links.pop(0)
-        if _is_new(root, name, below):
-            links += [(number, link) for link in _enter(root, name, below.classes[number], below)]
-    return below
+
+    def __init__(self, root: Path, entered: Iterable[Identity], unused: Unused, prefix: str) -> None:
+        self.entered = {_identity(place) for place in (root.resolve(), *root.resolve().parents)} | set(entered)
+        self._root, self._unused, self._prefix = root, unused, prefix  # from the data set's root to this one
+        self._links: deque[tuple[int, str]] = deque()  # to folders, with the numbers of their classes
+
+    def list_classes(self, folders: Sequence[str]) -> list[bytes]:
+        """Lists each class folder: sorted paths below the root, with "/" and a zero byte behind each.
+
+        Raises UserError: a folder can't be read.
+        """
+        found = [_text(self._enter(number, name)) for number, name in enumerate(folders)]
+        while self._links:
+            number, name = self._links.popleft()
+            if self._is_new(name):
+                found[number] = _text([*PictureNames.of_text(found[number]), *self._enter(number, name)])
+        return found
+
+    def _enter(self, number: int, name: str) -> list[str]:
+        """Lists the pictures of one folder and of the real folders below it."""
+        waiting, links, pictures = [name], list[str](), list[str]()
+        while waiting:
+            folder = waiting.pop()
+            for entry in _entries(self._root / folder):
+                name, kind = f"{folder}/{entry.name}", _kind(entry)
+                if is_junk(entry.name):
+                    self._unused.add(self._prefix + name, kind)
+                elif kind == "folder" and entry.is_symlink():
+                    links.append(name)
+                elif kind == "folder":
+                    waiting += [name] if self._is_new(name) else []
+                elif kind == "file" and os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES:  # noqa: PTH122
+                    pictures.append(name)
+                else:
+                    self._unused.add(self._prefix + name, kind)
+        self._links += [(number, link) for link in sorted(links)]
+        return pictures
+
+    def _is_new(self, name: str) -> bool:
+        """True the first time that a folder is reached; otherwise the link to it is counted as unused."""
+        here = _identity(self._root / name)
+        if here in self.entered:
+            self._unused.add(self._prefix + name, _LINK)
+            return False
+        self.entered.add(here)
+        return True
 
 
-def class_identities(root: Path, folders: Sequence[str]) -> dict[Identity, str]:
-    """The names of class folders by what they are. Raises UserError: two are one folder."""
+def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
+    """The identities of class folders. Raises UserError: two are one folder."""
     homes: dict[Identity, str] = {}
     for name in folders:
         here = _identity(root / name)
@@ -122,61 +141,26 @@ def class_identities(root: Path, folders: Sequence[str]) -> dict[Identity, str]:
             what = f'the class folders "{homes[here]}" and "{name}" are one folder by two names'
             raise UserError(what, str(root), ("remove the link",))
         homes[here] = name
-    return homes
+    return set(homes)
 
 
 def folders_in(root: Path) -> tuple[str, ...]:
-    """Names of the folders and links to some in a folder, but those of no data. Raises UserError: it can't be read."""
+    """Names of the folders in a folder, links included and junk left out. Raises UserError: it can't be read."""
     kinds = [(entry.name, _kind(entry)) for entry in _entries(root)]
-    return tuple(sorted(name for name, kind in kinds if kind == "folder" and not is_no_data(name)))
-
-
-def add_loose(root: Path, unused: Unused, prefix: str = "") -> None:
-    """Adds the files that lie in a folder beside its class folders, and what is no data."""
-    for entry in _entries(root):
-        kind = _kind(entry)
-        if kind != "folder" or is_no_data(entry.name):
-            unused.add(prefix + entry.name, kind)
+    return tuple(sorted(name for name, kind in kinds if kind == "folder" and not is_junk(name)))
 
 
 def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] = PICTURE_SUFFIXES) -> bool:
-    """True where there are pictures in a folder or, if `deep`, in those below it; without following links."""
+    """True if there are pictures in a folder or, with `deep`, in those below it; follows no links."""
     for _, below, files in os.walk(folder):
-        below[:] = [name for name in below if deep and not is_no_data(name)]
-        if any(Path(name).suffix.lower() in suffixes and not is_no_data(name) for name in files):
+        below[:] = [name for name in below if deep and not is_junk(name)]
+        if any(Path(name).suffix.lower() in suffixes and not is_junk(name) for name in files):
             return True
     return False
 
 
-def _enter(root: Path, name: str, found: ClassFolder, below: Below) -> list[str]:
-    """Adds what lies in one folder and in the real folders below it; returns the links to others, sorted."""
-    waiting, links, pictures = [name], list[str](), list[str]()
-    while waiting:
-        folder = waiting.pop()
-        for entry in _entries(root / folder):
-            name, kind = f"{folder}/{entry.name}", _kind(entry)
-            if is_no_data(entry.name):
-                below.unused.add(below.prefix + name, kind)
-            elif kind == "folder" and entry.is_symlink():
-                links.append(name)
-            elif kind == "folder":
-                waiting += [name] if _is_new(root, name, below) else []
-            elif kind == "file" and os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES:  # noqa: PTH122 - a million
-                pictures.append(name)
-            else:
-                below.unused.add(below.prefix + name, kind)
-    found.add(pictures)
-    return sorted(links)
-
-
-def _is_new(root: Path, name: str, below: Below) -> bool:
-    """True the first time that a folder is met; otherwise the link to it is added to those that aren't used."""
-    here = _identity(root / name)
-    if here in below.entered:
-        below.unused.add(below.prefix + name, "link")
-        return False
-    below.entered.add(here)
-    return True
+def _text(names: list[str]) -> bytes:
+    return b"".join(map(encoded, sorted(names)))
 
 
 def _entries(folder: Path) -> list["os.DirEntry[str]"]:
@@ -184,21 +168,19 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        mend = ("give its owner's permission to read it, or remove it",)
-        raise UserError(f"the folder {folder.name} can't be read: {error.strerror}", str(folder), mend) from error
+        hints = ("give its owner's permission to read it, or remove it",)
+        raise UserError(f"the folder {folder.name} can't be read: {error.strerror}", str(folder), hints) from error
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """One of "folder", "file" and "other", such as a named pipe, which would be waited for without end.
+    """The kind: "folder", "file", or special, such as a named pipe, which would be waited for without end.
 
     A link that leads nowhere counts as a file, so that a missing picture is named rather than forgotten.
     """
     try:
         if entry.is_dir():
             return "folder"
-        if entry.is_file():
-            return "file"
-        return "other" if stat.S_IFMT(entry.stat().st_mode) else "file"
+        return "file" if entry.is_file() or not stat.S_IFMT(entry.stat().st_mode) else _SPECIAL
     except OSError:
         return "file"
 

@@ -65,7 +65,7 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
         UserError: there is no such file, or a folder holds no picture.
     """
     from manyhands.data.decode import PICTURE_SUFFIXES
-    from manyhands.data.walk import is_no_data
+    from manyhands.data.walk import is_junk
 
     found: list[Path] = []
     for path in named:
@@ -73,7 +73,7 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
             inside = sorted(
                 file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES and file.is_file()
             )
-            inside = [file for file in inside if not any(map(is_no_data, file.relative_to(path).parts))]
+            inside = [file for file in inside if not any(map(is_junk, file.relative_to(path).parts))]
             if not inside:
                 mend = (f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
                 raise UserError(f"there is no picture in {path}", str(path), mend)
