@@ -14,6 +14,7 @@ from manyhands.cluster.descriptions.formats import accelerate, hostfile, launch_
 from manyhands.cluster.descriptions.holding import canonical
 from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.cluster.descriptions.recognise import FORMATS, format_named, format_of, names, read_cluster
+from manyhands.cluster.descriptions.torchrun_flags import FLAGS
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import load_choice, module_names
 
@@ -252,7 +253,7 @@ class TestHostfiles:
 class TestTorchrun:
     def test_the_flags_are_torchs_own(self):
         run = pytest.importorskip("torch.distributed.run")
-        known = torchrun.FLAGS.valued | torchrun.FLAGS.switches
+        known = FLAGS.valued | FLAGS.switches
         flags = {
             word.lstrip("-").replace("-", "_")
             for action in run.get_args_parser()._actions
@@ -284,12 +285,6 @@ class TestTorchrun:
         )
         assert torchrun.read(text, "").machines == (Machine("n1", 1), Machine("", 2))
 
-    def test_kubeflows_variables(self):
-        variables = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-0"}
-        found = torchrun.from_environment({**variables, "PET_MASTER_PORT": "23456"})
-        assert found == Cluster((Machine("job-0", 0), Machine("", 0), Machine("", 0)), master_port=23456, machine=2)
-        assert torchrun.from_environment({"RANK": "0"}) is None
-
     @pytest.mark.parametrize(
         ("flags", "said"),
         [
@@ -309,6 +304,53 @@ class TestTorchrun:
             torchrun.read(f"# start\ntorchrun {flags} a.py\n", "run.sh")
         assert said in str(caught.value)
         assert caught.value.where.startswith("run.sh, line ")
+
+
+KUBEFLOW = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-0"}
+
+
+class TestKubeflow:
+    """PET_*, in place of torchrun's flags."""
+
+    @pytest.mark.parametrize(
+        ("more", "slots", "port"),
+        [
+            ({"PET_MASTER_PORT": "23456"}, 0, 23456),
+            ({"PET_NPROC_PER_NODE": ""}, 1, 0),
+            ({"PET_NPROC_PER_NODE": "gpu", "PET_NNODES": "3:3"}, 0, 0),
+            ({"PET_MASTER_ADDR": "", "PET_RDZV_ENDPOINT": "job-0", "PET_RDZV_BACKEND": "c10d"}, 0, 29400),
+            ({"PET_MASTER_ADDR": "", "PET_RDZV_ENDPOINT": "job-0:77", "PET_MASTER_PORT": "5"}, 0, 77),
+            ({"PET_NPROC_PER_NODE": "4", "PET_RDZV_ENDPOINT": "elsewhere:1"}, 4, 0),
+        ],
+    )
+    def test_each_machine_knows_its_place(self, more, slots, port):
+        listed = (Machine("job-0", slots), Machine("", slots), Machine("", slots))
+        assert torchrun.from_environment({**KUBEFLOW, **more}) == Cluster(listed, master_port=port, machine=2)
+
+    def test_one_machine_needs_no_address(self):
+        assert torchrun.from_environment({"PET_NNODES": "1"}) == Cluster((Machine("localhost", 1),))
+        assert torchrun.from_environment({"RANK": "0"}) is None
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"PET_NNODES": "1:4"}, "a number that may change"),
+            ({"PET_NNODES": "many"}, 'PET_NNODES is "many"; expected a number from 1'),
+            ({"PET_NODE_RANK": "3"}, 'PET_NODE_RANK is "3"; expected a number from 0 to 2'),
+            ({"PET_NPROC_PER_NODE": "cpu"}, "one process for each core"),
+            ({"PET_NPROC_PER_NODE": "0"}, "from 1 to 1024"),
+            ({"PET_MASTER_ADDR": ""}, "set PET_MASTER_ADDR"),
+            ({"PET_MASTER_PORT": "99999"}, "from 0 to 65535"),
+            ({"PET_RDZV_BACKEND": "etcd-v2"}, "only static and c10d"),
+            ({"PET_MASTER_ADDR": "", "PET_RDZV_ENDPOINT": "a:b:c"}, "expected host:port"),
+            ({"PET_MASTER_ADDR": "", "PET_RDZV_ENDPOINT": "a:99999"}, "from 0 to 65535"),
+        ],
+    )
+    def test_mistakes_name_their_variable(self, wrong, said):
+        with pytest.raises(UserError) as caught:
+            torchrun.from_environment({**KUBEFLOW, **wrong})
+        assert said in str(caught.value)
+        assert "PET_" in str(caught.value)
 
 
 class TestMsrun:
