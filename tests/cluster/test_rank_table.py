@@ -307,7 +307,7 @@ def test_addresses_of_cards_come_from_hccn_conf(tmp_path):
     conf = tmp_path / "hccn.conf"
     conf.write_text("# cards\naddress_0=192.168.100.101\nnetmask_0=255.255.255.0\naddress_1 = 192.168.101.101\n")
     known = read_hccn(conf)
-    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)), known), "")
+    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)), known)[0], "")
     assert [card.device_ip for card in table.server_list[0].device] == ["192.168.100.101", "192.168.101.101"]
     assert read_hccn(tmp_path / "none") == {}
     conf.write_text("address_0=192.168\n")
@@ -318,7 +318,7 @@ def test_addresses_of_cards_come_from_hccn_conf(tmp_path):
 
 def test_names_out_of_order_are_written_beside_addresses():
     cluster = Cluster((Machine("10.0.0.9", 8), Machine("10.0.0.10", 8)))
-    text = rank_table.write(cluster, {})
+    text, _ = rank_table.write(cluster, {})
     assert '"server_id": "node_0"' in text
     assert rank_table.read(text, "") == cluster
     with pytest.raises(UserError, match="order of their names"):

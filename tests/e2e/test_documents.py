@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import socket
 from pathlib import Path
 
@@ -14,12 +13,10 @@ import torch
 from tests.e2e.command import (
     assert_equal_weights,
     assert_one_screen,
-    end,
     final_weights,
     finish,
     free_port,
     shell,
-    wait_until,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -135,71 +132,10 @@ class Editor:
         return json.loads(self._stream.read(length))
 
 
-def start_configuration(configuration, *, debugger=""):
-    """Starts a launch configuration as VS Code does: its module with args, env and cwd."""
-    program = ["python", *shlex.split(debugger), "-m", configuration["module"], *configuration["args"]]
-    cwd = configuration["cwd"].replace("${workspaceFolder}", str(Path.cwd()))
-    return shell(shlex.join(program), cwd=cwd, **configuration["env"])
-
-
 def is_open(port):
     """Whether somebody listens; without a call, since the debugger takes the first caller for the editor."""
     found = psutil.net_connections("tcp")
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
-
-
-@pytest.mark.slow
-def test_002_one_rank_under_the_debugger_while_the_other_runs(here):
-    pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
-    (here / "mine.py").write_text(
-        "from torch import nn\n\n\n"
-        "class Net(nn.Sequential):\n"
-        "    def forward(self, pixels):\n"
-        "        seen = len(pixels)\n"
-        "        return super().forward(pixels)\n\n\n"
-        "def net():\n"
-        "    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
-    )
-    (here / "job.toml").write_text(
-        'data = "digits"\nmodel = "mine.py:net"\n[train]\nepochs = 1\n[run]\nout = "run"\nreport = false\n'
-    )
-    (here / "hosts").write_text("localhost slots=2\n")
-    typed("mkdir .vscode && manyhands convert-cluster hosts --to launch.json --out .vscode/launch.json")
-    text = (here / ".vscode" / "launch.json").read_text().partition("\n")[2]
-    content = json.loads(text.replace("29500", str(free_port())))
-    (chosen,) = (each["configurations"] for each in content["compounds"] if each["name"] == "debug rank 1")
-    by_name = {each["name"]: each for each in content["configurations"]}
-    other, debugged = (by_name[name] for name in chosen)
-    assert other["noDebug"]
-    assert not debugged.get("noDebug")
-
-    port = free_port()
-    one = start_configuration(debugged, debugger=f"-Xfrozen_modules=off -m debugpy --listen {port} --wait-for-client")
-    zero = start_configuration(other)
-    try:
-        wait_until(lambda: is_open(port), one)
-        editor = Editor(port)
-        editor.answer("initialize", adapterID="debugpy", pathFormat="path", linesStartAt1=True)
-        attached = editor.ask("attach", justMyCode=debugged["justMyCode"])
-        editor.event("initialized")
-        editor.answer("setBreakpoints", source={"path": str(here / "mine.py")}, breakpoints=[{"line": 7}])
-        editor.answer("configurationDone")
-        editor.hear(lambda message: message.get("request_seq") == attached)
-        stopped = editor.event("stopped")
-        (frame, *_) = editor.answer("stackTrace", threadId=stopped["threadId"])["stackFrames"]
-        assert (Path(frame["source"]["path"]).name, frame["line"]) == ("mine.py", 7)
-        rank = editor.answer("evaluate", expression="__import__('os').environ['RANK']", frameId=frame["id"])
-        assert rank["result"] == "'1'"
-        assert zero.poll() is None
-        editor.answer("disconnect", terminateDebuggee=False)
-        editor.close()
-        ended = [finish(process) for process in (zero, one)]
-    finally:
-        for process in (zero, one):
-            if process.poll() is None:
-                end(process)
-    assert [each.code for each in ended] == [0, 0], "\n".join(each.err for each in ended)
-    assert processes_of("run") == 2
 
 
 # Document 003: a rank table's cards on one machine, started by a loop; gradients added up; ways to be parallel.

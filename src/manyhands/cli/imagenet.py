@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from manyhands.cli import imagenet_flags as main_py
 from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig, Sync, settings
-from manyhands.cluster.descriptions.formats import imagenet as main_py
-from manyhands.cluster.descriptions.formats.imagenet import ImagenetFlags, Nodes
+from manyhands.cli.imagenet_flags import ImagenetFlags, Nodes
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.quantities import percentage
 from manyhands.core.shown import say, show

@@ -45,7 +45,6 @@ COMMANDS = {
     "join": "Have a run that goes on take up another machine.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
     "drill": "Try faults on a run in a scratch folder, and say of each whether it came through as promised.",
-    "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
     "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
     "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
     "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
@@ -77,7 +76,7 @@ def make_app() -> cyclopts.App:
     for place, (name, explanation) in enumerate(COMMANDS.items()):
         group = cyclopts.Group(GROUPS[name], sort_key=place) if name in GROUPS else group
         # By name, so that a command's file is imported only when it is used.
-        function = "evaluate" if name == "eval" else name.replace("-", "_")
+        function = "evaluate" if name == "eval" else name
         app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation, group=group, sort_key=place)
     app["--help"].group = app["--version"].group = cyclopts.Group("Options", sort_key=len(COMMANDS))
     return app

@@ -40,6 +40,7 @@ class Participation:
     meeting: Meeting | None = None
     # what each of these came from, for `manyhands explain`; "overridden" names what was not followed
     origins: Mapping[str, str] = field(default_factory=dict)
+    requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> Participation:
@@ -121,8 +122,8 @@ def _described(options: ClusterOptions, variables: Mapping[str, str]) -> Partici
     meeting, origins = meeting_in(*found, options, variables)
     own = meeting.sizes[meeting.machine]
     if len(meeting.sizes) == 1 and meeting.devices in {(), tuple(range(own))}:
-        return Participation(None, own, origins=origins)
-    return Participation(None, own, meeting, origins)
+        return Participation(None, own, origins=origins, requests=found[0].requests)
+    return Participation(None, own, meeting, origins, found[0].requests)
 
 
 def _started_here(options: ClusterOptions, variables: Mapping[str, str]) -> Participation:

@@ -160,6 +160,12 @@ def place_of(job: Job) -> Participation:
         load_worker("member").tell_of_outside(job, outside.membership, outside.what)
         raise
     refuse_unfollowed(job.cluster, found)
+    for words, option, value in found.requests:
+        section, _, name = option.partition(".")
+        if not option:
+            say(f"{job.cluster.file}: {words} has no counterpart here and is ignored")
+        elif getattr(getattr(job, section), name) != value:
+            say(f"{job.cluster.file}: {words} is not followed; add --{option} {value} to follow it")
     return found
 
 

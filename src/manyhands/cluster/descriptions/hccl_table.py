@@ -171,7 +171,7 @@ def _check_layout(document: Document) -> None:
     for key, name in _OTHER_LAYOUTS.items():
         if key in value and "server_list" not in value:
             what = f"this is the layout {name}; versions 1.0 and 1.2 are read"
-            mend = ("write it anew from a list of machines: manyhands convert-cluster HOSTFILE --to rank_table",)
+            mend = ("write it anew from a list of machines: manyhands explain --cluster HOSTFILE --write table.json",)
             raise UserError(what, document.at((key,)), mend)
     if "server_group_list" in value and "server_list" not in value:
         what = "this is ModelArts' layout: each server_list is one level below, in server_group_list"

@@ -72,6 +72,8 @@ class Cluster:
     master_port: int = 0  # of that store; 0 for one that is free
     machine: int | None = None  # which of the machines this one is, where the description says so
     source: str = field(default="", compare=False)  # what the cluster was read from, for the user
+    # what the same file asks of the job: in its own words, and as an option and its value, or empty without one
+    requests: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
 
     @property
     def size(self) -> int:

@@ -13,10 +13,6 @@ from manyhands.core.outside import MOST_TEXT_BYTES, UnreadableError, finite_numb
 Path = tuple[str | int, ...]
 
 _BLANK = re.compile(r"[ \t\r\n]*")
-# What isn't closed ends with the line, or with the text: looking for the end again and again would take minutes.
-_STRING = r'("(?:\\.|[^"\\\n])*+"?)'
-_STRING_OR_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
-_STRING_OR_LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
 _DEEPEST = 50
 _MOST_VALUES = 400_000  # each with its place; ten times what a table of ten thousand cards has
 
@@ -57,13 +53,6 @@ def parse(text: str, where: str) -> Document:
     if reader.here:
         reader.refuse("something follows the end of the JSON")
     return Document(value, reader.lines, where)
-
-
-def without_comments(text: str) -> str:
-    """Blanks out // and /* */ comments and last commas, as VS Code allows them; lines keep their numbers."""
-    for pattern in (_STRING_OR_COMMENT, _STRING_OR_LAST_COMMA):
-        text = pattern.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
-    return text
 
 
 class _Reader:

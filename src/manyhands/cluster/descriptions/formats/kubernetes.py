@@ -6,7 +6,6 @@ import yaml
 
 from manyhands.cluster.descriptions.submission import JOB, Submission
 
-NAMES = ("kubernetes", "kubeflow")
 GPU = "nvidia.com/gpu"
 # A pod that was moved away goes on from its last checkpoint; one that fails by itself must not do so for ever.
 MOST_RESTARTS = 3

@@ -12,13 +12,11 @@ from typing import NoReturn
 
 from manyhands.cluster.descriptions.hccl_rules import check
 from manyhands.cluster.descriptions.hccl_table import Device, RankTable, Server, typed, written
-from manyhands.cluster.descriptions.holding import must_hold
 from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine, is_address
 from manyhands.cluster.descriptions.located_json import at_line, parse
 from manyhands.core.errors import UserError
 from manyhands.core.shown import say
 
-NAMES = ("rank_table", "rank-table")
 DEFAULT_PORT = 29500
 POLL_S = 1.0
 
@@ -97,16 +95,27 @@ def _status(text: str) -> str:
     return str(value.get("status", "")) if isinstance(value, dict) else ""
 
 
-def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
-    """Writes a table of version 1.0.
+def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str, list[str]]:
+    """Returns a table of version 1.0, and what of the cluster it has no place for.
 
     Cards' addresses are known for this machine alone, so they are left out unless it is the only one; a reader finds
-    them in each machine's /etc/hccn.conf, as `hccn`, by the card's number, here. Raises UserError: the table can't hold
-    this cluster, or HCCL could not use it.
+    them in each machine's /etc/hccn.conf, as `hccn`, by the card's number, here.
+
+    Raises:
+        UserError: A number of processes is unknown, or HCCL could not use the table.
     """
     _refuse_unknown_sizes(cluster)
+    notes: list[str] = []
+    if any("@" in machine.host for machine in cluster.machines):
+        notes.append("names of users are left out: a rank table has no place for them")
+    if any(machine.port for machine in cluster.machines):
+        notes.append("the ports of ssh are left out: only a hostfile has a place for them")
+    if cluster.master_address or cluster.master_port:
+        notes.append("the master's address and port are left out: HCCL takes the first server")
     own = read_hccn() if hccn is None else hccn
     addresses = own if len(cluster.machines) == 1 else {}
+    if not addresses:
+        notes.append("device_ip is left out: add each card's from address_N in its own machine's /etc/hccn.conf")
     servers, rank = [], 0
     for name, machine in zip(_server_ids(cluster.machines), cluster.machines, strict=True):
         devices = []
@@ -114,23 +123,12 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> str:
             known = {"device_ip": addresses[card]} if card in addresses else {}
             devices.append(Device(device_id=str(card), **known, rank_id=str(rank)))
             rank += 1
-        more = {} if name == machine.host else {"host_ip": machine.host}
+        more = {} if name == machine.address else {"host_ip": machine.address}
         servers.append(Server(server_id=name, **more, device=devices, host_nic_ip="reserve"))
     count = str(len(servers))
     text = written(RankTable(version="1.0", server_count=count, server_list=servers, status="completed"))
-    return must_hold(text, cluster, read, "a rank table")
-
-
-def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    notes = []
-    if any("@" in machine.host for machine in cluster.machines):
-        notes.append("names of users are left out: a rank table has no place for them")
-    if cluster.master_address or cluster.master_port:
-        notes.append("the master's address and port are left out: HCCL takes the first server")
-    if len(cluster.machines) > 1 or not HCCN.exists():
-        notes.append("device_ip is left out: add each card's from address_N in its own machine's /etc/hccn.conf")
-    machines = tuple(Machine(machine.address, machine.slots, machine.devices) for machine in cluster.machines)
-    return Cluster(machines, source=cluster.source), notes
+    read(text, "the rank table to be written")
+    return text, notes
 
 
 def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPlace | None:
@@ -219,7 +217,7 @@ def _refuse_unknown_sizes(cluster: Cluster) -> None:
 
 def _server_ids(machines: Sequence[Machine]) -> list[str]:
     """Names whose order as text is the order of ranks: the machines' own, or node_0, node_1 … beside addresses."""
-    hosts = [machine.host for machine in machines]
+    hosts = [machine.address for machine in machines]
     if hosts == sorted(hosts):
         return hosts
     if not all(map(is_address, hosts)):
