@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,17 @@ import pytest
 import torch
 
 from tests.e2e.command import (
+    QUICK,
     assert_equal_weights,
     assert_one_screen,
+    end,
     final_weights,
     finish,
     free_port,
+    run,
     shell,
+    start,
+    wait_until,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -136,6 +142,108 @@ def is_open(port):
     """Whether somebody listens; without a call, since the debugger takes the first caller for the editor."""
     found = psutil.net_connections("tcp")
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
+
+
+NET = """from torch import nn
+
+
+class Net(nn.Sequential):
+    def forward(self, pixels):
+        seen = len(pixels)
+        return super().forward(pixels)
+
+
+def net():
+    return Net(nn.Flatten(), nn.Linear(64, 10))
+"""
+SCRIPT = """import os
+rank = os.environ["RANK"]
+seen = rank
+print("rank", seen)
+"""
+
+
+def held_at(port, file, line, process):
+    """Attaches as VS Code does, and waits until the program has come to a line; gives the editor and the frame."""
+    wait_until(lambda: is_open(port), process)
+    editor = Editor(port)
+    editor.answer("initialize", adapterID="debugpy", pathFormat="path", linesStartAt1=True)
+    attached = editor.ask("attach", justMyCode=False)
+    editor.event("initialized")
+    editor.answer("setBreakpoints", source={"path": str(file)}, breakpoints=[{"line": line}])
+    editor.answer("configurationDone")
+    editor.hear(lambda message: message.get("request_seq") == attached)
+    stopped = editor.event("stopped")
+    (frame, *_) = editor.answer("stackTrace", threadId=stopped["threadId"])["stackFrames"]
+    assert (Path(frame["source"]["path"]).name, frame["line"]) == (file.name, line)
+    rank = editor.answer("evaluate", expression="__import__('os').environ['RANK']", frameId=frame["id"])
+    assert rank["result"] == "'1'"
+    return editor
+
+
+def debugged(here, *words, file, line, holds_s):
+    """Runs a command with rank 1 under the debugger, holds that rank for so long, and gives how the command ended."""
+    pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
+    port = free_port()
+    process = start("train", *words, "-n", "2", "--debug-rank", "1", "--cluster.debug-port", port)
+    try:
+        editor = held_at(port, here / file, line, process)
+        time.sleep(holds_s)
+        assert process.poll() is None
+        editor.answer("disconnect", terminateDebuggee=False)
+        editor.close()
+        ended = finish(process)
+    finally:
+        if process.poll() is None:
+            end(process)
+    assert ended.code == 0, ended.err
+    entry = json.loads(ended.err[ended.err.index("{") : ended.err.index("\n}") + 2])
+    assert entry["request"] == "attach"
+    assert entry["connect"] == {"host": "127.0.0.1", "port": port}
+    assert "every user of that machine can run code as you" in ended.err
+    return ended
+
+
+@pytest.mark.slow
+def test_002_one_rank_is_held_by_the_debugger_for_longer_than_collectives_wait(here):
+    (here / "mine.py").write_text(NET)
+    limits = ["--cluster.collective-timeout-s", "3", "--cluster.elastic", "off", "--device", "cpu"]
+    ended = debugged(
+        here,
+        "digits",
+        "mine.py:net",
+        "--epochs",
+        "1",
+        "--out",
+        "run",
+        *QUICK,
+        *limits,
+        file="mine.py",
+        line=6,
+        holds_s=8,
+    )
+    assert processes_of("run") == 2
+    assert "didn't come" not in ended.err
+
+
+@pytest.mark.slow
+def test_002_a_script_of_the_users_is_held_too(here):
+    (here / "train.py").write_text(SCRIPT)
+    ended = debugged(here, "train.py", "--out", "run", file="train.py", line=4, holds_s=0)
+    assert "rank 0" in ended.out + ended.err + (here / "run" / "ranks" / "0.log").read_text()
+
+
+@pytest.mark.slow
+def test_002_a_rank_that_cannot_be_debugged_is_refused(here):
+    pytest.importorskip("debugpy", reason="would have started rank 1 under debugpy, which is not installed")
+    command = ("train", "digits", "mlp", "-n", "2", "--device", "cpu", "--epochs", "1", *QUICK, "--out")
+    ended = run(*command, "one", "--debug-rank", "2")
+    assert ended.code == 2
+    assert "there is no rank 2 to debug: the ranks are 0 … 1" in ended.err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = run(*command, "two", "--debug-rank", "1", "--cluster.debug-port", taken.getsockname()[1])
+    assert ended.code == 2
+    assert "choose another port: --cluster.debug-port" in ended.err
 
 
 # Document 003: a rank table's cards on one machine, started by a loop; gradients added up; ways to be parallel.

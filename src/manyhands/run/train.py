@@ -16,6 +16,7 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from manyhands.checkpoint.find import resolve
+from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.descriptions.inventory import Meeting
@@ -108,6 +109,8 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     if participation.membership:
         end_early()
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
+    if job.cluster.debugging:
+        say(attach_notice(job.cluster))
     meeting = participation.meeting or Meeting((participation.processes,))
     several = len(meeting.sizes) > 1
     if not several:
@@ -199,6 +202,7 @@ def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
         follow_folder(screen, on_tick),
         lambda: screen.say(stopping(job, STOPPING)),
         lambda how: screen.say(how, "WARNING"),
+        stalls=not job.cluster.debugging,
         evicts=job.cluster.recovers,
     )
 
