@@ -13,8 +13,7 @@ import pytest
 
 from manyhands.checkpoint.plain_files import checked_plain
 from manyhands.checkpoint.tensors import unflatten
-from manyhands.cluster.descriptions.hccl_table import typed
-from manyhands.cluster.descriptions.located_json import parse
+from manyhands.cluster.descriptions.formats import rank_table
 from manyhands.cluster.descriptions.recognise import read_cluster
 from manyhands.config.load import load_job
 from manyhands.core import records
@@ -196,13 +195,22 @@ def test_a_mesh_has_a_number_of_processes_that_there_can_be(sizes):
 )
 def test_json_with_lines_has_the_same_limits(text):
     with pytest.raises(UserError):
-        parse(text, "table.json")
+        rank_table.read(text, "table.json")
 
 
-def test_half_a_character_in_a_rank_table_is_one_that_can_be_shown():
-    assert parse('{"a": "\\ud800", "\\udc00": 1}', "table.json").value == {"a": "\ufffd", "\ufffd": 1}
-    with pytest.raises(UserError, match="server_list"):
-        typed(parse('{"server_list": [], "\\ud800": 1}', "table.json"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"server_list": [], "status": "completed", "\\ud800": 1}',
+        '{"status": "\\ud800", "server_list": [{"server_id": "\\udc00", "device": []}]}',
+        '{"status": "completed", "server_list": [{"server_id": "\\udc00",'
+        ' "device": [{"device_id": "0", "rank_id": "0"}]}]}',
+    ],
+)
+def test_half_a_character_in_a_rank_table_is_refused_in_words_that_can_be_shown(text):
+    with pytest.raises(UserError, match=r"server_list|status") as caught:
+        rank_table.read(text, "table.json")
+    str(caught.value).encode()
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,11 @@ def is_address(text: str) -> bool:
     return True
 
 
+def at_line(where: str, line: int) -> str:
+    """A line of a file, for the user."""
+    return f"{where}, line {line}" if where else f"line {line}"
+
+
 def in_brackets(address: str) -> str:
     """An address that a port may follow."""
     return f"[{address}]" if ":" in address else address

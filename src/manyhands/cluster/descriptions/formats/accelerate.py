@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine, is_host
-from manyhands.cluster.descriptions.located_json import at_line
+from manyhands.cluster.descriptions.inventory import Cluster, Machine, at_line, is_host
 from manyhands.core.errors import UserError
 from manyhands.core.outside import UnreadableError, parse_yaml
 
