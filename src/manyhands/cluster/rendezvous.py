@@ -10,10 +10,17 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from manyhands.cluster.agents.orders import DEVICE_INDEX
-from manyhands.cluster.descriptions.from_file import DEFAULT_PORT, given_cluster, meeting_in
-from manyhands.cluster.descriptions.from_launcher import described_cluster, find_place, other_places, refuse_alone
 from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Meeting
 from manyhands.cluster.descriptions.own import reachable, seen_by_others
+from manyhands.cluster.descriptions.recognise import (
+    DEFAULT_PORT,
+    described_cluster,
+    find_place,
+    given_cluster,
+    meeting_in,
+    other_places,
+    refuse_alone,
+)
 from manyhands.cluster.descriptions.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError

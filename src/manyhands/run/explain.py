@@ -8,10 +8,9 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.descriptions.formats import hostfile, rank_table, slurm
-from manyhands.cluster.descriptions.from_file import given_cluster
-from manyhands.cluster.descriptions.from_launcher import described_cluster
 from manyhands.cluster.descriptions.inventory import Cluster, Meeting
 from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.descriptions.recognise import described_cluster, given_cluster
 from manyhands.cluster.rendezvous import Participation, participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
+# In a command: the scheduler's own number or name of the job.
+JOB = "@JOB@"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 
@@ -124,3 +126,21 @@ class Address:
     def environment(self) -> dict[str, str]:
         """Variables that have the backends' own searches for an interface end there."""
         return dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a scheduler is asked to start, and on what."""
+
+    name: str  # of the job, for the scheduler's lists
+    command: tuple[str, ...]  # what each process runs; a word may hold JOB
+    nodes: int = 1  # machines
+    processes: int = 1  # on each machine
+    accelerators: int = 0  # on each machine; 0 for none
+    threads: int = 0  # CPU cores for each process; 0 for the scheduler's own default
+    time_limit: str = ""  # in the scheduler's own words; empty for its default
+    options: tuple[str, ...] = ()  # further words for the scheduler, such as "--partition=gpu"
+    image: str = ""  # the container image
+    kind: str = "TrainJob"  # of Kubernetes' manifest
+    runtime: str = "torch-distributed"  # the training runtime that a TrainJob refers to
+    namespace: str = ""  # Kubernetes'; empty for the current one

@@ -27,31 +27,13 @@ class _Family:
 
 
 _FAMILIES = (
-    _Family(
-        "OpenMPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        "mpirun -x MASTER_ADDR=ADDRESS …",
-    ),
-    _Family(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
-        "mpirun_rsh … MASTER_ADDR=ADDRESS manyhands …",
-    ),
-    _Family(
-        "MPICH",
-        "PMI_RANK",
-        "PMI_SIZE",
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        "mpiexec -genv MASTER_ADDR ADDRESS …",
-    ),
-)
+    _Family("OpenMPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE",), "mpirun -x MASTER_ADDR=ADDRESS …"),
+    _Family("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",),
+            ("MV2_COMM_WORLD_LOCAL_SIZE",), "mpirun_rsh … MASTER_ADDR=ADDRESS manyhands …"),
+    _Family("MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+            ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), "mpiexec -genv MASTER_ADDR ADDRESS …"),
+)  # fmt: skip
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:

@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine
-from manyhands.cluster.descriptions.submission import JOB, Submission
+from manyhands.cluster.descriptions.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
 from manyhands.cluster.descriptions.variables import FIRST_PORT, PORTS, first_set, number, port
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
