@@ -34,9 +34,9 @@ from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Hello
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.descriptions.inventory import Machine, Meeting
-from manyhands.cluster.descriptions.machines import machines_of
-from manyhands.cluster.descriptions.recognise import read_cluster
+from manyhands.cluster.hosts.inventory import Machine, Meeting
+from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.recognise import read_cluster
 from manyhands.cluster.messages import encode
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions

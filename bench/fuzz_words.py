@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fuzz_mutations import spoil_bytes
-from manyhands.cluster.descriptions.formats.hostfile import read_list
+from manyhands.cluster.hosts.formats.hostfile import read_list
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.load import load_job
 from manyhands.core.mesh import Mesh, parse_mesh

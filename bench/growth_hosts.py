@@ -25,7 +25,7 @@ HEAD = """
 import json, sys, time
 from pathlib import Path
 from manyhands.cluster.agents.assemble import assembled
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.config.load import load_job

@@ -17,7 +17,7 @@ from manyhands.cli.imagenet_flags import (
     notes,
 )
 from manyhands.cli.main import main, make_app
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.datasets.fake_imagenet import open as open_fake

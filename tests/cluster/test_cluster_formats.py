@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.descriptions.formats import accelerate, hostfile, rank_table, slurm, torchrun
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
-from manyhands.cluster.descriptions.recognise import FORMATS, format_of, read_cluster, readable_formats
+from manyhands.cluster.hosts.formats import accelerate, hostfile, rank_table, slurm, torchrun
+from manyhands.cluster.hosts.inventory import Cluster, Machine
+from manyhands.cluster.hosts.recognise import FORMATS, format_of, read_cluster, readable_formats
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import load_choice, module_names
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.descriptions.formats import rank_table
-from manyhands.cluster.descriptions.formats.rank_table import read_hccn
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
-from manyhands.cluster.descriptions.recognise import read_cluster
+from manyhands.cluster.hosts.formats import rank_table
+from manyhands.cluster.hosts.formats.rank_table import read_hccn
+from manyhands.cluster.hosts.inventory import Cluster, Machine
+from manyhands.cluster.hosts.recognise import read_cluster
 from manyhands.core.errors import UserError
 
 PROPERTY = settings(max_examples=60, deadline=None)

@@ -110,7 +110,7 @@ def make(network, party, options, cost):
 FORMAT = '''
 """A line for each machine: "machine NAME with N"."""
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
+from manyhands.cluster.hosts.inventory import Cluster, Machine
 
 
 def recognise(path, text):
@@ -135,7 +135,7 @@ FILES = {
     "models/architectures/oneline.py": NETWORK,
     "parallel/modes/usual.py": MODE,
     "sync/methods/gentle.py": METHOD,
-    "cluster/descriptions/formats/lines.py": FORMAT,
+    "cluster/hosts/formats/lines.py": FORMAT,
     "cluster/doctor/checks/looked.py": CHECK,
 }
 

@@ -14,7 +14,7 @@ from manyhands.core.shown import say, show
 from manyhands.models.published import published_names
 
 if TYPE_CHECKING:
-    from manyhands.cluster.descriptions.inventory import Meeting
+    from manyhands.cluster.hosts.inventory import Meeting
     from manyhands.config.load import LoadedJob
 
 RECIPE = "imagenet-main"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.core.errors import UserError
 from manyhands.core.outside import typed_number
 

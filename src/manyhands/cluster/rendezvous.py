@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from manyhands.cluster.agents.orders import DEVICE_INDEX
-from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Meeting
-from manyhands.cluster.descriptions.own import reachable, seen_by_others
-from manyhands.cluster.descriptions.recognise import (
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Meeting
+from manyhands.cluster.hosts.own import reachable, seen_by_others
+from manyhands.cluster.hosts.recognise import (
     DEFAULT_PORT,
     described_cluster,
     find_place,
@@ -21,7 +21,7 @@ from manyhands.cluster.descriptions.recognise import (
     other_places,
     refuse_alone,
 )
-from manyhands.cluster.descriptions.variables import check_rank, number, port
+from manyhands.cluster.hosts.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import Membership

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from manyhands.cluster.descriptions.formats import hostfile, rank_table, slurm
-from manyhands.cluster.descriptions.inventory import Cluster, Meeting
-from manyhands.cluster.descriptions.machines import machines_of
-from manyhands.cluster.descriptions.recognise import described_cluster, given_cluster
+from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
+from manyhands.cluster.hosts.inventory import Cluster, Meeting
+from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.recognise import described_cluster, given_cluster
 from manyhands.cluster.rendezvous import Participation, participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError

@@ -14,8 +14,8 @@ from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.store_way import store_way
 from manyhands.cluster.agents.supervise import supervise_once
-from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.cluster.doctor.questions import AskClock
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import Job
 from manyhands.core.claim import run_id
 from manyhands.core.errors import UserError

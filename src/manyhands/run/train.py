@@ -19,8 +19,8 @@ from manyhands.checkpoint.find import resolve
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
-from manyhands.cluster.descriptions.inventory import Meeting
-from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine, at_line, in_brackets, is_host
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets, is_host
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import did_you_mean
 

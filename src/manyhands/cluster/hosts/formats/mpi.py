@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manyhands.cluster.descriptions.inventory import LauncherPlace
-from manyhands.cluster.descriptions.variables import check_rank, first_set, number, port, port_from_name
+from manyhands.cluster.hosts.inventory import LauncherPlace
+from manyhands.cluster.hosts.variables import check_rank, first_set, number, port, port_from_name
 from manyhands.core.errors import UserError
 
 # Before Slurm: inside a batch job mpirun's daemons are tasks of srun, and Slurm's variables are theirs.

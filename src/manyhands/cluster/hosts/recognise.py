@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Meeting, is_host
-from manyhands.cluster.descriptions.own import find_machine, reachable
-from manyhands.cluster.descriptions.variables import port
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Meeting, is_host
+from manyhands.cluster.hosts.own import find_machine, reachable
+from manyhands.cluster.hosts.variables import port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
 from manyhands.core.plugins import load_choice, module_names
 
-FORMATS = "manyhands.cluster.descriptions.formats"
+FORMATS = "manyhands.cluster.hosts.formats"
 DEFAULT_PORT = 29500
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine, at_line, is_host
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
 from manyhands.core.errors import UserError
 from manyhands.core.outside import UnreadableError, parse_yaml
 

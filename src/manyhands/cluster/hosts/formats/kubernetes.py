@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.descriptions.inventory import JOB, Submission
+from manyhands.cluster.hosts.inventory import JOB, Submission
 
 GPU = "nvidia.com/gpu"
 # A pod that was moved away goes on from its last checkpoint; one that fails by itself must not do so for ever.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
 from manyhands.core.errors import UserError
 from manyhands.core.shown import say
 

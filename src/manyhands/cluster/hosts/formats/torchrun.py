@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
+from manyhands.cluster.hosts.inventory import Cluster, Machine
 from manyhands.core.errors import UserError
 
 WHERE = "environment, PET_*"

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from manyhands.cluster.descriptions.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
-from manyhands.cluster.descriptions.variables import FIRST_PORT, PORTS, first_set, number, port
+from manyhands.cluster.hosts.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
+from manyhands.cluster.hosts.variables import FIRST_PORT, PORTS, first_set, number, port
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
 
