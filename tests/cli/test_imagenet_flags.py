@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.imagenet import RECIPE, imagenet
-from manyhands.cli.main import main, make_app
-from manyhands.cluster.descriptions.formats.imagenet import (
+from manyhands.cli.imagenet_flags import (
     ImagenetFlags,
     Nodes,
     job_values,
@@ -17,7 +16,8 @@ from manyhands.cluster.descriptions.formats.imagenet import (
     nodes_of,
     notes,
 )
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cli.main import main, make_app
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.datasets.fake_imagenet import open as open_fake

@@ -14,7 +14,7 @@ from manyhands.cluster.agents import elastic, leaving
 from manyhands.cluster.agents.leaving import Leaving
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import OthersFailed, WorkersStarted
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.core.pulse import rescue_path
 
 WRITES = "import sys, time\nwhile True:\n    open(sys.argv[1], 'wb').write(bytes(100)); time.sleep(0.02)"

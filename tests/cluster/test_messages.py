@@ -29,9 +29,9 @@ from manyhands.cluster.agents.protocol import (
     WorkersEnded,
 )
 from manyhands.cluster.agents.start import _open, _start, open_here
-from manyhands.cluster.descriptions.inventory import Machine, Meeting
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
+from manyhands.cluster.hosts.inventory import Machine, Meeting
 from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
 from manyhands.core.early_agent import AGENT
 from manyhands.core.records import Failure

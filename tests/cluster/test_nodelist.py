@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.descriptions.formats.slurm import expand_counts, expand_hosts
+from manyhands.cluster.hosts.formats.slurm import expand_counts, expand_hosts
 from manyhands.core.errors import UserError
 
 WORD = st.from_regex(r"[a-z][a-z.-]{0,3}", fullmatch=True)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.descriptions.formats import mpi, slurm
-from manyhands.cluster.descriptions.from_file import meeting_in
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
-from manyhands.cluster.descriptions.own import find_machine, is_own_name, outer_addresses, reachable
+from manyhands.cluster.hosts.formats import mpi, slurm
+from manyhands.cluster.hosts.inventory import Cluster, Machine
+from manyhands.cluster.hosts.own import find_machine, is_own_name, outer_addresses, reachable
+from manyhands.cluster.hosts.recognise import meeting_in
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job

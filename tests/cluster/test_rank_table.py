@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.descriptions.formats import rank_table
-from manyhands.cluster.descriptions.formats.rank_table import find_server, read_hccn
-from manyhands.cluster.descriptions.hccl_table import written
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
-from manyhands.cluster.descriptions.recognise import read_cluster
+from manyhands.cluster.hosts.formats import rank_table
+from manyhands.cluster.hosts.formats.rank_table import read_hccn
+from manyhands.cluster.hosts.inventory import Cluster, Machine
+from manyhands.cluster.hosts.recognise import read_cluster
 from manyhands.core.errors import UserError
 
 PROPERTY = settings(max_examples=60, deadline=None)
@@ -55,7 +54,7 @@ WRONG = {
     "wrong_address_double": ("server_list[1].device[0].device_ip", ['"192.168.1.1"', "server_list[0].device[0]"]),
     "wrong_version": ("version", ['"1.3"', '"1.0" or "1.2"']),
     "wrong_missing_field": ("server_list[1].device[2].rank_id", ["is missing"]),
-    "wrong_not_json": ("", ["not JSON", 'expected ","']),
+    "wrong_not_json": ("", ["not JSON", "expecting ',' delimiter"]),
     "wrong_comment": ("", ["JSON has no comments"]),
     "wrong_key_twice": ("", ["server_list[0].server_id is given twice"]),
     "wrong_name_too_long": ("server_list[1].server_id", ["at most 64 characters"]),
@@ -73,10 +72,8 @@ def test_every_table_is_looked_at():
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_table_is_read_and_written_whole(name):
-    text = _table(name)
+def test_a_right_table_is_read(name):
     assert read_cluster(TABLES / f"{name}.json").machines == tuple(RIGHT[name])
-    assert json.loads(written(rank_table.read_table(text, ""))) == json.loads(text)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -117,6 +114,11 @@ def _keys_before(tree, path):
 
     assert walk(tree, [])
     return seen
+
+
+def test_mistakes_have_their_line_in_a_file_with_tabs_and_a_mark_of_byte_order():
+    text = _table("wrong_rank_double").replace("    ", "\t").replace('"device_id":"', '"device_id" : "')
+    assert _refused("\ufeff" + text).where == f"table.json{_refused(_table('wrong_rank_double')).where[10:]}"
 
 
 PRINTED = {"8": (1, 8), "16": (2, 8), "2": (1, 2)}
@@ -248,21 +250,6 @@ def test_a_mistake_is_not_waited_out(tmp_path):
     assert clock.now == 0
 
 
-@pytest.mark.parametrize(
-    ("names", "wanted"), [({"10.0.0.2", "127.0.0.1"}, 1), ({"node_0", "172.17.0.9"}, 0), ({"10.0.0.1"}, 0)]
-)
-def test_a_machine_finds_itself(names, wanted):
-    assert find_server(rank_table.read_table(_table("right_newer_2_and_2"), ""), names, "table.json") == wanted
-
-
-@pytest.mark.parametrize("names", [{"127.0.0.1", "192.168.7.7"}, {"10.0.0.1", "10.0.0.2"}, set()])
-def test_a_machine_that_is_not_one_server_is_told_so(names):
-    with pytest.raises(UserError) as caught:
-        find_server(rank_table.read_table(_table("right_16"), ""), names, "table.json")
-    assert "10.0.0.1" in str(caught.value)
-    assert caught.value.where == "table.json"
-
-
 def _environment(tmp_path, name, **more):
     path = tmp_path / "table.json"
     path.write_text(_table(name))
@@ -307,7 +294,7 @@ def test_addresses_of_cards_come_from_hccn_conf(tmp_path):
     conf = tmp_path / "hccn.conf"
     conf.write_text("# cards\naddress_0=192.168.100.101\nnetmask_0=255.255.255.0\naddress_1 = 192.168.101.101\n")
     known = read_hccn(conf)
-    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)), known), "")
+    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)), known)[0], "")
     assert [card.device_ip for card in table.server_list[0].device] == ["192.168.100.101", "192.168.101.101"]
     assert read_hccn(tmp_path / "none") == {}
     conf.write_text("address_0=192.168\n")
@@ -318,7 +305,7 @@ def test_addresses_of_cards_come_from_hccn_conf(tmp_path):
 
 def test_names_out_of_order_are_written_beside_addresses():
     cluster = Cluster((Machine("10.0.0.9", 8), Machine("10.0.0.10", 8)))
-    text = rank_table.write(cluster, {})
+    text, _ = rank_table.write(cluster, {})
     assert '"server_id": "node_0"' in text
     assert rank_table.read(text, "") == cluster
     with pytest.raises(UserError, match="order of their names"):

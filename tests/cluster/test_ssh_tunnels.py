@@ -6,7 +6,7 @@ import psutil
 
 from manyhands.cluster.agents import tunnel
 from manyhands.cluster.agents.tunnel import SshTunnels
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 
 

@@ -17,7 +17,7 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
 from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Watch, _Head, supervise_once
-from manyhands.cluster.descriptions.inventory import Machine, Meeting
+from manyhands.cluster.hosts.inventory import Machine, Meeting
 from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError

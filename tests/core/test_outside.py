@@ -13,8 +13,8 @@ import pytest
 
 from manyhands.checkpoint.plain_files import checked_plain
 from manyhands.checkpoint.tensors import unflatten
-from manyhands.cluster.descriptions.located_json import parse, without_comments
-from manyhands.cluster.descriptions.recognise import read_cluster, text_from
+from manyhands.cluster.hosts.formats import rank_table
+from manyhands.cluster.hosts.recognise import read_cluster
 from manyhands.config.load import load_job
 from manyhands.core import records
 from manyhands.core.errors import UserError
@@ -185,12 +185,22 @@ def test_a_mesh_has_a_number_of_processes_that_there_can_be(sizes):
 )
 def test_json_with_lines_has_the_same_limits(text):
     with pytest.raises(UserError):
-        parse(text, "table.json")
+        rank_table.read(text, "table.json")
 
 
-def test_comments_and_strings_without_end_are_read_once():
-    for text in ("/*" * 200_000, '"\\' * 200_000, "," + " " * 200_000):
-        assert len(without_comments(text)) == len(text)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"server_list": [], "status": "completed", "\\ud800": 1}',
+        '{"status": "\\ud800", "server_list": [{"server_id": "\\udc00", "device": []}]}',
+        '{"status": "completed", "server_list": [{"server_id": "\\udc00",'
+        ' "device": [{"device_id": "0", "rank_id": "0"}]}]}',
+    ],
+)
+def test_half_a_character_in_a_rank_table_is_refused_in_words_that_can_be_shown(text):
+    with pytest.raises(UserError, match=r"server_list|status") as caught:
+        rank_table.read(text, "table.json")
+    str(caught.value).encode()
 
 
 @pytest.mark.parametrize(
@@ -259,8 +269,7 @@ def test_names_that_no_file_can_have_are_refused_before_they_are_looked_for(key)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"#!/bin/bash\n#SBATCH ", "job.sh"),
-        (b"#!/bin/bash\n#SBATCH --nodelist=n1\n#SBATCH --ntasks-per-node=" + b"9" * 5_000, "expected a number"),
+        (b"#!/bin/bash\n#SBATCH --nodelist=n1\n#SBATCH --ntasks-per-node=4\n", "no known format"),
         (b"\xff\xfe\xff", "describes no machines"),
         (b"[0,\x00" + b"x" * 229, "JSON|no known format"),
     ],
@@ -269,8 +278,9 @@ def test_small_spoilt_descriptions_of_machines_are_a_line(content, said, tmp_pat
     (tmp_path / "job.sh").write_bytes(content)
     with pytest.raises(UserError, match=said):
         read_cluster(tmp_path / "job.sh")
-    with pytest.raises(UserError):
-        text_from(b"x" * (9 << 20), "standard input")
+    (tmp_path / "job.sh").write_bytes(b"x" * (9 << 20))
+    with pytest.raises(UserError, match="larger than 8 MiB"):
+        read_cluster(tmp_path / "job.sh")
 
 
 @pytest.mark.parametrize("text", ["10" + " " * 100_000 + "!", "9" * 5_000, "9" * 5_000 + "GiB", "1e999", "٣GiB"])

@@ -85,8 +85,8 @@ def test_names_of_classes_and_pictures_are_on_one_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "file", "text"),
     [
-        (["convert-cluster", "FILE", "--to", "torchrun"], "hostfile", "n1\x1b[31m\x9b slots=2\n"),
-        (["convert-cluster", "FILE", "--to", "torchrun"], "ranks.json", '{"version": "1\u202e\\u001b[31m"}'),
+        (["explain", "--cluster", "FILE"], "hostfile", "n1\x1b[31m\x9b slots=2\n"),
+        (["explain", "--cluster", "FILE"], "rank_table.json", '{"version": "1\u202e\\u001b[31m"}'),
         (["train", "FILE", "--show-config"], "job.toml", '"lr\u202e\\u001b[31m" = 3\n'),
         (["train", "FILE", "--show-config"], "job.toml", '[train]\noptimizer = "\\u009b2J\u2066"\n'),
         (["plan", "FILE"], "plan.json", '{"mesh": {"\u202e\\u001b[2J": 2}}'),

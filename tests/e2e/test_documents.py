@@ -2,8 +2,8 @@
 
 import json
 import re
-import shlex
 import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from tests.e2e.command import (
+    QUICK,
     assert_equal_weights,
     assert_one_screen,
     end,
     final_weights,
     finish,
     free_port,
+    run,
     shell,
+    start,
     wait_until,
 )
 
@@ -135,71 +138,112 @@ class Editor:
         return json.loads(self._stream.read(length))
 
 
-def start_configuration(configuration, *, debugger=""):
-    """Starts a launch configuration as VS Code does: its module with args, env and cwd."""
-    program = ["python", *shlex.split(debugger), "-m", configuration["module"], *configuration["args"]]
-    cwd = configuration["cwd"].replace("${workspaceFolder}", str(Path.cwd()))
-    return shell(shlex.join(program), cwd=cwd, **configuration["env"])
-
-
 def is_open(port):
     """Whether somebody listens; without a call, since the debugger takes the first caller for the editor."""
     found = psutil.net_connections("tcp")
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
 
 
-@pytest.mark.slow
-def test_002_one_rank_under_the_debugger_while_the_other_runs(here):
-    pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
-    (here / "mine.py").write_text(
-        "from torch import nn\n\n\n"
-        "class Net(nn.Sequential):\n"
-        "    def forward(self, pixels):\n"
-        "        seen = len(pixels)\n"
-        "        return super().forward(pixels)\n\n\n"
-        "def net():\n"
-        "    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
-    )
-    (here / "job.toml").write_text(
-        'data = "digits"\nmodel = "mine.py:net"\n[train]\nepochs = 1\n[run]\nout = "run"\nreport = false\n'
-    )
-    (here / "hosts").write_text("localhost slots=2\n")
-    typed("mkdir .vscode && manyhands convert-cluster hosts --to launch.json --out .vscode/launch.json")
-    text = (here / ".vscode" / "launch.json").read_text().partition("\n")[2]
-    content = json.loads(text.replace("29500", str(free_port())))
-    (chosen,) = (each["configurations"] for each in content["compounds"] if each["name"] == "debug rank 1")
-    by_name = {each["name"]: each for each in content["configurations"]}
-    other, debugged = (by_name[name] for name in chosen)
-    assert other["noDebug"]
-    assert not debugged.get("noDebug")
+NET = """from torch import nn
 
+
+class Net(nn.Sequential):
+    def forward(self, pixels):
+        seen = len(pixels)
+        return super().forward(pixels)
+
+
+def net():
+    return Net(nn.Flatten(), nn.Linear(64, 10))
+"""
+SCRIPT = """import os
+rank = os.environ["RANK"]
+seen = rank
+print("rank", seen)
+"""
+
+
+def held_at(port, file, line, process):
+    """Attaches as VS Code does, and waits until the program has come to a line; gives the editor and the frame."""
+    wait_until(lambda: is_open(port), process)
+    editor = Editor(port)
+    editor.answer("initialize", adapterID="debugpy", pathFormat="path", linesStartAt1=True)
+    attached = editor.ask("attach", justMyCode=False)
+    editor.event("initialized")
+    editor.answer("setBreakpoints", source={"path": str(file)}, breakpoints=[{"line": line}])
+    editor.answer("configurationDone")
+    editor.hear(lambda message: message.get("request_seq") == attached)
+    stopped = editor.event("stopped")
+    (frame, *_) = editor.answer("stackTrace", threadId=stopped["threadId"])["stackFrames"]
+    assert (Path(frame["source"]["path"]).name, frame["line"]) == (file.name, line)
+    rank = editor.answer("evaluate", expression="__import__('os').environ['RANK']", frameId=frame["id"])
+    assert rank["result"] == "'1'"
+    return editor
+
+
+def debugged(here, *words, file, line, holds_s):
+    """Runs a command with rank 1 under the debugger, holds that rank for so long, and gives how the command ended."""
+    pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
     port = free_port()
-    one = start_configuration(debugged, debugger=f"-Xfrozen_modules=off -m debugpy --listen {port} --wait-for-client")
-    zero = start_configuration(other)
+    process = start("train", *words, "-n", "2", "--debug-rank", "1", "--cluster.debug-port", port)
     try:
-        wait_until(lambda: is_open(port), one)
-        editor = Editor(port)
-        editor.answer("initialize", adapterID="debugpy", pathFormat="path", linesStartAt1=True)
-        attached = editor.ask("attach", justMyCode=debugged["justMyCode"])
-        editor.event("initialized")
-        editor.answer("setBreakpoints", source={"path": str(here / "mine.py")}, breakpoints=[{"line": 7}])
-        editor.answer("configurationDone")
-        editor.hear(lambda message: message.get("request_seq") == attached)
-        stopped = editor.event("stopped")
-        (frame, *_) = editor.answer("stackTrace", threadId=stopped["threadId"])["stackFrames"]
-        assert (Path(frame["source"]["path"]).name, frame["line"]) == ("mine.py", 7)
-        rank = editor.answer("evaluate", expression="__import__('os').environ['RANK']", frameId=frame["id"])
-        assert rank["result"] == "'1'"
-        assert zero.poll() is None
+        editor = held_at(port, here / file, line, process)
+        time.sleep(holds_s)
+        assert process.poll() is None
         editor.answer("disconnect", terminateDebuggee=False)
         editor.close()
-        ended = [finish(process) for process in (zero, one)]
+        ended = finish(process)
     finally:
-        for process in (zero, one):
-            if process.poll() is None:
-                end(process)
-    assert [each.code for each in ended] == [0, 0], "\n".join(each.err for each in ended)
+        if process.poll() is None:
+            end(process)
+    assert ended.code == 0, ended.err
+    entry = json.loads(ended.err[ended.err.index("{") : ended.err.index("\n}") + 2])
+    assert entry["request"] == "attach"
+    assert entry["connect"] == {"host": "127.0.0.1", "port": port}
+    assert "every user of that machine can run code as you" in ended.err
+    return ended
+
+
+@pytest.mark.slow
+def test_002_one_rank_is_held_by_the_debugger_for_longer_than_collectives_wait(here):
+    (here / "mine.py").write_text(NET)
+    limits = ["--cluster.collective-timeout-s", "3", "--cluster.elastic", "off", "--device", "cpu"]
+    ended = debugged(
+        here,
+        "digits",
+        "mine.py:net",
+        "--epochs",
+        "1",
+        "--out",
+        "run",
+        *QUICK,
+        *limits,
+        file="mine.py",
+        line=6,
+        holds_s=8,
+    )
     assert processes_of("run") == 2
+    assert "didn't come" not in ended.err
+
+
+@pytest.mark.slow
+def test_002_a_script_of_the_users_is_held_too(here):
+    (here / "train.py").write_text(SCRIPT)
+    ended = debugged(here, "train.py", "--out", "run", file="train.py", line=4, holds_s=0)
+    assert "rank 0" in ended.out + ended.err + (here / "run" / "ranks" / "0.log").read_text()
+
+
+@pytest.mark.slow
+def test_002_a_rank_that_cannot_be_debugged_is_refused(here):
+    pytest.importorskip("debugpy", reason="would have started rank 1 under debugpy, which is not installed")
+    command = ("train", "digits", "mlp", "-n", "2", "--device", "cpu", "--epochs", "1", *QUICK, "--out")
+    ended = run(*command, "one", "--debug-rank", "2")
+    assert ended.code == 2
+    assert "there is no rank 2 to debug: the ranks are 0 … 1" in ended.err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = run(*command, "two", "--debug-rank", "1", "--cluster.debug-port", taken.getsockname()[1])
+    assert ended.code == 2
+    assert "choose another port: --cluster.debug-port" in ended.err
 
 
 # Document 003: a rank table's cards on one machine, started by a loop; gradients added up; ways to be parallel.

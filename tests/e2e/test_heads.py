@@ -35,10 +35,10 @@ def test_of_a_run_on_machines():
 def test_of_a_run_and_of_what_reads_it(here):
     head("train", "-n", "1", *SHORT)
     (here / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    head("explain", "--cluster", "hosts", "--write", "again")
     head("report", "runs/one")
     head("logs", "runs/one")
     head("explain", "runs/one/job.toml")
-    head("convert-cluster", "hosts", "--to", "torchrun")
     whole = json.loads(head("checkpoint", "info", "runs/one", "--json"))
     assert whole["format"] == "whole"
     assert {entry["dtype"] for entry in whole["model"].values()} == {"float32"}

@@ -110,9 +110,7 @@ def make(network, party, options, cost):
 FORMAT = '''
 """A line for each machine: "machine NAME with N"."""
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
-
-NAMES = ("lines",)
+from manyhands.cluster.hosts.inventory import Cluster, Machine
 
 
 def recognise(path, text):
@@ -122,10 +120,6 @@ def recognise(path, text):
 def read(text, where):
     words = [line.split() for line in text.splitlines()]
     return Cluster(tuple(Machine(line[1], int(line[3])) for line in words))
-
-
-def write(cluster):
-    return "".join(f"machine {one.host} with {one.slots}\\n" for one in cluster.machines)
 '''
 CHECK = '''
 """That somebody has looked."""
@@ -141,7 +135,7 @@ FILES = {
     "models/architectures/oneline.py": NETWORK,
     "parallel/modes/usual.py": MODE,
     "sync/methods/gentle.py": METHOD,
-    "cluster/descriptions/formats/lines.py": FORMAT,
+    "cluster/hosts/formats/lines.py": FORMAT,
     "cluster/doctor/checks/looked.py": CHECK,
 }
 
@@ -213,9 +207,8 @@ def test_each_is_suggested_and_shown(command):
 
 def test_a_cluster_format(command, tmp_path):
     (tmp_path / "cluster").write_text("machine n1 with 2\nmachine n2 with 4\n")
-    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=4\n")
-    assert "n2 slots=4" in command("convert-cluster", "cluster", "--to", "hostfile")
-    assert "machine n2 with 4" in command("convert-cluster", "hosts", "--to", "lines")
+    command("explain", "--cluster", "cluster", "--write", "hosts")
+    assert (tmp_path / "hosts").read_text() == "n1 slots=2\nn2 slots=4\n"
 
 
 def test_a_check_of_the_doctor(command):

@@ -10,6 +10,7 @@ from manyhands.cli.main import main
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.load import load_job
 from manyhands.run.explain import explained
+from manyhands.run.train import place_of
 
 WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
@@ -70,3 +71,82 @@ def test_the_command_prints_a_table_or_json(init, capsys):
         main([*arguments, "--json"])
     content = json.loads(capsys.readouterr().out)
     assert content["rank"] == {"value": 0, "from": "--rank"}
+
+
+HOSTS = "n1 slots=8\nann@n2 slots=8 port=2222\n"
+
+
+def _explain(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *arguments])
+    printed = capsys.readouterr()
+    return ended.value.code, printed.out, printed.err
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text(HOSTS)
+    return tmp_path
+
+
+def test_machines_are_written_as_a_rank_table_and_as_a_hostfile(hosts, capsys):
+    code, out, err = _explain(["--cluster", "hosts", "--write", "table.json"], capsys)
+    assert (code, out) == (0, "")
+    for left_out in ("names of users", "the ports of ssh", "device_ip"):
+        assert f"note: {left_out}" in err
+    assert "wrote table.json" in err
+    code, _, err = _explain(["--rank-table", "table.json", "--write", "again"], capsys)
+    assert (code, err) == (0, "manyhands: wrote again\n")
+    assert (hosts / "again").read_text() == "n1 slots=8\nn2 slots=8\n"
+    _explain(["--set", 'cluster.hosts=["n1:8","ssh://ann@n2:2222 slots=8"]', "--write", "named"], capsys)
+    assert (hosts / "named").read_text() == HOSTS
+
+
+def test_machines_of_the_environment_are_written(hosts, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    assert _explain(["--write", "slurm"], capsys)[0] == 0
+    assert (hosts / "slurm").read_text() == "n1 slots=4\nn2 slots=4\n"
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_MASTER_ADDR", "job-0")
+    code, _, err = _explain(["--write", "kubeflow"], capsys)
+    assert code == 2
+    assert "the names of machines 1 are not known" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cluster", "hosts", "--write", "hosts"], "hosts is there already"),
+        (["--cluster", "nowhere", "--write", "new"], "nowhere can't be read"),
+        (["--cluster", "hosts", "--write", "no/such/folder"], "can't be written"),
+        (["--cluster", "empty", "--write", "new"], "this file is empty"),
+        (["--cluster", "unsized", "--write", "new.json"], "how many n1 has is not known"),
+        (["--write", "new"], "no machines are given"),
+    ],
+)
+def test_what_cannot_be_written_is_one_screen(arguments, said, hosts, capsys):
+    (hosts / "empty").write_text("")
+    (hosts / "unsized").write_text("n1\nn2:4\n")
+    code, out, err = _explain(arguments, capsys)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+    assert (hosts / "hosts").read_text() == HOSTS
+
+
+def test_what_the_clusters_file_asks_of_the_job_is_followed_by_option_alone(tmp_path, capsys):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n")
+    flags = {"cluster.file": str(file), "parallel.mode": "fsdp"}
+    assert place_of(load_job(flags, environment={}).job).processes == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"manyhands: {file}: mixed_precision: bf16 is not followed; add --train.precision bf16 to follow it\n"
+    )
+    place_of(load_job({**flags, "train.precision": "bf16"}, environment={}).job)
+    assert not capsys.readouterr().err
+    file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
+    place_of(load_job(flags, environment={}).job)
+    assert "distributed_type: DEEPSPEED has no counterpart here and is ignored" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from manyhands.cluster.descriptions.formats import hostfile
-from manyhands.cluster.descriptions.machines import machines_of, with_machines
+from manyhands.cluster.hosts.formats import hostfile
+from manyhands.cluster.hosts.machines import machines_of, with_machines
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
 from manyhands.run.join import SOCKET, front_door, join_here, seen_at

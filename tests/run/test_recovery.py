@@ -5,7 +5,7 @@ import time
 import pytest
 
 from manyhands.cluster.agents.ending import Ending
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder

@@ -8,13 +8,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from manyhands.cli.flags import settings
 from manyhands.cli.main import _options_by_path
-from manyhands.cluster.descriptions.formats import slurm
-from manyhands.cluster.descriptions.inventory import Cluster, Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.run.submit import submit
@@ -136,63 +132,3 @@ def test_a_missing_or_refusing_program_is_named(on, program, tmp_path, monkeypat
     refusing.chmod(refusing.stat().st_mode | stat.S_IEXEC)
     with pytest.raises(RunError, match="no such partition"):
         submit(job_of(**IMAGE), None, on, dry_run=False)
-
-
-HOSTS = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1, max_size=5, unique=True)
-
-
-@given(HOSTS, st.integers(1, 8))
-def test_a_cluster_survives_its_batch_script(hosts, slots):
-    cluster = Cluster(tuple(Machine(host, slots) for host in hosts))
-    text = slurm.write(cluster)
-    assert slurm.recognise("job.sh", text)
-    assert slurm.read(text, "") == cluster
-
-
-def test_what_slurm_decides_itself_is_left_out_with_a_note():
-    full = Cluster((Machine("u@a", 2, (4, 5)), Machine("b", 2)), "10.0.0.1", 5, machine=1)
-    fitting, notes = slurm.fit(full)
-    assert slurm.read(slurm.write(fitting), "") == fitting
-    assert len(notes) == 4
-    assert slurm.fit(fitting) == (fitting, [])
-
-
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        Cluster((Machine("a", 1), Machine("b", 2))),
-        Cluster((Machine("a"),)),
-        Cluster((Machine("a", 1), Machine("a", 1))),
-        Cluster((Machine("u@a", 1),)),
-        Cluster((Machine("a", 1, (1,)),)),
-        Cluster((Machine("a", 1),), master_port=1),
-    ],
-)
-def test_what_a_batch_script_cannot_hold_is_refused(cluster):
-    with pytest.raises(UserError, match="Slurm"):
-        slurm.write(cluster)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        "-w a[1-2] -N 2 --ntasks-per-node=3",
-        "--nodelist a[1-2] -N2 --ntasks-per-node 3  # two",
-        "-wa1,a2 --ntasks-per-node=3",
-    ],
-)
-def test_options_are_read_in_every_way_to_write_them(options):
-    text = f"#!/bin/bash\n#SBATCH {options}\n#SBATCH --requeue\nsrun x\n"
-    assert slurm.read(text, "") == Cluster((Machine("a1", 3), Machine("a2", 3)))
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [("#SBATCH -n 2\n", ""), ("\n#SBATCH -w a[1-\n", "line 2"), ("#SBATCH -w a\n#SBATCH -N 2\n", "line 1"),
-     ("#SBATCH -w a\n#SBATCH --ntasks-per-node=x\n", "line 2")],
-)  # fmt: skip
-def test_broken_batch_scripts_are_refused_with_their_line(text, line):
-    with pytest.raises(UserError) as caught:
-        slurm.read(text, "job.sh")
-    assert line in caught.value.where
-    assert "job.sh" in caught.value.where

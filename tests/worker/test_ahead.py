@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manyhands.cluster.agents.orders import orders_for
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.open import open_data

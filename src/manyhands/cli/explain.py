@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from manyhands.cli.flags import Settings, settings
-from manyhands.core.shown import plain, show, show_json
+from manyhands.core.shown import plain, say, show, show_json
 
 
 def explain(  # noqa: PLR0913 - one argument for each flag
@@ -21,6 +21,10 @@ def explain(  # noqa: PLR0913 - one argument for each flag
     cluster: Annotated[str | None, Parameter(help="as for train")] = None,
     device: Annotated[str | None, Parameter(help="as for train")] = None,
     backend: Annotated[str | None, Parameter(help="as for train")] = None,
+    write: Annotated[
+        Path | None,
+        Parameter(help="write the machines to a new file and explain nothing: *.json a rank table, else a hostfile"),
+    ] = None,
     set_: Settings = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
 ) -> int:
@@ -29,7 +33,7 @@ def explain(  # noqa: PLR0913 - one argument for each flag
     Put it in the place of train, such as srun manyhands explain.
     """
     from manyhands.config.load import load_job
-    from manyhands.run.explain import explained
+    from manyhands.run.explain import explained, write_cluster
 
     flags: dict[str, Any] = {
         "cluster.processes": processes,
@@ -41,7 +45,13 @@ def explain(  # noqa: PLR0913 - one argument for each flag
         "cluster.device": device,
         "cluster.backend": backend,
     }
-    rows = explained(load_job({**flags, **settings(set_ or [])}, file=job))
+    loaded = load_job({**flags, **settings(set_ or [])}, file=job)
+    if write:
+        for note in write_cluster(loaded, write):
+            say(plain(note), "note")
+        say(plain(f"wrote {write}"))
+        return 0
+    rows = explained(loaded)
     if as_json:
         show_json({row.key: {"value": row.value, "from": row.origin} for row in rows})
         return 0

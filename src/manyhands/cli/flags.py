@@ -45,6 +45,9 @@ Sync = Annotated[
     str | None,
     Parameter(help="how gradients are averaged: allreduce, bf16, powersgd, local, or auto by the link; allreduce"),
 ]
+DebugRank = Annotated[
+    int | None, Parameter(help="run this rank under debugpy: it waits until VS Code has attached, and prints how")
+]
 Backend = Annotated[str | None, Parameter(help="gloo, nccl, hccl …; default: the device's own")]
 Pretrained = Annotated[bool | None, Parameter(negative="", help="start from torchvision's weights")]
 Compile = Annotated[bool | None, Parameter(name="--compile", negative="", help="torch.compile the network")]

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from manyhands.cli import imagenet_flags as main_py
 from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig, Sync, settings
-from manyhands.cluster.descriptions.formats import imagenet as main_py
-from manyhands.cluster.descriptions.formats.imagenet import ImagenetFlags, Nodes
+from manyhands.cli.imagenet_flags import ImagenetFlags, Nodes
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.quantities import percentage
 from manyhands.core.shown import say, show
 from manyhands.models.published import published_names
 
 if TYPE_CHECKING:
-    from manyhands.cluster.descriptions.inventory import Meeting
+    from manyhands.cluster.hosts.inventory import Meeting
     from manyhands.config.load import LoadedJob
 
 RECIPE = "imagenet-main"

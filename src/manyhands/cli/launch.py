@@ -13,6 +13,7 @@ from manyhands.cli.flags import (
     Compile,
     Data,
     DataDir,
+    DebugRank,
     Device,
     Elastic,
     Epochs,
@@ -76,6 +77,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     device: Device = None,
     pretrained: Pretrained = None,
     compile_: Compile = None,
+    debug_rank: DebugRank = None,
     set_: Settings = None,
     show_config: ShowConfig = False,
     dry_run: Annotated[
@@ -112,6 +114,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         "sync.method": sync,
         "cluster.elastic": elastic,
         "cluster.backend": backend,
+        "cluster.debug_rank": debug_rank,
         "cluster.device": device,
         "model.pretrained": pretrained,
         "train.compile": compile_,

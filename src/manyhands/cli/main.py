@@ -43,7 +43,6 @@ COMMANDS = {
     "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
     "join": "Have a run that goes on take up another machine.",
     "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
-    "convert-cluster": "Write a description of a cluster in another format: hostfile, rank table, torchrun …",
     "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
     "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
     "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
@@ -75,7 +74,7 @@ def make_app() -> cyclopts.App:
     for place, (name, explanation) in enumerate(COMMANDS.items()):
         group = cyclopts.Group(GROUPS[name], sort_key=place) if name in GROUPS else group
         # By name, so that a command's file is imported only when it is used.
-        function = "evaluate" if name == "eval" else name.replace("-", "_")
+        function = "evaluate" if name == "eval" else name
         app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation, group=group, sort_key=place)
     app["--help"].group = app["--version"].group = cyclopts.Group("Options", sort_key=len(COMMANDS))
     return app

@@ -4,10 +4,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import AT_LEAST_ONE, AsJson, Quiet, Settings, settings
+from manyhands.cli.flags import AT_LEAST_ONE, AsJson, DebugRank, Quiet, Settings, settings
 
 
-def resume(
+def resume(  # noqa: PLR0913 - one argument for each flag
     name: Annotated[str, Parameter(name="RUN", help="a run's folder, a part of its name, or last")],
     /,
     *,
@@ -18,6 +18,7 @@ def resume(
     detach: Annotated[
         bool | None, Parameter(help="as in launch; a run that was detached is again, unless --no-detach says not")
     ] = None,
+    debug_rank: DebugRank = None,
     set_: Settings = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -38,7 +39,8 @@ def resume(
     read_run(folder)
     flags = {
         "run.out": str(folder), "checkpoint.resume": "auto", "cluster.processes": processes, "train.epochs": epochs,
-        "cluster.detach": detach, **settings(set_ or []),
+        "cluster.detach": detach, "cluster.debug_rank": -1 if debug_rank is None else debug_rank,
+        **settings(set_ or []),
     }  # fmt: skip
     loaded = load_job(flags, file=RunFolder(folder).job)
     announce_resumed(RunFolder(folder), loaded)

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
-from manyhands.cluster.descriptions.inventory import Machine, Meeting
-from manyhands.cluster.descriptions.machines import machines_of
-from manyhands.cluster.descriptions.own import is_here
+from manyhands.cluster.hosts.inventory import Machine, Meeting
+from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.own import is_here
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.early_agent import end_early

@@ -10,11 +10,18 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from manyhands.cluster.agents.orders import DEVICE_INDEX
-from manyhands.cluster.descriptions.from_file import DEFAULT_PORT, given_cluster, meeting_in
-from manyhands.cluster.descriptions.from_launcher import described_cluster, find_place, other_places, refuse_alone
-from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Meeting
-from manyhands.cluster.descriptions.own import reachable, seen_by_others
-from manyhands.cluster.descriptions.variables import check_rank, number, port
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Meeting
+from manyhands.cluster.hosts.own import reachable, seen_by_others
+from manyhands.cluster.hosts.recognise import (
+    DEFAULT_PORT,
+    described_cluster,
+    find_place,
+    given_cluster,
+    meeting_in,
+    other_places,
+    refuse_alone,
+)
+from manyhands.cluster.hosts.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import Membership
@@ -40,6 +47,7 @@ class Participation:
     meeting: Meeting | None = None
     # what each of these came from, for `manyhands explain`; "overridden" names what was not followed
     origins: Mapping[str, str] = field(default_factory=dict)
+    requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> Participation:
@@ -121,8 +129,8 @@ def _described(options: ClusterOptions, variables: Mapping[str, str]) -> Partici
     meeting, origins = meeting_in(*found, options, variables)
     own = meeting.sizes[meeting.machine]
     if len(meeting.sizes) == 1 and meeting.devices in {(), tuple(range(own))}:
-        return Participation(None, own, origins=origins)
-    return Participation(None, own, meeting, origins)
+        return Participation(None, own, origins=origins, requests=found[0].requests)
+    return Participation(None, own, meeting, origins, found[0].requests)
 
 
 def _started_here(options: ClusterOptions, variables: Mapping[str, str]) -> Participation:

@@ -21,6 +21,8 @@ OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay",
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 # What a run decides once, by their dotted keys, where they are "auto"; its job.toml says what they became.
+# Ten days: longer than anybody debugs, and a time limit that every backend takes.
+_DEBUG_TIMEOUT_S = 864_000.0
 MEASURED = ("train.precision", "train.channels_last")
 DECIDED_ONCE = (*MEASURED, "train.compile", "train.cuda_graphs")
 # Stands in a job for what was an object in Python; object:NAME for one of several.
@@ -241,6 +243,9 @@ class ClusterOptions(Options):
     join_timeout_s: float = Field(default=600.0, gt=0.0, description="give up waiting for them after so long")
     collective_timeout_s: float = Field(default=600.0, gt=0.0, description="give up on a silent peer after so long")
 
+    debug_rank: int = Field(default=-1, ge=-1, description="run this rank under debugpy; it waits for an editor")
+    debug_port: int = Field(default=5678, ge=1, le=65535, description="port of 127.0.0.1 that debugpy listens on")
+
     def mark_flags(self, names: Iterable[str]) -> None:
         """Records which options were given by a flag or a Python argument; not part of the stored job."""
         object.__setattr__(self, "flags", frozenset(names))
@@ -253,7 +258,17 @@ class ClusterOptions(Options):
     @property
     def recovers(self) -> bool:
         """True where a run goes on by itself after a fault."""
-        return self.elastic != "off"
+        return self.elastic != "off" and not self.debugging
+
+    @property
+    def debugging(self) -> bool:
+        """True where a rank may be held by a debugger for as long as its user likes."""
+        return self.debug_rank >= 0
+
+    @property
+    def peer_timeout_s(self) -> float:
+        """Seconds after which a collective gives up on a silent peer."""
+        return _DEBUG_TIMEOUT_S if self.debugging else self.collective_timeout_s
 
     @property
     def through_ssh(self) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
-from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError
 from manyhands.core.folder import RunFolder

@@ -14,8 +14,6 @@ from manyhands.cluster.agents.protocol import MakeScratch
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.store_way import StoreWay, store_way
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
-from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.doctor.addresses import own_candidates
 from manyhands.cluster.doctor.examine import examine, fails
 from manyhands.cluster.doctor.facts import gather
@@ -23,6 +21,8 @@ from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, Fact
 from manyhands.cluster.doctor.probe import Listeners
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.doctor.survey import matrix, take_survey
+from manyhands.cluster.hosts.inventory import Address, Machine, Meeting
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
 from manyhands.core.plugins import is_object_reference

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
+from manyhands.cluster.hosts.inventory import Cluster, Meeting
+from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.hosts.recognise import described_cluster, given_cluster
 from manyhands.cluster.rendezvous import Participation, participate
 from manyhands.config.load import LoadedJob
+from manyhands.core.errors import UserError
 from manyhands.core.world import Membership
 
 # Words for options in the origins of a participation.
@@ -67,6 +71,40 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     if "overridden" in found.origins:
         rows.append(ExplainedValue("not_followed", found.origins["overridden"], "what is above wins"))
     return rows
+
+
+def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] | None = None) -> list[str]:
+    """Writes the job's machines to a new file: a rank table if its name ends in .json, else a hostfile.
+
+    The machines are those of the job's cluster file, its hosts or hostfile, or of the environment (PET_*, Slurm).
+
+    Returns:
+        What of the cluster the format has no place for.
+
+    Raises:
+        UserError: There is no description, the format can't hold it, or the file exists already.
+    """
+    variables = os.environ if environment is None else environment
+    at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
+    given, named = given_cluster(at_once, variables), machines_of(at_once)
+    cluster = given[0] if given else Cluster(named) if named else described_cluster(variables) or slurm.nodes(variables)
+    if cluster is None:
+        hints = ("--cluster FILE: a hostfile, a rank table or accelerate's file", "or run it inside a Slurm job")
+        raise UserError("no machines are given that could be written down", "--write", hints)
+    if unnamed := [str(place) for place, machine in enumerate(cluster.machines) if not machine.host]:
+        message = f"the names of machines {', '.join(unnamed)} are not known: {cluster.source} doesn't have them"
+        raise UserError(message, "--write", ("list the machines in a hostfile, n1 slots=4 a line",))
+    text, notes = (rank_table if file.suffix == ".json" else hostfile).write(cluster)
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError as error:
+        hints = ("choose another name, or remove it first",)
+        raise UserError(f"{file} is there already", "--write", hints) from error
+    except OSError as error:
+        hints = ("choose another place",)
+        raise UserError(f"{file} can't be written: {error.strerror}", "--write", hints) from error
+    return notes
 
 
 def _from_option(origin: str, loaded: LoadedJob) -> str:

@@ -6,9 +6,9 @@ from ipaddress import ip_address
 from typing import Any
 
 from manyhands.cluster.agents.assemble import assembled
-from manyhands.cluster.descriptions.machines import machines_of
 from manyhands.cluster.doctor.exposure import open_ports
 from manyhands.cluster.doctor.questions import AskPorts, OpenPort
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.scratch import scratch
 from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew

@@ -6,7 +6,7 @@ from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.core.folder import RunFolder
 from manyhands.run.recovery import Recovery
 

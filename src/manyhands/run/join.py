@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.cluster.agents.ssh import SAFE, explain_contact, port_words, python_script, ssh_words
-from manyhands.cluster.descriptions.formats import hostfile
-from manyhands.cluster.descriptions.inventory import Machine, in_brackets
+from manyhands.cluster.hosts.formats import hostfile
+from manyhands.cluster.hosts.inventory import Machine, in_brackets
 from manyhands.cluster.messages import Lines, Message, encode
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import ManyhandsError, RunError, UserError

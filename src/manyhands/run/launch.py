@@ -8,13 +8,14 @@ from pathlib import Path
 
 from manyhands.cluster.agents.assemble import Crew, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.code import code_files
+from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.store_way import store_way
 from manyhands.cluster.agents.supervise import supervise_once
-from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.cluster.doctor.questions import AskClock
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import Job
 from manyhands.core.claim import run_id
 from manyhands.core.errors import UserError
@@ -65,6 +66,8 @@ def launch(
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet, lines=job.cluster.detach)) as screen:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"reaching {names}, and starting there; this takes some seconds")
+            if job.cluster.debugging:
+                screen.say(attach_notice(job.cluster))
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
             reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from manyhands.cluster.agents.assemble import assembled
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.protocol import ReadLog
-from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import UserError

@@ -9,8 +9,8 @@ from manyhands.cluster.agents.assemble import clock_offset, open_agent
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, LinkClosed, answer_to
 from manyhands.cluster.agents.protocol import Hello, LookAtRun, Prepare, RunSeen, TakeCode
 from manyhands.cluster.agents.ssh import explain_contact
-from manyhands.cluster.descriptions.inventory import Machine
 from manyhands.cluster.doctor.findings import Facts
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Request
 from manyhands.config.job import Job
 from manyhands.core.claim import run_id

@@ -15,8 +15,8 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import Bind
 from manyhands.cluster.agents.store_way import ASK_S, StorePlaces, StoreWay
-from manyhands.cluster.descriptions.inventory import Address, Machine, Meeting
-from manyhands.cluster.descriptions.machines import with_machines
+from manyhands.cluster.hosts.inventory import Address, Machine, Meeting
+from manyhands.cluster.hosts.machines import with_machines
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.folder import RunFolder

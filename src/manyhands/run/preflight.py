@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 
 from manyhands.cluster.agents.assemble import Crew
-from manyhands.cluster.descriptions.inventory import Address, Machine
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.findings import DoctorFinding, Facts
+from manyhands.cluster.hosts.inventory import Address, Machine
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError
 from manyhands.run.doctor import known_of, survey_crew

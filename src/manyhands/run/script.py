@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.cluster.agents.ending import Ending
-from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob

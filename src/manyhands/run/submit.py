@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.descriptions.formats import kubernetes, slurm
-from manyhands.cluster.descriptions.submission import JOB, Submission
+from manyhands.cluster.hosts.formats import kubernetes, slurm
+from manyhands.cluster.hosts.inventory import JOB, Submission
 from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.load import known_keys, load_job
 from manyhands.core.errors import RunError, UserError

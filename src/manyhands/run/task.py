@@ -7,7 +7,7 @@ from typing import Any, Literal
 from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.config.job import Job
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import RunFolder

@@ -16,10 +16,11 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from manyhands.checkpoint.find import resolve
+from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
-from manyhands.cluster.descriptions.inventory import Meeting
-from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
@@ -108,6 +109,8 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     if participation.membership:
         end_early()
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
+    if job.cluster.debugging:
+        say(attach_notice(job.cluster))
     meeting = participation.meeting or Meeting((participation.processes,))
     several = len(meeting.sizes) > 1
     if not several:
@@ -160,6 +163,12 @@ def place_of(job: Job) -> Participation:
         load_worker("member").tell_of_outside(job, outside.membership, outside.what)
         raise
     refuse_unfollowed(job.cluster, found)
+    for words, option, value in found.requests:
+        section, _, name = option.partition(".")
+        if not option:
+            say(f"{job.cluster.file}: {words} has no counterpart here and is ignored")
+        elif getattr(getattr(job, section), name) != value:
+            say(f"{job.cluster.file}: {words} is not followed; add --{option} {value} to follow it")
     return found
 
 
@@ -193,6 +202,7 @@ def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
         follow_folder(screen, on_tick),
         lambda: screen.say(stopping(job, STOPPING)),
         lambda how: screen.say(how, "WARNING"),
+        stalls=not job.cluster.debugging,
         evicts=job.cluster.recovers,
     )
 

@@ -6,7 +6,7 @@ from manyhands.cluster.agents.assemble import Crew
 from manyhands.cluster.agents.dig import Way
 from manyhands.cluster.agents.protocol import RunOpened
 from manyhands.cluster.agents.store_way import StorePlaces
-from manyhands.cluster.descriptions.inventory import Address
+from manyhands.cluster.hosts.inventory import Address
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_json
 

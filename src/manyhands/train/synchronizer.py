@@ -35,7 +35,7 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
 def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any:
     """Some processes' group; torch would let it wait for a silent peer longer than the job says."""
     with closed_once_formed(backend or str(dist.get_backend())):
-        return dist.new_group(list(ranks), timedelta(seconds=job.cluster.collective_timeout_s), backend)
+        return dist.new_group(list(ranks), timedelta(seconds=job.cluster.peer_timeout_s), backend)
 
 
 def _beside(world: World) -> str | None:

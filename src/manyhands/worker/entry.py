@@ -5,18 +5,20 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
 from manyhands.core.claim import set_aside
-from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
@@ -82,7 +84,7 @@ def train_here(
             trainer = _join_and_build(mine, job, argument, say)
             from manyhands.train.loop import fit
 
-            with mine.roll_called():
+            with nullcontext() if job.cluster.debugging else mine.roll_called():
                 status = fit(trainer)
             trainer.journal.event(status, _closing_words(status, trainer.progress.step), trainer.progress.step)
             return {"status": status, "step": trainer.progress.step, "folder": str(mine.folder.path)}
@@ -121,6 +123,10 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
     world = mine.join(job, shared_options(job), say).world
     if mine.membership.started_by not in {OUR_HEAD, MET}:
         mine.folder = share_folder(world, mine.folder)
+    if job.cluster.debug_rank >= world.size:
+        message = f"there is no rank {job.cluster.debug_rank} to debug: the ranks are 0 … {world.size - 1}"
+        raise UserError(message, "--debug-rank", ("count from 0",))
+    wait_for_editor(world.rank, job.cluster)
     mine.trainer = _build(_from_where_rank_0_says(job, world, say), mine.folder, world, argument)
     return mine.trainer
 

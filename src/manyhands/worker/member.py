@@ -51,7 +51,7 @@ class GroupMember:
             from manyhands.parallel.group import join
 
         membership = self.membership
-        self.group = group = join(membership, options, job.cluster.collective_timeout_s, say)
+        self.group = group = join(membership, options, job.cluster.peer_timeout_s, say)
         if membership.started_by != OUR_HEAD:
             # A closed connection ends gloo's collectives; and a group that stood before is not ours to abort.
             ends_itself = group.world.device in {"cpu", "mps"} or group.stands is not None

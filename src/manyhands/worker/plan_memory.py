@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.cluster.descriptions.machines import machines_of
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.norm import GroupedNorm

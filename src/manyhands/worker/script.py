@@ -10,7 +10,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.own_output import begin
+from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.shown import say
@@ -21,11 +23,13 @@ def main(words: list[str]) -> None:
     """Runs the script.
 
     Args:
-        words: the agent's folder for records, the folder for logs, the agent's process id, the script, its words.
+        words: the agent's folder for records, the folder for logs, the agent's process id, the rank to debug and its
+            port, the script, its words.
     """
-    scratch, logs, agent, script, *own = words
+    scratch, logs, agent, debug_rank, debug_port, script, *own = words
     rank = begin(scratch, logs, int(agent))
     try:
+        wait_for_editor(rank, ClusterOptions(debug_rank=int(debug_rank), debug_port=int(debug_port)))
         _run(script, own)
     except SystemExit:
         raise

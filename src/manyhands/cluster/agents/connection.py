@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from manyhands.cluster.agents.protocol import Alive, Greeting, Reconnected
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
     A,
     Lines,

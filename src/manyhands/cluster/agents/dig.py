@@ -15,7 +15,7 @@ from manyhands.cluster.agents.assemble import Crew
 from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
 from manyhands.cluster.agents.protocol import DigTunnels, OpenTunnelEnds
 from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.tunnel_ends import TunnelEnds

@@ -327,7 +327,9 @@ class ElasticAgent(_Base):
 def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:
     """What follows Python's name where each process runs a script of the user's; see `worker.script`."""
     # -P as for the agent itself; the script's own folder is added for it.
-    words = ("-u", "-P", "-m", SCRIPT, scratch, orders.logs, str(os.getpid()), *orders.script)
+    cluster = orders.argument["job"]["cluster"]
+    debugged = (str(cluster["debug_rank"]), str(cluster["debug_port"]))
+    words = ("-u", "-P", "-m", SCRIPT, scratch, orders.logs, str(os.getpid()), *debugged, *orders.script)
     # torch fills in ${local_rank}, as under torchrun; any other $ is the user's.
     return tuple(word.replace("$", "$$").replace("$${local_rank}", "${local_rank}") for word in words)
 

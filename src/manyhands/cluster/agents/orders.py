@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.config.job import Job
 
 # The variable that tells a worker the number of its device.

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from manyhands.cluster.descriptions.inventory import Machine, in_brackets
 from manyhands.cluster.doctor.findings import Contact
+from manyhands.cluster.hosts.inventory import Machine, in_brackets
 from manyhands.config.job import ClusterOptions
 from manyhands.core.early_agent import AGENT, SAFE
 from manyhands.core.errors import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.ssh import agent_command
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.early_agent import AGENT, take_early
 from manyhands.core.errors import UserError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from manyhands.cluster.agents.assemble import Crew
 from manyhands.cluster.agents.protocol import Bind
 from manyhands.cluster.agents.tunnel import LOOPBACK, SshTunnels, TunnelError
-from manyhands.cluster.descriptions.inventory import Address
 from manyhands.cluster.doctor.questions import Connect, Listen, Listener, Unlisten
+from manyhands.cluster.hosts.inventory import Address
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch

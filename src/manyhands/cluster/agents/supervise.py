@@ -58,6 +58,7 @@ class Watch:
         on_warning: told how the first process failed, as soon as that is known, and that the run stands still, and why.
         on_file: given each piece of the run's records that comes from another machine.
         clock_offsets_s: machine's name to how far its clock is ahead of ours.
+        stalls: a run that stalls is reported.
         evicts: a process that hangs is ended, so that the run can go on without it.
         cut: asked now and then what is told of a tunnel of the head's own that has ended.
         regroups: asked as often; True has the processes save and leave, so that they can be started on other machines.
@@ -68,6 +69,7 @@ class Watch:
     on_warning: Callable[[str], None] = lambda _text: None
     on_file: Callable[[FilePiece], None] = lambda _piece: None
     clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    stalls: bool = True
     evicts: bool = False
     cut: Callable[[], str] = str
     regroups: Callable[[], bool] = lambda: False
@@ -189,7 +191,7 @@ class _Head:
         self._looked_at = now
         self._give_up_silent(now)
         self._say_who_is_awaited(now)
-        if stands := self._stalls.to_say():
+        if self._watch.stalls and (stands := self._stalls.to_say()):
             self._watch.on_warning(stands)
         if not self.ending.cut and (what := self._watch.cut()):
             self._cut_off(what)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from manyhands.cluster.agents.ssh import port_words, ssh_words
-from manyhands.cluster.descriptions.inventory import Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 
 LOOPBACK = "127.0.0.1"

@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 
-from manyhands.cluster.descriptions.inventory import INTERFACE_VARIABLES
 from manyhands.cluster.doctor.compare import fact, who
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey
+from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
 
 def run(survey: Survey) -> list[DoctorFinding]:

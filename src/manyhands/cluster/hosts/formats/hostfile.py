@@ -11,13 +11,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cluster.descriptions.holding import must_hold
-from manyhands.cluster.descriptions.inventory import Cluster, Machine, in_brackets, is_host
-from manyhands.cluster.descriptions.located_json import at_line
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets, is_host
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import did_you_mean
-
-NAMES = ("hostfile",)
 
 _NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _USER = r"(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*@)?"
@@ -29,7 +25,6 @@ _MOST = {"slots": 1024, "max_slots": 1024, "port": 65535}
 # No machine has so many processors that a bare number beyond could only mean processes.
 _LIKE_A_PORT = 128
 _SSH_PORTS = {22, 222}
-HAS_SSH_PORTS = True
 
 
 def recognise(path: str, text: str) -> bool:
@@ -77,23 +72,18 @@ def read_list(text: str, where: str) -> Cluster:
     return Cluster(tuple(machines), source=f"{where} {text}".strip())
 
 
-def write(cluster: Cluster) -> str:
-    """Writes a hostfile. Raises UserError: a hostfile can't hold this cluster."""
-    lines = [
-        m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
-        for m in cluster.machines
-    ]
-    return must_hold("\n".join(lines) + "\n", cluster, read, "a hostfile")
-
-
-def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    notes = []
+def write(cluster: Cluster) -> tuple[str, list[str]]:
+    """Returns a hostfile, and what of the cluster it has no place for."""
+    notes: list[str] = []
     if any(machine.devices for machine in cluster.machines):
         notes.append("numbers of devices are left out: a hostfile has no place for them")
     if cluster.master_address or cluster.master_port:
         notes.append("the master's address and port are left out: a hostfile has no place for them")
-    machines = tuple(Machine(machine.host, machine.slots, port=machine.port) for machine in cluster.machines)
-    return Cluster(machines, source=cluster.source), notes
+    lines = [
+        m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
+        for m in cluster.machines
+    ]
+    return "\n".join(lines) + "\n", notes
 
 
 def _without_comment(line: str) -> str:

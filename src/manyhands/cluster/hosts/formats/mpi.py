@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manyhands.cluster.descriptions.inventory import LauncherPlace
-from manyhands.cluster.descriptions.variables import check_rank, first_set, number, port, port_from_name
+from manyhands.cluster.hosts.inventory import LauncherPlace
+from manyhands.cluster.hosts.variables import check_rank, first_set, number, port, port_from_name
 from manyhands.core.errors import UserError
 
 # Before Slurm: inside a batch job mpirun's daemons are tasks of srun, and Slurm's variables are theirs.
@@ -27,31 +27,13 @@ class _Family:
 
 
 _FAMILIES = (
-    _Family(
-        "OpenMPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        "mpirun -x MASTER_ADDR=ADDRESS …",
-    ),
-    _Family(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
-        "mpirun_rsh … MASTER_ADDR=ADDRESS manyhands …",
-    ),
-    _Family(
-        "MPICH",
-        "PMI_RANK",
-        "PMI_SIZE",
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        "mpiexec -genv MASTER_ADDR ADDRESS …",
-    ),
-)
+    _Family("OpenMPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE",), "mpirun -x MASTER_ADDR=ADDRESS …"),
+    _Family("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",),
+            ("MV2_COMM_WORLD_LOCAL_SIZE",), "mpirun_rsh … MASTER_ADDR=ADDRESS manyhands …"),
+    _Family("MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+            ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), "mpiexec -genv MASTER_ADDR ADDRESS …"),
+)  # fmt: skip
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from manyhands.cluster.descriptions.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.core.errors import UserError
 from manyhands.core.outside import typed_number
 
-NAMES = ("imagenet",)
 # main.py's default of -b, which each node has.
 NODE_BATCH = 256
 # What main.py's --dummy makes: as many pictures as ImageNet has, without augmentation or normalisation.

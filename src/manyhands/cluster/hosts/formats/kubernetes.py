@@ -4,9 +4,8 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.descriptions.submission import JOB, Submission
+from manyhands.cluster.hosts.inventory import JOB, Submission
 
-NAMES = ("kubernetes", "kubeflow")
 GPU = "nvidia.com/gpu"
 # A pod that was moved away goes on from its last checkpoint; one that fails by itself must not do so for ever.
 MOST_RESTARTS = 3

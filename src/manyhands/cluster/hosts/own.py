@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from collections.abc import Collection
 
-from manyhands.cluster.descriptions.inventory import Cluster, Machine, is_address
+from manyhands.cluster.hosts.inventory import Cluster, Machine, is_address
 from manyhands.core.errors import UserError
 from manyhands.parallel.ports import outer_addresses, own_addresses
 

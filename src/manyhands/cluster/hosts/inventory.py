@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
+# In a command: the scheduler's own number or name of the job.
+JOB = "@JOB@"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 
@@ -58,6 +60,11 @@ def is_address(text: str) -> bool:
     return True
 
 
+def at_line(where: str, line: int) -> str:
+    """A line of a file, for the user."""
+    return f"{where}, line {line}" if where else f"line {line}"
+
+
 def in_brackets(address: str) -> str:
     """An address that a port may follow."""
     return f"[{address}]" if ":" in address else address
@@ -72,6 +79,8 @@ class Cluster:
     master_port: int = 0  # of that store; 0 for one that is free
     machine: int | None = None  # which of the machines this one is, where the description says so
     source: str = field(default="", compare=False)  # what the cluster was read from, for the user
+    # what the same file asks of the job: in its own words, and as an option and its value, or empty without one
+    requests: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
 
     @property
     def size(self) -> int:
@@ -117,3 +126,21 @@ class Address:
     def environment(self) -> dict[str, str]:
         """Variables that have the backends' own searches for an interface end there."""
         return dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a scheduler is asked to start, and on what."""
+
+    name: str  # of the job, for the scheduler's lists
+    command: tuple[str, ...]  # what each process runs; a word may hold JOB
+    nodes: int = 1  # machines
+    processes: int = 1  # on each machine
+    accelerators: int = 0  # on each machine; 0 for none
+    threads: int = 0  # CPU cores for each process; 0 for the scheduler's own default
+    time_limit: str = ""  # in the scheduler's own words; empty for its default
+    options: tuple[str, ...] = ()  # further words for the scheduler, such as "--partition=gpu"
+    image: str = ""  # the container image
+    kind: str = "TrainJob"  # of Kubernetes' manifest
+    runtime: str = "torch-distributed"  # the training runtime that a TrainJob refers to
+    namespace: str = ""  # Kubernetes'; empty for the current one

@@ -7,13 +7,11 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from manyhands.cluster.descriptions.inventory import Cluster, LauncherPlace, Machine
-from manyhands.cluster.descriptions.submission import JOB, Submission
-from manyhands.cluster.descriptions.variables import FIRST_PORT, PORTS, first_set, number, port
+from manyhands.cluster.hosts.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
+from manyhands.cluster.hosts.variables import FIRST_PORT, PORTS, first_set, number, port
 from manyhands.core.errors import EXIT_SAVED, UserError
-from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes, typed_number
+from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
 
-NAMES = ("slurm", "sbatch")
 # mpirun in a batch job starts its own daemons by srun, so inside it Slurm's variables are the daemon's.
 PRECEDENCE = 2
 # Steps that Slurm opens for itself, such as the shell of an interactive job, are numbered from here.
@@ -147,90 +145,22 @@ exit $code
 """
 
 
-def recognise(path: str, text: str) -> bool:
-    """A shell script with lines for sbatch."""
-    return not path.endswith((".json", ".yaml", ".yml")) and re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
+def nodes(environment: Mapping[str, str]) -> Cluster | None:
+    """Returns the machines of a job or step with their numbers of tasks, for writing them down; None outside a job.
 
-
-def write(cluster: Cluster) -> str:
-    """A batch script for exactly these machines. Raises UserError: Slurm can't be told so, as of chosen devices."""
-    slots = {machine.slots for machine in cluster.machines}
-    if len(slots) != 1 or 0 in slots:
-        raise _cannot("needs one number of processes, the same on each machine", "write slots=4 behind each host")
-    if any(machine.devices or "@" in machine.host or not _NAME.fullmatch(machine.host) for machine in cluster.machines):
-        raise _cannot("knows machines by plain names, and chooses their devices itself", "leave users and devices out")
-    if cluster.master_address or cluster.master_port or cluster.machine is not None:
-        raise _cannot("chooses where the processes meet and which machine is which", "leave those out")
-    names = ",".join(machine.host for machine in cluster.machines)
-    if len({machine.host for machine in cluster.machines}) < len(cluster.machines):
-        raise _cannot("needs each machine once", "add up their slots")
-    return f"""#!/bin/bash
-#SBATCH --nodes={len(cluster.machines)}
-#SBATCH --ntasks-per-node={slots.pop()}
-#SBATCH --nodelist={names}
-
-srun manyhands train job.toml
-"""
-
-
-def fit(cluster: Cluster) -> tuple[Cluster, list[str]]:
-    left_out = {
-        "users: Slurm starts as whoever hands the job over": any("@" in machine.host for machine in cluster.machines),
-        "devices: Slurm gives each task its own": any(machine.devices for machine in cluster.machines),
-        "the address to meet at: it follows from the job": bool(cluster.master_address or cluster.master_port),
-        "which machine this one is": cluster.machine is not None,
-    }
-    machines = tuple(Machine(machine.address, machine.slots) for machine in cluster.machines)
-    return Cluster(machines, source=cluster.source), [note for note, is_so in left_out.items() if is_so]
-
-
-_NAME = re.compile(r"[A-Za-z0-9._:-]+")
-_LONG = {"N": "nodes", "w": "nodelist"}
-
-
-def read(text: str, where: str) -> Cluster:
-    """The machines that a batch script names. Raises UserError: it names none, or not how many processes each has."""
-    found = _settings(text, where)
-    if "nodelist" not in found:
-        mend = ("#SBATCH --nodelist=n1,n2", "or let Slurm choose, and start with srun")
-        raise UserError("the script names no machines", where, mend)
-    names, at = found["nodelist"]
-    hosts = expand_hosts(names, f"{where}, line {at}")
-    slots = _whole(found, "ntasks-per-node", 1, where)
-    nodes = _whole(found, "nodes", len(hosts), where)
-    if nodes != len(hosts):
-        raise UserError(f"--nodes is {nodes}, and --nodelist names {len(hosts)}", f"{where}, line {at}")
-    return Cluster(tuple(Machine(host, slots) for host in hosts), source=where)
-
-
-def _settings(text: str, where: str) -> dict[str, tuple[str, int]]:
-    """The options of the lines for sbatch by their long names, with their values and line numbers."""
-    found: dict[str, tuple[str, int]] = {}
-    for count, line in enumerate(text.splitlines(), 1):
-        if not re.match(r"#SBATCH\s", line):
-            continue
-        try:
-            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        except ValueError as error:
-            raise UserError(f"the options can't be read: {error}", f"{where}, line {count}") from None
-        for word, following in zip(words, [*words, ""][1:], strict=True):
-            name, equals, value = word.partition("=")
-            if word.startswith("--"):
-                found[name[2:]] = (value if equals else following, count)
-            elif word.startswith("-") and len(word) > 1:
-                found[_LONG.get(word[1], word[1])] = (word[2:] or following, count)
-    return found
-
-
-def _whole(found: Mapping[str, tuple[str, int]], key: str, default: int, where: str) -> int:
-    text, line = found.get(key, (str(default), 0))
-    if not (number := typed_number(text)):
-        raise UserError(f'--{key} is "{text}"; expected a number from 1', f"{where}, line {line}")
-    return number
-
-
-def _cannot(why: str, mend: str) -> UserError:
-    return UserError(f"Slurm {why}", "--to slurm", (mend,))
+    Raises:
+        UserError: A list is broken, or the lists don't match.
+    """
+    listed = first_set(environment, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    if not listed:
+        return None
+    counted = first_set(environment, ("SLURM_STEP_TASKS_PER_NODE",) if "STEP" in listed else ("SLURM_TASKS_PER_NODE",))
+    hosts = expand_hosts(environment[listed], listed)
+    tasks = expand_counts(environment[counted], counted) if counted else [0] * len(hosts)
+    if len(tasks) != len(hosts):
+        message = f"{listed} names {len(hosts)} machines, and {counted} has numbers of tasks for {len(tasks)}"
+        raise UserError(message, "environment", ("unset the SLURM_… variables that are left over",))
+    return Cluster(tuple(map(Machine, hosts, tasks)), source=listed)
 
 
 def expand_hosts(text: str, where: str) -> list[str]:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from manyhands.cluster.descriptions.formats import hostfile
-from manyhands.cluster.descriptions.inventory import Machine, in_brackets
+from manyhands.cluster.hosts.formats import hostfile
+from manyhands.cluster.hosts.inventory import Machine, in_brackets
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes

@@ -1,0 +1,57 @@
+"""Runs one rank under debugpy: the attach configuration for VS Code, and the wait for an editor.
+
+A process that is held at a breakpoint looks like a stalled one, so a run with `cluster.debug_rank` has neither stall
+detection nor recovery, and its collectives wait without a practical limit.
+"""
+
+import importlib.util
+import json
+
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
+from manyhands.core.shown import say
+
+HOST = "127.0.0.1"
+
+
+def attach_notice(options: ClusterOptions) -> str:
+    """What the user has to know before attaching: the entry of launch.json, and who else can attach."""
+    rank, port = options.debug_rank, options.debug_port
+    entry = {
+        "name": f"manyhands rank {rank}",
+        "type": "debugpy",
+        "request": "attach",
+        "connect": {"host": HOST, "port": port},
+        "justMyCode": False,
+    }
+    return (
+        f"rank {rank} waits for a debugger on {HOST} port {port} of its machine; "
+        "every user of that machine can run code as you through this port\n"
+        f"VS Code's launch.json, in configurations:\n{json.dumps(entry, indent=2)}\n"
+        f"to a rank on another machine: ssh -L {port}:{HOST}:{port} MACHINE; "
+        "until the run ends there is no stall detection, collective timeout or recovery"
+    )
+
+
+def wait_for_editor(rank: int, options: ClusterOptions) -> None:
+    """Waits until an editor has attached, if this rank is the one to debug; says how in this process's output.
+
+    Raises:
+        UserError: debugpy is missing, or its port is in use.
+    """
+    if rank != options.debug_rank:
+        return
+    if importlib.util.find_spec("debugpy") is None:
+        hints = ("pip install 'manyhands[debug]', on the machine of that rank",)
+        raise UserError(f"rank {rank} can't be debugged: debugpy is not installed", "--debug-rank", hints)
+    import debugpy  # pyright: ignore[reportMissingTypeStubs]
+
+    debugpy.configure(subProcess=False)
+    try:
+        debugpy.listen((HOST, options.debug_port))
+    except RuntimeError as error:
+        hints = (f"choose another port: --cluster.debug-port {options.debug_port + 1}",)
+        message = f"rank {rank} can't be debugged on {HOST} port {options.debug_port}: {error}"
+        raise UserError(message, "cluster.debug_port", hints) from error
+    say(attach_notice(options))
+    debugpy.wait_for_client()

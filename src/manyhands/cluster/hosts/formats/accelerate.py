@@ -1,0 +1,154 @@
+"""The yaml that `accelerate config` writes. Unknown keys are refused, as accelerate does.
+
+The file knows the first machine's address alone, so the other machines' names are empty. A machine_rank that is left
+out stays unknown: one file may serve all machines, each with its own --machine_rank.
+"""
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
+from manyhands.core.errors import UserError
+from manyhands.core.outside import UnreadableError, parse_yaml
+
+PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+# What is trained the same way here, whatever accelerate calls the accelerator.
+PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
+               "MULTI_HPU", "MULTI_NEURON")  # fmt: skip
+OTHER_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
+_KNOWN = (
+    "compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines "
+    "gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function "
+    "enable_cpu_affinity fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config "
+    "mpirun_config downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env "
+    "dynamo_config fp16 dynamo_backend "
+)
+_KEYS = frozenset(_KNOWN.split())
+_MAX_PROCESSES = 65536
+
+
+def recognise(_path: str, text: str) -> bool:
+    """Whether it is yaml (or JSON) with a key that only accelerate has."""
+    found = set(re.findall(r"""^["' \t{]*([a-z_]+)["']?\s*:""", text, re.MULTILINE))
+    return "distributed_type" in found
+
+
+def read(text: str, where: str) -> Cluster:
+    """Reads accelerate's configuration. Raises UserError: a key is unknown, or a value is wrong or missing."""
+    values = _Values(text, where)
+    machines: int = values.number("num_machines", 1, _MAX_PROCESSES, 1)
+    size: int = values.number("num_processes", -1, _MAX_PROCESSES, 1 if values.kind == "NO" else -1)
+    if size == 0 or (size > 0 and size % machines):
+        multiple = machines * max(1, size // machines)
+        hint = f"num_processes counts those of all machines: {multiple} or another multiple"
+        values.refuse("num_processes", f"num_processes is {size}, not a multiple of num_machines, {machines}", hint)
+    slots = max(size, 0) // machines
+    rank = values.number("machine_rank", 0, machines - 1, None)
+    address = values.text("main_process_ip")
+    if machines > 1 and not address:
+        message = f"num_machines is {machines}, and main_process_ip doesn't say where the first one is"
+        key = "main_process_ip" if "main_process_ip" in values.lines else "num_machines"
+        values.refuse(key, message, "add main_process_ip: ITS_ADDRESS")
+    if address and not is_host(address):
+        message = f"main_process_ip is {address}; expected the first machine's name or address"
+        values.refuse("main_process_ip", message, "write it as 10.0.0.1")
+    devices = _devices(values, slots)
+    own = 0 if machines == 1 else rank
+    hosts = [address or "localhost", *[""] * (machines - 1)]
+    return Cluster(
+        tuple(Machine(host, slots, devices if index == own else ()) for index, host in enumerate(hosts)),
+        master_port=values.number("main_process_port", 0, 65535, 0),
+        machine=rank,
+        source=f"accelerate {where}".rstrip(),
+        requests=tuple(_requests(values)),
+    )
+
+
+def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
+    """What the file says of the job itself: in its own words, and as an option and its value, if there is one."""
+    precision = values.text("mixed_precision") or ("fp16" if values.switch("fp16") else "")
+    if precision:
+        ours = PRECISIONS.get(precision, "")
+        yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours
+    if values.switch("use_cpu") or values.kind == "MULTI_CPU":
+        yield "use_cpu: true", "cluster.device", "cpu"
+    if values.kind in OTHER_TYPES:
+        ours = values.kind.lower() if values.kind == "FSDP" else ""
+        yield f"distributed_type: {values.kind}", "parallel.mode" if ours else "", ours
+
+
+class _Values:
+    """The file's keys, each with its line."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self.where, self.lines = where, dict[str, int]()
+        try:
+            self._values, node = parse_yaml(text)
+        except UnreadableError as error:
+            line = re.match(r"line ([0-9]+):? ", str(error))
+            at, problem = (at_line(where, int(line[1])), str(error)[line.end() :]) if line else (where, str(error))
+            raise UserError(f"this is not yaml: {problem}", at, ("correct this line",)) from error
+        if not isinstance(node, yaml.MappingNode) or not all(isinstance(key, str) for key in self._values):
+            hints = ("`accelerate config` writes such a file",)
+            raise UserError("expected lines such as num_processes: 4", where, hints)
+        given: dict[str, Any] = {}
+        for key, value in node.value:
+            self.lines[key.value] = key.start_mark.line + 1
+            if given.setdefault(key.value, value.value) != value.value:
+                self.refuse(key.value, f"{key.value} is given twice, with different values", "keep one of the two")
+            if key.value not in _KEYS:
+                near = get_close_matches(key.value, _KEYS, n=1)
+                hint = f'did you mean "{near[0]}"?' if near else "remove it: accelerate doesn't know it either"
+                self.refuse(key.value, f'accelerate has no key "{key.value}"', hint)
+        environment, self.kind = self.text("compute_environment"), self.text("distributed_type")
+        if environment not in {"", "LOCAL_MACHINE"}:
+            message = f"compute_environment is {environment}; only LOCAL_MACHINE describes machines of one's own"
+            self.refuse("compute_environment", message, "run `accelerate config` and choose this machine")
+        if self.kind not in (known := (*PLAIN_TYPES, *OTHER_TYPES)):
+            near = get_close_matches(self.kind.upper(), known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"one of {', '.join(known)}"
+            message = f'distributed_type is "{self.kind}"' if self.kind else "distributed_type is missing"
+            self.refuse("distributed_type", message, hint)
+
+    def refuse(self, key: str, message: str, hint: str) -> Any:
+        raise UserError(message, at_line(self.where, self.lines.get(key, 1)), (hint,))
+
+    def text(self, key: str) -> str:
+        value = self._values.get(key)
+        if value is False and key in {"distributed_type", "mixed_precision"}:
+            return "NO" if key == "distributed_type" else "no"  # yaml takes an unquoted no for false
+        return "" if value is None or value == "null" else str(value)
+
+    def switch(self, key: str) -> bool:
+        word = self.text(key).lower()
+        if word not in {"", "true", "false", "yes", "no"}:
+            self.refuse(key, f'{key} is "{self.text(key)}"; expected true or false', "correct it")
+        return word in {"true", "yes"}
+
+    def number(self, key: str, least: int, most: int, otherwise: int | None) -> Any:
+        text = self.text(key)
+        if not text:
+            return otherwise
+        if not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most:
+            hint = "ranks of machines count from 0" if "rank" in key else "correct it"
+            self.refuse(key, f"{key} is {text}; expected a number from {least} to {most}", hint)
+        return int(text)
+
+
+def _devices(values: _Values, slots: int) -> tuple[int, ...]:
+    """Numbers of the devices of this machine, by rank; empty for 0, 1, 2 and so on."""
+    text = values.text("gpu_ids").strip()
+    if text in {"", "all"}:
+        return ()
+    words = [word.strip() for word in text.strip("[]").split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
+        values.refuse("gpu_ids", f'gpu_ids is "{text}"; expected all, or numbers such as 0,1', "correct it")
+    if slots > len(words):
+        message = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
+        values.refuse("gpu_ids", message, "give each process its own, or write all")
+    devices = tuple(int(word) for word in words[:slots] or words)
+    return () if devices == tuple(range(slots)) else devices

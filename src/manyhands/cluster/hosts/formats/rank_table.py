@@ -1,0 +1,562 @@
+"""Ascend's rank table, versions 1.0 (Ascend 910, A2) and 1.2 (super pods), and the variables that name it.
+
+A machine's cards become its devices, in the order of their ranks. Where ranks are 0, 1, 2 … on cards 0, 1, 2 …, the
+devices are left empty, as they are anywhere else. HCCL passes over fields that it doesn't know, and so does this; but
+one that looks like a misspelled field is refused.
+"""
+
+import difflib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, get_args
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
+from manyhands.core.errors import UserError
+from manyhands.core.shown import say
+
+DEFAULT_PORT = 29500
+POLL_S = 1.0
+HCCN = Path("/etc/hccn.conf")
+Version = Literal["1.0", "1.2"]
+Keys = tuple[str | int, ...]  # the path of a value in the file
+
+_TABLE_NAME = re.compile(r"(rank_?table|^hccl).*\.json$")
+_PLACEHOLDER = re.compile(r"[*<>…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
+_VERSIONS = " or ".join(f'"{word}"' for word in get_args(Version))
+_OTHER_LAYOUTS = {"group_list": 'of MindSpore before 1.0 ("group_list")', "rank_list": 'of version 2.0 ("rank_list")'}
+_SIMILAR = 0.85
+_GROUP_SIZES = (1, 2, 4, 8)
+# Fields that only machines newer than Ascend 910 have; these connect their cards in another way.
+_NEWER = {"device_port", "super_device_id", "backup_device_ip"}
+
+
+def _filled_in(word: str) -> str:
+    if _PLACEHOLDER.search(word):
+        raise ValueError("expected this cluster's own value: this is a placeholder, as documents print it")
+    return word
+
+
+def _number(word: str) -> str:
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", word):
+        raise ValueError('expected a number from "0" on, in quotes')
+    return word
+
+
+def _port(word: str) -> str:
+    if not 1 <= int(_number(word)) <= 65535:
+        raise ValueError('expected a port from "1" to "65535"')
+    return word
+
+
+def _address(word: str) -> str:
+    """Tools write "reserve" or nothing where they have no address."""
+    if word not in {"", "reserve"} and not is_address(_filled_in(word)):
+        raise ValueError("expected an IP address")
+    return word
+
+
+def _identity(word: str) -> str:
+    if len(_filled_in(word)) > 64 or not word.isprintable():
+        raise ValueError("expected at most 64 characters that can be shown")
+    return word
+
+
+Number = Annotated[str, AfterValidator(_number)]
+Port = Annotated[str, AfterValidator(_port)]
+Address = Annotated[str, AfterValidator(_address)]
+Identity = Annotated[str, AfterValidator(_identity)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+class Device(_Part):
+    """One card; its process has the rank `rank_id`."""
+
+    device_id: Number
+    device_ip: Address = ""
+    rank_id: Number
+    device_port: Port | None = None
+    super_device_id: Number | None = None
+    backup_device_ip: Address | None = None
+    backup_device_port: Port | None = None
+    host_port: Port | None = None
+
+
+class Server(_Part):
+    """One machine and its cards."""
+
+    server_id: Identity
+    device: list[Device] = Field(min_length=1)
+    host_nic_ip: str | None = None
+    host_ip: Address | None = None
+    container_ip: Address | None = None
+    pod_ip: Address | None = None
+    server_ip: Address | None = None
+    hardware_type: str | None = None
+
+    @property
+    def by_rank(self) -> list[Device]:
+        return sorted(self.device, key=lambda device: int(device.rank_id))
+
+    @property
+    def host(self) -> str:
+        """The name or address that the others reach it by: an address where the table has one."""
+        given = (self.container_ip, self.pod_ip, self.server_id, self.server_ip, self.host_ip)
+        return next((name for name in given if name and is_address(name)), self.server_id)
+
+
+class PodServer(_Part):
+    """A machine of a super pod."""
+
+    server_id: Identity
+
+
+class SuperPod(_Part):
+    """Machines that one fast fabric joins."""
+
+    super_pod_id: Identity
+    server_list: list[PodServer]
+
+
+class RankTable(_Part):
+    """Servers, their cards, and what each version adds to them."""
+
+    version: Version | None = None
+    server_count: Number | None = None
+    server_list: list[Server] = Field(min_length=1)
+    status: Literal["completed", "initializing"]
+    super_pod_list: list[SuperPod] | None = None
+    board_id: str | None = None
+    chip_info: str | None = None
+    deploy_mode: str | None = None
+    para_plane_nic_location: str | None = None
+    para_plane_nic_name: list[str] | None = None
+    para_plane_nic_num: str | None = None
+
+    @property
+    def by_rank(self) -> list[Server]:
+        return sorted(self.server_list, key=lambda server: int(server.by_rank[0].rank_id))
+
+
+def recognise(path: str, text: str) -> bool:
+    """Whether it is a JSON object with a server_list, or a file named like one that is still being written."""
+    return text.lstrip().startswith("{") and (
+        bool(re.search(r'"(server_list|rank_list|group_list)"\s*:', text)) or bool(_TABLE_NAME.search(Path(path).name))
+    )
+
+
+def read(text: str, where: str) -> Cluster:
+    """Reads a completed table. Raises UserError: see `read_table`."""
+    machines: list[Machine] = []
+    for server in read_table(text, where).by_rank:
+        cards = tuple(int(device.device_id) for device in server.by_rank)
+        machines.append(Machine(server.host, len(cards), () if cards == tuple(range(len(cards))) else cards))
+    return Cluster(tuple(machines), source=f"rank table {where}".rstrip())
+
+
+def read_table(text: str, where: str) -> RankTable:
+    """Reads a table with what a Cluster has no place for.
+
+    Raises:
+        UserError: It is no JSON, a field is wrong or missing, or HCCL could not use it; names the line and the field.
+    """
+    value = _parse(text, where)
+    table: RankTable | None = None
+    mistake = next(_wrong_layout(value), None) or next(_misspelled(value, (), RankTable), None)
+    try:
+        table = None if mistake else RankTable.model_validate(value)
+    except ValidationError as error:
+        lines = _lines(text)
+        mistake = _wrong_value(dict(min(error.errors(), key=lambda one: lines.get(one["loc"], 10**9))))
+    if mistake or (table and (mistake := next(_broken_rules(table), None))):
+        path, message, *hints = mistake
+        lines = _lines(text)
+        line = next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
+        raise UserError(message, ": ".join(filter(None, (at_line(where, line), _dotted(path)))), tuple(hints))
+    assert table
+    return table
+
+
+# Where a mistake is, what it is, and hints.
+Mistake = tuple[Keys, str, *tuple[str, ...]]
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    """A path as people write it: server_list[1].device[0].rank_id."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+class _GivenTwiceError(ValueError):
+    """A name is there twice in one object, with different values."""
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if found.setdefault(key, value) != value:
+            raise _GivenTwiceError(key)
+    return found
+
+
+def _parse(text: str, where: str) -> Any:
+    text = text.removeprefix("\ufeff")
+    try:
+        return json.loads(text, object_pairs_hook=_once_each)
+    except json.JSONDecodeError as error:
+        comment = text.startswith(("//", "/*", "#"), error.pos)
+        message = "JSON has no comments" if comment else error.msg[:1].lower() + error.msg[1:]
+        found = text[error.pos : error.pos + 20].partition("\n")[0]
+        message += f': found "{found}"' if found else "" if text[error.pos :] else ": the text ends here"
+        at, message = at_line(where, error.lineno), f"this is not JSON: {message}"
+    except _GivenTwiceError as error:
+        twice: list[tuple[Keys, int]] = []
+        _lines(text, twice)
+        path, line = next((one for one in twice if one[0][-1] == error.args[0]), (error.args, 1))
+        at, message = at_line(where, line), f"{_dotted(path)} is given twice, with different values"
+    except (ValueError, RecursionError) as error:
+        at, message = at_line(where, 1), f"this is not JSON that can be read: {error}"
+    raise UserError(message, at, ("correct the file at this line",))
+
+
+def _lines(text: str, twice: list[tuple[Keys, int]] | None = None) -> dict[Keys, int]:
+    """Each value's line, by its path; looked for only where there is a mistake. Collects names given `twice`."""
+    lines: dict[Keys, int] = {}
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # JSON is YAML, but for tabs and some escapes
+    composed: Any = yaml
+    try:
+        waiting: list[tuple[Any, Keys]] = [(composed.compose(text.replace("\t", " "), Loader=loader), ())]
+    except (yaml.YAMLError, RecursionError):
+        return {(): 1}
+    while waiting:
+        node, path = waiting.pop()
+        lines[path] = node.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                if key.value in seen and twice is not None:
+                    twice.append(((*path, key.value), key.start_mark.line + 1))
+                seen.add(key.value)
+                waiting.append((value, (*path, key.value)))
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(value, (*path, index)) for index, value in enumerate(node.value)]
+    return lines
+
+
+def _wrong_layout(value: Any) -> Iterator[Mistake]:
+    if not isinstance(value, dict):
+        yield (), 'a rank table is one object, "{ … }"', "see docs/guides/cluster-files.md"
+        return
+    for key, name in _OTHER_LAYOUTS.items():
+        if key in value and "server_list" not in value:
+            hint = "write it anew from a list of machines: manyhands explain --cluster HOSTFILE --write table.json"
+            yield (key,), f"this is the layout {name}; versions 1.0 and 1.2 are read", hint
+    if "server_group_list" in value and "server_list" not in value:
+        message = "this is ModelArts' layout: each server_list is one level below, in server_group_list"
+        hint = 'put one group\'s "server_list" beside "status", in the place of "server_group_list"'
+        yield ("server_group_list",), message, hint
+    if value.get("version") not in (None, *get_args(Version)):
+        yield ("version",), f"version is {json.dumps(value['version'])}; expected {_VERSIONS}", f"write {_VERSIONS}"
+    if value.get("status") == "initializing":
+        hint = "wait until whoever writes it sets it to completed"
+        yield ("status",), 'status is "initializing": the table is still being written', hint
+
+
+def _misspelled(value: Any, path: Keys, part: type[BaseModel]) -> Iterator[Mistake]:
+    """Fields that are nearly those of a rank table."""
+    if not isinstance(value, dict):
+        return
+    known = part.model_fields
+    for key in value:
+        near = [] if key in known else difflib.get_close_matches(key, known, n=1, cutoff=_SIMILAR)
+        if near:
+            yield (*path, key), f'a rank table has no field "{key}"', f'did you mean "{near[0]}"?'
+    for key, inner in {"server_list": Server, "device": Device, "super_pod_list": SuperPod}.items():
+        children = value.get(key) if key in known and part is not SuperPod else None
+        for index, child in enumerate(children if isinstance(children, list) else []):
+            yield from _misspelled(child, (*path, key, index), inner)
+
+
+def _wrong_value(error: dict[str, Any]) -> Mistake:
+    """What pydantic refuses."""
+    path: Keys = error["loc"]
+    name, field = _dotted(path) or "the table", str(path[-1]) if path else ""
+    if error["type"] == "missing":
+        return path, f"{name} is missing", f'add "{field}" here'
+    kinds = {
+        "string_type": "expected text in double quotes",
+        "list_type": "expected a list, [ … ]",
+        "model_type": "expected an object, { … }",
+        "too_short": "expected at least one entry",
+        "literal_error": f"expected {error.get('ctx', {}).get('expected', '')}".replace("'", '"'),
+    }
+    kind = kinds.get(error["type"], str(error["msg"]).removeprefix("Value error, "))
+    found = json.dumps(error["input"], ensure_ascii=False)
+    hint = "correct this value"
+    if isinstance(error["input"], int):
+        hint = f'write "{found}"'
+    elif field in {"device_ip", "backup_device_ip"}:
+        hint = "the address is in that machine's /etc/hccn.conf: address_0 is the one of device 0"
+    elif "placeholder" in kind and field in {"server_id", "host_ip", "container_ip", "pod_ip", "server_ip"}:
+        hint = "put that machine's own address there; `hostname -I` on it says which it has"
+    return path, f"{name} is {found if len(found) < 80 else found[:77] + '…'}; {kind}", hint
+
+
+def _broken_rules(table: RankTable) -> Iterator[Mistake]:
+    """Values that contradict each other, or that HCCL could not use."""
+    servers = table.server_list
+    cards = [(at, index, device) for at, server in enumerate(servers) for index, device in enumerate(server.device)]
+    if table.server_count is not None and int(table.server_count) != len(servers):
+        message = (
+            f'server_count is "{table.server_count}", but server_list has {len(servers)}; expected "{len(servers)}"'
+        )
+        yield ("server_count",), message, "correct the count, or add the missing servers"
+    yield from _repeated(servers, cards)
+    yield from _broken_ranks(servers, cards)
+    known = {server.server_id for server in servers}
+    for at, pod in enumerate(table.super_pod_list or []):
+        for index, server in enumerate(pod.server_list):
+            if server.server_id not in known:
+                message = f'server_id "{server.server_id}" of a super pod is not in server_list'
+                yield ("super_pod_list", at, "server_list", index, "server_id"), message, "correct the name"
+    newer = any(_NEWER & device.model_fields_set for _, _, device in cards)
+    if not (newer or table.version == "1.2" or any(server.hardware_type for server in servers)):
+        yield from _broken_groups(servers, len(cards))
+
+
+def _repeated(servers: Sequence[Server], cards: Sequence[tuple[int, int, Device]]) -> Iterator[Mistake]:
+    """What belongs to one server or card alone, and is given to two."""
+    seen: dict[tuple[object, ...], tuple[int, int]] = {}
+    for at, server in enumerate(servers):
+        first, _ = seen.setdefault(("server_id", server.server_id), (at, 0))
+        if first != at:
+            message = f'server_id "{server.server_id}" is also that of server_list[{first}]; each server has its own'
+            yield ("server_list", at, "server_id"), message, "list all cards of one machine under one server"
+    for at, index, device in cards:
+        path: Keys = ("server_list", at, "device", index)
+        _, first = seen.setdefault(("device_id", at, device.device_id), (at, index))
+        if first != index:
+            message = f'device_id "{device.device_id}" is also that of device[{first}] of this server'
+            yield (*path, "device_id"), message, "give each card once; `ls /dev/davinci*` shows their numbers"
+        before, first = seen.setdefault(("device_ip", device.device_ip, device.device_port), (at, index))
+        if (before, first) != (at, index) and device.device_ip not in {"", "reserve"}:
+            message = f'device_ip "{device.device_ip}" is also that of server_list[{before}].device[{first}]'
+            hint = "each card has its own address; it is in that machine's /etc/hccn.conf"
+            yield (*path, "device_ip"), message, hint
+
+
+def _broken_ranks(servers: Sequence[Server], cards: Sequence[tuple[int, int, Device]]) -> Iterator[Mistake]:
+    """Each rank once; in the order of server_id as text, so that no server's ranks lie between another's."""
+    size, seen = len(cards), set[str]()
+    missing = sorted(set(range(size)) - {int(device.rank_id) for _, _, device in cards})
+    hint = f"missing: {', '.join(map(str, missing[:8]))}"
+    expected = dict[int, range]()
+    lowest = 0
+    for at in sorted(range(len(servers)), key=lambda at: servers[at].server_id):
+        expected[at] = range(lowest, lowest := lowest + len(servers[at].device))
+    before = dict(zip(list(expected)[1:], expected, strict=False))
+    for at, index, device in cards:
+        path, rank = ("server_list", at, "device", index, "rank_id"), device.rank_id
+        if rank in seen:
+            yield path, f'rank_id "{rank}" is given twice; expected 0 … {size - 1}, each once', hint
+        if int(rank) >= size:
+            yield path, f'rank_id is "{rank}", but the table has {size} cards; expected 0 … {size - 1}, each once', hint
+        seen.add(rank)
+    for at, index, device in sorted(cards, key=lambda card: expected[card[0]].start):
+        if int(device.rank_id) not in (wanted := expected[at]):
+            message = (
+                f'rank_id is "{device.rank_id}"; expected {wanted[0]} … {wanted[-1]} on server '
+                f'"{servers[at].server_id}": ranks follow the order of server_id as text'
+                + (f', and "{servers[before[at]].server_id}" comes before it' if at in before else "")
+            )
+            hint = 'number the ranks in that order; as text, "10.0.0.10" comes before "10.0.0.9"'
+            yield ("server_list", at, "device", index, "rank_id"), message, hint
+
+
+def _broken_groups(servers: Sequence[Server], size: int) -> Iterator[Mistake]:
+    """Ascend 910: 1, 2, 4 or 8 cards on a machine, 2 and 4 within 0-3 or 4-7; over several machines a multiple of 8."""
+    other = 'machines newer than Ascend 910 say so in the table, such as "hardware_type": "800T-A2" beside server_id'
+    for at, server in enumerate(servers):
+        path: Keys = ("server_list", at, "device")
+        cards = sorted(int(device.device_id) for device in server.device)
+        listed = ", ".join(map(str, cards))
+        if len(cards) not in _GROUP_SIZES:
+            message = f"{len(cards)} cards on one server; HCCL can group 1, 2, 4 or 8"
+            yield path, message, "list that many cards", other
+        if cards[-1] > 7:
+            yield path, f"cards {listed}; expected numbers from 0 to 7", "correct the device_id", other
+        if len(cards) in (2, 4) and cards[0] < 4 <= cards[-1]:
+            message = f"cards {listed} are on both rings; HCCL can group {len(cards)} cards within 0-3 or within 4-7"
+            yield path, message, f"choose {len(cards)} cards of one ring", other
+    if len(servers) > 1 and size % 8:
+        message = f"{size} cards over {len(servers)} servers; HCCL can group 8, 16, 24 … over several"
+        yield ("server_list",), message, "list that many cards, or one server alone", other
+
+
+def wait(
+    path: Path,
+    timeout_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Waits until the table is completed, and returns its text.
+
+    A file that is gone, cut off or "initializing" is still being written; any other mistake ends the waiting, and is
+    left to the reader.
+
+    Raises:
+        UserError: The table is still initializing after all this time.
+    """
+    ends, announced = clock() + timeout_s, timeout_s < POLL_S
+    while True:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            text = ""  # some writers replace the file
+        try:
+            value = json.loads(text.removeprefix("\ufeff"))
+            initializing = isinstance(value, dict) and value.get("status") == "initializing"
+            written = not initializing
+        except (ValueError, RecursionError):
+            initializing, written = False, text.rstrip().endswith("}")
+        if written or clock() >= ends:
+            break
+        if not announced:
+            announced = True
+            state = 'its status is "initializing"' if initializing else "its end is missing"
+            say(f"waiting up to {timeout_s:g} s for the rank table {path} to be completed: {state}")
+        sleep(POLL_S)
+    if initializing and timeout_s:
+        message = f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"'
+        raise UserError(message, str(path), ("see why whoever writes it does not end; or finish it by hand",))
+    return text
+
+
+def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str, list[str]]:
+    """Returns a table of version 1.0, and what of the cluster it has no place for.
+
+    Cards' addresses are known for this machine alone, so they are left out unless it is the only one; a reader finds
+    them in each machine's /etc/hccn.conf, as `hccn`, by the card's number, here.
+
+    Raises:
+        UserError: A number of processes is unknown, or HCCL could not use the table.
+    """
+    notes: list[str] = []
+    if any("@" in machine.host for machine in cluster.machines):
+        notes.append("names of users are left out: a rank table has no place for them")
+    if any(machine.port for machine in cluster.machines):
+        notes.append("the ports of ssh are left out: only a hostfile has a place for them")
+    if cluster.master_address or cluster.master_port:
+        notes.append("the master's address and port are left out: HCCL takes the first server")
+    addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
+    if not addresses:
+        notes.append("device_ip is left out: add each card's from address_N in its own machine's /etc/hccn.conf")
+    servers: list[dict[str, Any]] = []
+    rank = 0
+    for name, machine in zip(_server_ids(cluster), cluster.machines, strict=True):
+        if not machine.slots:
+            message = f"a rank table lists devices, but how many {machine.host} has is not known"
+            raise UserError(message, cluster.source, (f"write the number as slots: {machine.host} slots=8",))
+        cards = machine.devices or range(machine.slots)
+        if len(cards) != machine.slots:
+            message = f"{machine.host} has {machine.slots} processes, but {len(cards)} devices"
+            raise UserError(message, cluster.source, ("a rank table has one process for each device",))
+        devices = [
+            {"device_id": str(card), **({"device_ip": addresses[card]} if card in addresses else {}), "rank_id": str(n)}
+            for n, card in enumerate(cards, rank)
+        ]
+        rank += len(devices)
+        more = {} if name == machine.address else {"host_ip": machine.address}
+        servers.append({"server_id": name, **more, "device": devices, "host_nic_ip": "reserve"})
+    count = str(len(servers))
+    table = {"version": "1.0", "server_count": count, "server_list": servers, "status": "completed"}
+    text = json.dumps(table, indent=2, ensure_ascii=False)
+    text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), text) + "\n"  # one card a line
+    read(text, "the rank table to be written")
+    return text, notes
+
+
+def _server_ids(cluster: Cluster) -> list[str]:
+    """Names whose order as text is the order of ranks: the machines' own, or node_0, node_1 … beside addresses."""
+    hosts = [machine.address for machine in cluster.machines]
+    if hosts == sorted(hosts):
+        return hosts
+    if not all(map(is_address, hosts)):
+        message = f"HCCL wants machines in the order of their names as text: {', '.join(sorted(hosts))}"
+        hints = ("list them in that order, or by their addresses", "as text, n10 comes before n9")
+        raise UserError(message, cluster.source, hints)
+    width = len(str(len(hosts) - 1))
+    return [f"node_{index:0{width}}" for index in range(len(hosts))]
+
+
+def read_hccn(path: Path = HCCN) -> dict[int, str]:
+    """Cards' addresses from lines such as address_0=192.168.100.101, if the file is there. Raises UserError."""
+    if not path.exists():
+        return {}
+    found: dict[int, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        matched = re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line)
+        if matched and not is_address(matched[2]):
+            message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
+            hints = ("set it with hccn_tool, or correct the file",)
+            raise UserError(message, at_line(str(path), number), hints)
+        if matched:
+            found[int(matched[1])] = matched[2]
+    return found
+
+
+def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPlace | None:
+    """The process that RANK_TABLE_FILE and RANK_ID say this is; None without one of them.
+
+    Waits up to `timeout_s` for a table that is still being written.
+
+    Raises:
+        UserError: There is no such table, it is wrong, or the other variables contradict it.
+    """
+    where = environment.get("RANK_TABLE_FILE", "")
+    if not where or not environment.get("RANK_ID"):
+        return None
+    path = Path(where)
+    if not path.is_file():
+        raise UserError(f"there is no file {where}", "RANK_TABLE_FILE", ("export the rank table's own path",))
+    servers = read_table(wait(path, timeout_s), where).by_rank
+    size, rank = sum(len(server.device) for server in servers), _variable(environment, "RANK_ID")
+    if rank >= size:
+        _contradict("RANK_ID", rank, f"0 … {size - 1}, the ranks in the table", where)
+    server = next(server for server in servers if str(rank) in {device.rank_id for device in server.device})
+    local_rank = [device.rank_id for device in server.by_rank].index(str(rank))
+    card = int(server.by_rank[local_rank].device_id)
+    if environment.get("RANK_SIZE") and _variable(environment, "RANK_SIZE") != size:
+        _contradict("RANK_SIZE", environment["RANK_SIZE"], f"{size}, the number of cards in the table", where)
+    if environment.get("DEVICE_ID") and _variable(environment, "DEVICE_ID") != card:
+        _contradict("DEVICE_ID", environment["DEVICE_ID"], f"{card}, the card of rank {rank} in the table", where)
+    address, address_origin = "127.0.0.1", "the rank table has one server"
+    if environment.get("MASTER_ADDR"):
+        address, address_origin = environment["MASTER_ADDR"], "MASTER_ADDR"
+    elif len(servers) > 1:
+        address, address_origin = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
+    port = _variable(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else DEFAULT_PORT
+    port_origin = "MASTER_PORT" if environment.get("MASTER_PORT") else "default"
+    origins = dict.fromkeys(("size", "local_rank", "local_size", "device"), f"rank table {where}")
+    origins |= {"rank": "RANK_ID", "master_address": address_origin, "master_port": port_origin}
+    return LauncherPlace(rank, size, local_rank, len(server.device), address, port, card, "rank table", origins)
+
+
+def _variable(environment: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", environment[name]):
+        message = f'{name} is "{environment[name]}"; expected a number from 0 on'
+        raise UserError(message, "environment", (f"export {name}=0, 1, 2 …",))
+    return int(environment[name])
+
+
+def _contradict(name: str, found: object, expected: str, where: str) -> NoReturn:
+    hints = (f"correct {name}, or export the RANK_TABLE_FILE that belongs to it",)
+    raise UserError(f"{name} is {found}; expected {expected}", f"environment, and {where}", hints)

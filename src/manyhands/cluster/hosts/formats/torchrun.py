@@ -1,0 +1,74 @@
+"""torchrun's PET_* variables, which Kubeflow sets on each machine of a job."""
+
+import re
+from collections.abc import Mapping
+
+from manyhands.cluster.hosts.inventory import Cluster, Machine
+from manyhands.core.errors import UserError
+
+WHERE = "environment, PET_*"
+DEFAULT_RENDEZVOUS_PORT = 29400
+_MAX_MACHINES, _MAX_SLOTS = 65536, 1024
+
+
+def from_environment(environment: Mapping[str, str]) -> Cluster | None:
+    """Reads the cluster that PET_* describe, with this machine's place in it; None without PET_NNODES.
+
+    The variables know the first machine's address alone, so the other machines' names are empty. A port that is not
+    given is 0, for a free one.
+
+    Raises:
+        UserError: A value is missing or wrong.
+    """
+    nodes = environment.get("PET_NNODES", "")
+    if not nodes:
+        return None
+    least, colon, most = nodes.partition(":")
+    if colon and least != most:
+        message = f'PET_NNODES is "{nodes}", a number that may change while the job runs; here it is fixed'
+        raise UserError(message, WHERE, (f"set PET_NNODES={most}, the number of machines that take part",))
+    count = _number("PET_NNODES", least, 1, _MAX_MACHINES)
+    slots = _slots(environment.get("PET_NPROC_PER_NODE") or "1")
+    rank = environment.get("PET_NODE_RANK")
+    machine = _number("PET_NODE_RANK", rank, 0, count - 1) if rank else None
+    address, port = _master(environment)
+    if count > 1 and not address:
+        message = f"PET_NNODES is {count}, and nothing says where the first machine is"
+        raise UserError(message, WHERE, ("set PET_MASTER_ADDR to its address",))
+    machines = (Machine(address or "localhost", slots), *(Machine("", slots) for _ in range(count - 1)))
+    return Cluster(machines, master_port=port, machine=machine, source="PET_* in the environment")
+
+
+def _slots(text: str) -> int:
+    """Processes on each machine; 0 for one per accelerator, or one where there is none."""
+    if text in {"auto", "gpu", "xpu"}:
+        return 0
+    if text == "cpu":
+        message = 'PET_NPROC_PER_NODE is "cpu", one process for each core; here it is a number, or auto'
+        raise UserError(message, WHERE, ("set the number; each process uses its share of the cores as threads",))
+    return _number("PET_NPROC_PER_NODE", text, 1, _MAX_SLOTS)
+
+
+def _master(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port of the first machine's store: PET_MASTER_ADDR, else the rendezvous endpoint."""
+    backend = environment.get("PET_RDZV_BACKEND") or "static"
+    if backend not in {"static", "c10d"}:
+        message = f'PET_RDZV_BACKEND is "{backend}"; only static and c10d say where the machines meet'
+        raise UserError(message, WHERE, ("set PET_MASTER_ADDR and PET_MASTER_PORT instead",))
+    port = environment.get("PET_MASTER_PORT")
+    master_port = _number("PET_MASTER_PORT", port, 0, 65535) if port else 0
+    endpoint, address = environment.get("PET_RDZV_ENDPOINT", ""), environment.get("PET_MASTER_ADDR", "")
+    if address or not endpoint:
+        return address, master_port
+    matched = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+)(?::(\d+))?", endpoint)
+    if matched is None:
+        raise UserError(f'PET_RDZV_ENDPOINT is "{endpoint}"; expected host:port', WHERE, ("write it as n1:29400",))
+    default = str(DEFAULT_RENDEZVOUS_PORT if backend == "c10d" else 0)
+    port = _number("the port of PET_RDZV_ENDPOINT", matched[2] or matched[4] or default, 0, 65535)
+    return matched[1] or matched[3], port
+
+
+def _number(name: str, text: str, least: int, most: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', WHERE, ("correct it",))
+    return int(text)

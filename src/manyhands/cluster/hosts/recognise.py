@@ -1,0 +1,142 @@
+"""Finds the description that counts, among files and launchers' environments: each format is asked in turn."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Meeting, is_host
+from manyhands.cluster.hosts.own import find_machine, reachable
+from manyhands.cluster.hosts.variables import port
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
+from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
+from manyhands.core.plugins import load_choice, module_names
+
+FORMATS = "manyhands.cluster.hosts.formats"
+DEFAULT_PORT = 29500
+
+
+def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
+    """The description that the user named, waited for while it is written, and where. Raises UserError."""
+    named = (
+        (options.rank_table, "--rank-table"),
+        (options.file, "--cluster"),
+        (variables.get("RANK_TABLE_FILE", ""), "RANK_TABLE_FILE"),
+    )
+    for path, origin in named:
+        if path:
+            return read_cluster(Path(path), options.join_timeout_s), f"{origin} {path}"
+    return None
+
+
+def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
+    """Reads a cluster from a file in any known format; waits for one that is still being written. Raises UserError."""
+    try:
+        text = decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}", str(path), ("give the file's own path",)) from error
+    except ValueError as error:
+        hints = (f"known formats: {', '.join(readable_formats())}",)
+        raise UserError(f"{path} describes no machines: {error}", str(path), hints) from error
+    module = format_of(str(path), text)
+    if wait_s and hasattr(module, "wait"):
+        text = module.wait(path, wait_s)
+    return module.read(text, str(path))
+
+
+def format_of(path: str, text: str) -> ModuleType:
+    """Returns the format that a text is in.
+
+    Raises:
+        UserError: No format fits; names those that were tried.
+    """
+    formats = readable_formats()
+    for module in formats.values():
+        if module.recognise(path, text):
+            return module
+    what = "this file is empty" if not text.strip() else "this file is in no known format"
+    raise UserError(what, path, (f"tried: {', '.join(formats)}",))
+
+
+def readable_formats() -> dict[str, ModuleType]:
+    """The formats that files are read in, by name."""
+    return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognise")}
+
+
+def modules_with(function: str) -> Iterator[ModuleType]:
+    """The formats that have a function; those that know this process more closely come first."""
+    found = [load_choice(FORMATS, name) for name in module_names(FORMATS)]
+    yield from sorted(
+        (module for module in found if hasattr(module, function)), key=lambda module: getattr(module, "PRECEDENCE", 0)
+    )
+
+
+def find_place(variables: Mapping[str, str]) -> LauncherPlace | None:
+    """This process's place by the first launcher that has variables here. Raises UserError: they aren't whole."""
+    return next((place for module in modules_with("place") if (place := module.place(variables))), None)
+
+
+def other_places(variables: Mapping[str, str], chosen: tuple[int, int]) -> list[str]:
+    """What other launchers' variables say, where it differs from the chosen rank and size."""
+    differing: list[str] = []
+    for module in modules_with("place"):
+        try:
+            place: LauncherPlace | None = module.place(variables)
+        except UserError:
+            continue  # a launcher that isn't followed may be incomplete
+        if place and (place.rank, place.size) != chosen:
+            rank, size = place.origins.get("rank", "rank"), place.origins.get("size", "size")
+            differing.append(f"{place.started_by}: {rank} {place.rank}, {size} {place.size}")
+    return differing
+
+
+def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
+    """The cluster that a launcher's variables describe as a whole, with this machine in it, such as Kubeflow's."""
+    for module in modules_with("from_environment"):
+        cluster: Cluster | None = module.from_environment(variables)
+        if cluster:
+            return cluster
+    return None
+
+
+def refuse_alone(variables: Mapping[str, str]) -> None:
+    """Raises UserError where a scheduler's job has several processes, and this one was started by itself."""
+    for module in modules_with("alone"):
+        error: UserError | None = module.alone(variables)
+        if error:
+            raise error
+
+
+def meeting_in(
+    cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
+) -> tuple[Meeting, dict[str, str]]:
+    """How this machine's processes meet the others, and what each value came from. Raises UserError: it isn't there."""
+    here = find_machine(cluster)
+    if not 0 <= here < len(cluster.machines):
+        what = f"this is machine {here}, and there are {len(cluster.machines)}: 0 … {len(cluster.machines) - 1}"
+        raise UserError(what, origin)
+    several = len(cluster.machines) > 1
+    sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
+    address = cluster.master_address or cluster.machines[0].address
+    if address and not is_host(address):
+        what = f'"{address}" is not the name or the address of a machine'
+        raise UserError(what, origin, ("write where rank 0's machine is reached, such as 10.0.0.1",))
+    if several:
+        address = reachable(address)
+    elif not cluster.master_address:
+        address = "127.0.0.1"
+    origins = {
+        "machine": origin if cluster.machine is not None else "by its names and addresses",
+        "processes": "-n" if options.processes and not cluster.machines[here].slots else origin,
+        "size": origin,
+        "master_address": origin if cluster.master_address else "the first machine" if several else "one machine alone",
+        "master_port": origin if cluster.master_port else "MASTER_PORT" if variables.get("MASTER_PORT") else "default",
+        "device": origin if cluster.machines[here].devices else "",
+    }
+    slots = cluster.machines[here].slots
+    if options.processes and slots and slots != options.processes:
+        origins["overridden"] = f"-n {options.processes}"
+    meeting = Meeting(
+        sizes, here, address, cluster.master_port or port(variables, DEFAULT_PORT), cluster.machines[here].devices
+    )
+    return meeting, origins
