@@ -80,6 +80,12 @@ def test_what_is_not_toml_is_a_users_mistake(tmp_path, text):
         load_job({}, file=_job_file(tmp_path, text), environment={})
 
 
+def test_a_job_file_of_an_older_version_loads(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('[train]\nepochs = 3\ncuda_graphs = "auto"\n')
+    assert load_job({}, file=path, environment={}).job.train.epochs == 3
+
+
 def test_a_whole_job_survives_its_file(tmp_path):
     job = load_job({"model.arguments": {"width": 8}, "data.mean": [0.5], "train.norm_group": "global"}).job
     again = load_job({}, file=_job_file(tmp_path, tomli_w.dumps(job.model_dump(mode="json"))), environment={}).job

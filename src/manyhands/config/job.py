@@ -22,7 +22,7 @@ KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTI
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 # What a run decides once, by their dotted keys, where they are "auto"; its job.toml says what they became.
 MEASURED = ("train.precision", "train.channels_last")
-DECIDED_ONCE = (*MEASURED, "train.compile", "train.cuda_graphs")
+DECIDED_ONCE = (*MEASURED, "train.compile")
 # Stands in a job for what was an object in Python; object:NAME for one of several.
 OBJECT = "object"
 # What an evaluation finds anyway, and what of it is better.
@@ -75,11 +75,6 @@ class TrainOptions(Options):
         default="auto",
         description="torch.compile the network's training passes; auto: in a run so long that it pays back many "
         "times, by a measurement that shorter runs don't make",
-    )
-    cuda_graphs: bool | Literal["auto"] = Field(
-        default="auto",
-        description="replay the network's usual training passes from CUDA graphs; auto: on CUDA, where a replay is "
-        "shown to make the same gradients and 1.05 times the speed",
     )
     norm_group: int | Literal["global", "local"] = Field(
         default=32,

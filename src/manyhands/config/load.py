@@ -169,6 +169,7 @@ def written_values(file: Path) -> Values:
     """
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
+    values.pop("train.cuda_graphs", None)  # an option of older versions
     return values
 
 

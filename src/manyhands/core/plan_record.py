@@ -57,7 +57,6 @@ class PlanRecord(BaseModel):
     compile_measured: list[dict[str, Any]] = Field(
         default_factory=list[dict[str, Any]], description="seconds of a sample, plain and compiled, by kind of machine"
     )
-    cuda_graphs: bool = False
     norm_group: int | str = ""
     steps_per_epoch: int = 0
     total_steps: int = 0

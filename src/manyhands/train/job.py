@@ -17,7 +17,6 @@ from manyhands.parallel.apply import one_process, takes_mesh
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plan import Plan
-from manyhands.train.capturing import captured
 from manyhands.train.compiled import compiled
 from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples
 from manyhands.train.evaluators import evaluate_as_shared, make_evaluator, make_tester
@@ -148,7 +147,7 @@ def build(
     _record_setup(trainer, samples, objects)
     if found:
         resume(trainer, found)
-    return captured(compiled(suit(trainer)))
+    return compiled(suit(trainer))
 
 
 def set_determinism(job: Job) -> None:

@@ -234,10 +234,6 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
     elif options.precision == "auto":
         changes["precision"] = "fp32"
     changes |= {"channels_last": options.channels_last is True, "compile": options.compile is True}
-    if options.cuda_graphs is True:
-        what = "what a loop of your own computes can't be replayed from CUDA graphs"
-        raise UserError(what, "train.cuda_graphs", ("leave it out",))
-    changes |= {"cuda_graphs": False}
     named = job.model.model_copy(update={"name": type(model).__name__})
     model = model.to(world.device)
     if job.train.channels_last is True:

@@ -167,9 +167,6 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         trainer.journal.event("note", note)
     ranks = gather_plain(own_environment(world), world)
     if world.is_main:
-        replays = trainer.job.train.cuda_graphs
-        if replays != job.train.cuda_graphs:
-            decided["resolved"] = {**decided.get("resolved", {}), "train.cuda_graphs": replays}
         give_account(trainer, ranks, {**about, **decided})
     return trainer
 
