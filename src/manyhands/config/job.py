@@ -22,7 +22,6 @@ KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTI
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 # What a run decides once, by their dotted keys, where they are "auto"; its job.toml says what they became.
 MEASURED = ("train.precision", "train.channels_last")
-DECIDED_ONCE = (*MEASURED, "train.compile")
 # Stands in a job for what was an object in Python; object:NAME for one of several.
 OBJECT = "object"
 # What an evaluation finds anyway, and what of it is better.
@@ -71,11 +70,7 @@ class TrainOptions(Options):
         description="memory format of the network and its pictures; auto: where a short measurement shows 1.05 times "
         "the speed",
     )
-    compile: bool | Literal["auto"] = Field(
-        default="auto",
-        description="torch.compile the network's training passes; auto: in a run so long that it pays back many "
-        "times, by a measurement that shorter runs don't make",
-    )
+    compile: bool = Field(default=False, description="torch.compile the network's training passes")
     norm_group: int | Literal["global", "local"] = Field(
         default=32,
         description="samples of the global batch that BatchNorm takes its statistics over; global: all of them; "

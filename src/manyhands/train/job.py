@@ -180,7 +180,7 @@ def refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal, 
     if job.checkpoint.pth_tar:
         mend = ("leave it out; then: manyhands checkpoint merge RUN weights.pth",)
         raise UserError("main.py's files hold a whole network, and here it is cut", "checkpoint.pth_tar", mend)
-    if job.train.compile is True:
+    if job.train.compile:
         raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
 
 
