@@ -80,20 +80,6 @@ def resnet18_at_32(device):
     return _beside(device, words, _small_resnet, (batch, 3, 32, 32), 10, 100 if device != "cpu" else 3)
 
 
-def small_steps_replayed(device):
-    """Updates of few pictures, whose passes are replayed from a CUDA graph or not, in turns."""
-    if device == "cpu":
-        raise Skip("needs an accelerator")
-    words = ["synthetic:6400x3x32x32x10", "resnet18", "--batch", 64, "--epochs", 5]
-    found = {"replayed": [], "as they are": []}
-    for number in range(2):
-        for name, wanted in (("replayed", "true"), ("as they are", "false")):
-            out = f"{wanted}-{number}"
-            found[name].append(_ours(out, [*words, "--set", f"train.cuda_graphs={wanted}"], device)["images_per_s"])
-            assert json.loads(Path(out, "plan.json").read_text())["cuda_graphs"] == (wanted == "true"), out
-    return {**found, "ratios": [one / other for one, other in zip(*found.values(), strict=True)]}
-
-
 def _small_resnet(num_classes):
     """As the architecture of that name here: a stem for small pictures."""
     model = models.resnet18(num_classes=num_classes)

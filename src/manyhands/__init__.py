@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from manyhands.parallel.marks import Parameter
     from manyhands.parallel.options import ParallelOptions
     from manyhands.parallel.plan import Plan
-    from manyhands.parallel.proof.verdict import Finding, GradientCheck
     from manyhands.parallel.tracing import register_rule
-    from manyhands.parallel.verify import verify_gradients
+    from manyhands.parallel.verify import Finding, GradientCheck, verify_gradients
     from manyhands.run.python import Run, evaluate, fit, load, predict, session
     from manyhands.sync.options import SyncOptions
     from manyhands.train.epoch_end import EpochEnd
@@ -43,8 +42,8 @@ _HOMES = {
     "Evaluation": "manyhands.train.evaluate",
     "EvaluationDetail": "manyhands.core.records",
     "EvaluationMetrics": "manyhands.core.records",
-    "Finding": "manyhands.parallel.proof.verdict",
-    "GradientCheck": "manyhands.parallel.proof.verdict",
+    "Finding": "manyhands.parallel.verify",
+    "GradientCheck": "manyhands.parallel.verify",
     "Grid": "manyhands.parallel.grid",
     "Job": "manyhands.config.job",
     "ManyhandsError": "manyhands.core.errors",

@@ -57,7 +57,7 @@ def test_all_mistakes_are_told_at_once_with_their_places(tmp_path):
 @pytest.mark.parametrize(
     ("key", "given", "may_be"),
     [
-        ("train.compile", "maybe", 'true, false or "auto"'),
+        ("train.channels_last", "maybe", 'true, false or "auto"'),
         ("train.norm_group", "globel", 'a whole number, "global" or "local"'),
     ],
 )
@@ -77,6 +77,13 @@ def test_a_section_may_be_one_word(tmp_path):
 def test_what_is_not_toml_is_a_users_mistake(tmp_path, text):
     with pytest.raises(UserError, match=r"is not TOML|values"):
         load_job({}, file=_job_file(tmp_path, text), environment={})
+
+
+def test_a_job_file_of_an_older_version_loads(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('[train]\nepochs = 3\ncompile = "auto"\ncuda_graphs = "auto"\n')
+    train = load_job({}, file=path, environment={}).job.train
+    assert (train.epochs, train.compile) == (3, False)
 
 
 def test_a_whole_job_survives_its_file(tmp_path):

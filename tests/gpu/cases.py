@@ -157,7 +157,7 @@ def _trainer(world, folder, make, **settings):
     flags = {
         "data.name": "synthetic:120x1x8x8x5", "train.batch": 30, "train.epochs": 4, "train.lr": 0.05,
         "train.evaluate_every": 0.0, "model.num_classes": 5, "checkpoint.every": "never", "run.report": False,
-        "run.log_every_s": 0.01, "train.norm_group": 15, "train.cuda_graphs": False, **settings,
+        "run.log_every_s": 0.01, "train.norm_group": 15, **settings,
     }  # fmt: skip
     mode = "single" if world.alone else "data"
     return build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(make()))
@@ -272,111 +272,6 @@ def out_of_memory_says_what_fits(device):
         assert "train.micro_batch=8" in mend[0], mend
         trainer.release()
     return {"advice": mend[0]}
-
-
-def _dropped():
-    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3),
-                         nn.Flatten(), nn.Linear(512, 5))  # fmt: skip
-
-
-def _notes(folder, start):
-    return [event["message"] for event in command.events(folder, "note") if event["message"].startswith(start)]
-
-
-def _replayed(device, **settings):
-    """Weights after two epochs, the last update of each smaller, with an evaluation between; and how many replays."""
-    with tempfile.TemporaryDirectory() as folder:
-        usual = {"train.batch": 36, "train.norm_group": 12, "train.epochs": 2, "train.evaluate_every": 1.0}
-        trainer = _trainer(World(device=device), folder, _dropped, **usual, **settings)
-        passes = trainer.update.gradients.instead
-        if passes is None and settings["train.cuda_graphs"]:
-            said = [event["message"] for event in command.events(folder, "warning")]
-            raise AssertionError(f"nothing is replayed: {said}")
-        fit(trainer)
-        weights = _weights(trainer)
-        trainer.release()
-    return weights, passes.replays if passes else 0
-
-
-def replayed_updates_are_those_of_the_passes(device):
-    """All with dropout, so that a replay that draws other numbers than the pass shows."""
-    _accelerator(device)
-    found = {}
-    for name, limit, settings in (
-        ("fp64", TIGHT, {"train.precision": "fp64"}),
-        ("fp32", 2e-3, {"train.precision": "fp32"}),  # convolutions take tf32
-        ("fp32, deterministic", 0.0, {"train.precision": "fp32", "train.deterministic": True}),
-        ("bf16, channels_last", 3e-2, {"train.precision": "bf16", "train.channels_last": True}),
-        ("fp16", 1e-2, {"train.precision": "fp16"}),
-        ("fp64, accumulated", TIGHT, {"train.precision": "fp64", "train.micro_batch": 24}),
-        (
-            "fp64, adamw, clipped",
-            TIGHT,
-            {"train.precision": "fp64", "train.optimizer": "adamw", "train.lr": 0.002, "train.clip": 0.1},
-        ),
-    ):
-        (wanted, none), (got, replays) = (
-            _replayed(device, **settings, **{"train.cuda_graphs": graphs}) for graphs in (False, True)
-        )
-        assert none == 0 < replays, (name, replays)
-        found[name] = _worst(got, wanted)
-        assert found[name] <= limit, (name, found)
-    return found
-
-
-class Asks(nn.Module):
-    """Needs a value in Python, which no capture allows."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = _dropped()
-
-    def forward(self, images):
-        return self.inner(images) * (2.0 if images.mean() > 0 else 1.0)
-
-
-class AsksWithin(nn.Module):
-    """Waits for the card within the capture alone, so that it has begun when it fails."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = _dropped()
-
-    def forward(self, images):
-        if torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize(images.device)
-        return self.inner(images)
-
-
-def what_no_capture_takes_trains_as_it_is(device):
-    """Also where a capture has begun and fails: what is drawn, computed and freed afterwards must be as ever."""
-    _accelerator(device)
-    found = {}
-    for make in (Asks, AsksWithin):
-        weights = []
-        for graphs in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                settings = {"train.precision": "fp32", "train.deterministic": True, "train.cuda_graphs": graphs}
-                trainer = _trainer(World(device=device), folder, make, **settings)
-                assert trainer.update.gradients.instead is None
-                found[make.__name__] = "".join(event["message"] for event in command.events(folder, "warning"))
-                fit(trainer)
-                weights.append(_weights(trainer))
-                trainer.release()
-        assert _worst(*weights) == 0, make.__name__
-        assert "train.cuda_graphs is false" in found[make.__name__], found
-    return found
-
-
-def auto_says_whether_it_replays(device):
-    _accelerator(device)
-    _command("train", "digits", "cnn", "--epochs", 2, "--device", device, "--out", "run", *QUIET)
-    (said,) = _notes("run", "train.cuda_graphs is")
-    plan = json.loads(Path("run", "plan.json").read_text())
-    assert plan["cuda_graphs"] == ("is true" in said), (plan["cuda_graphs"], said)
-    _command("resume", "run", "--epochs", 3)
-    assert json.loads(Path("run", "plan.json").read_text())["cuda_graphs"] == plan["cuda_graphs"]
-    return {"said": said, "top1": _accuracy("run")}
 
 
 def _part(world, folder, steps, **settings):

@@ -11,9 +11,6 @@ LIMITS = {
     "half_precisions_learn": 45,
     "out_of_memory_says_what_fits": 45,
     "goes_on_to_the_same_bits": 60,
-    "replayed_updates_are_those_of_the_passes": 60,
-    "what_no_capture_takes_trains_as_it_is": 45,
-    "auto_says_whether_it_replays": 60,
     "evaluation_is_the_same_everywhere": 45,
     "nccl_with_one_process": 45,
     "nccl_with_two_processes_on_one_card": 45,
@@ -35,7 +32,6 @@ LIMITS = {
 
 BENCH = {
     "resnet18_at_32": 110,
-    "small_steps_replayed": 90,
     "cifar10_by_the_fast_recipe": 60,
     "resnet50_at_224_from_packed": 150,
     "cifar10_to_94_by_resnet18": 200,

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -111,17 +110,15 @@ def test_three_hosts_do_what_three_processes_here_do(lab, here):
 
 @pytest.mark.slow
 def test_two_processes_on_each_of_two_hosts_do_what_one_does(lab, here):
-    """Whichever way of averaging is faster there; a run that goes on keeps it."""
     job = [*SHORT, *EXACT]
     ended = run("launch", *job, *hosts(lab, 2, 2), "--out", "far", "--set", "train.max_steps=30")
     assert ended.code == 0, ended.err
     (told,) = events("far", "averaging")
-    assert re.search(r"\d bytes take [\d.]+ m?s in two levels, [\d.]+ m?s without", told["message"])
+    assert told["message"].startswith("gradients are averaged in two levels")
     assert json.loads(Path("far/plan.json").read_text())["averages"] == told["message"]
     resumed = run("resume", "far", "--set", "train.max_steps=0")
     assert resumed.code == 0, resumed.err
-    way = told["message"].partition(":")[0]
-    assert events("far", "averaging")[-1]["message"] == f"{way}: as before in this run"
+    assert events("far", "averaging")[-1]["message"] == told["message"]
     assert run("train", *job, "-n", "1", "--out", "near").code == 0
     near = final_weights("near")
     for name, tensor in final_weights("far").items():

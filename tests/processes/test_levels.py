@@ -1,11 +1,10 @@
-"""Gradients in two levels: the sums of all processes to the last bit alike, and nobody waits for who has gone."""
+"""Gradients in two levels: equal bits on all processes, the updates of one process, and a lost peer is noticed."""
 
 import contextlib
 import multiprocessing
 import os
 import platform
 import signal
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -22,11 +19,10 @@ from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
-from manyhands.parallel.levels import AveragingTimes, LevelsNetwork, TwoLevels, open_levels, time_both
+from manyhands.parallel.flat import TwoLevelNetwork
 from manyhands.parallel.modes import data
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.shared_memory import machines_of_group
 from manyhands.train.data_setup import Objects
 from manyhands.train.failing import is_consequence
 from manyhands.train.heart import collectives_begun
@@ -40,7 +36,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this sy
 
 TWO_AND_TWO, TWO_AND_ONE, DEALT_IN_TURNS = [[0, 1], [2, 3]], [[0, 1], [2]], [[0, 2], [1, 3]]
 PLACES = [TWO_AND_ONE, pytest.param(TWO_AND_TWO, marks=pytest.mark.slow)]
-KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _size(machines):
@@ -53,82 +48,9 @@ def _settle_on(machines, world):
     platform.node = lambda: f"machine {place}"
 
 
-def _levels(machines, world):
-    _settle_on(machines, world)
-    found = machines_of_group(world)
-    assert found == machines
-    levels = open_levels(found, world)
-    assert isinstance(levels, TwoLevels), levels
-    return levels
-
-
 def _values(seed, rank, count, kind=torch.float64):
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (torch.randn(count, generator=generator, dtype=torch.float64) * 100).to(kind)
-
-
-def _sum(seed, size, count, kind=torch.float64):
-    return sum(_values(seed, rank, count, kind).double() for rank in range(size))
-
-
-def _any_values(world, machines):
-    levels, sums = _levels(machines, world), []
-
-    # Drawn alike on all processes; several sums are on their way at once, and longer than a slot.
-    @settings(derandomize=True, database=None, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
-    @given(st.lists(st.tuples(st.integers(0, 300_000), st.sampled_from(KINDS), st.integers(0, 99)), max_size=4))
-    def tried(wanted):
-        begun = [levels.begin(_values(seed, world.rank, count, kind)) for count, kind, seed in wanted]
-        for future, (count, kind, seed) in zip(begun, wanted, strict=True):
-            found = future.wait()
-            error = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[kind]
-            exact, largest = _sum(seed, world.size, count, kind), 400 * world.size
-            torch.testing.assert_close(found.double(), exact, rtol=error, atol=error * largest)
-            sums.append(found)
-
-    tried()
-    levels.close()
-    return sums
-
-
-@pytest.mark.parametrize("machines", [*PLACES, pytest.param(DEALT_IN_TURNS, marks=pytest.mark.slow)])
-def test_any_values_are_added_up_to_rounding_and_alike_to_the_last_bit(machines):
-    first, *others = run_on_ranks(_any_values, _size(machines), machines)
-    assert len(first) > 25
-    for found in others:
-        torch.testing.assert_close(found, first, rtol=0, atol=0)
-
-
-def _several_at_once(world):
-    first, second = _levels(TWO_AND_ONE, world), _levels(TWO_AND_ONE, world)
-    wrong = []
-
-    def add_up(number, levels):
-        for turn in range(60):
-            count = 1 + (turn * 97 + number * 31) % 5000
-            found = levels.begin(_values(turn + 100 * number, world.rank, count)).wait()
-            exact = _sum(turn + 100 * number, world.size, count)
-            if not torch.allclose(found, exact, rtol=1e-12, atol=1e-9):
-                wrong.append((number, turn))
-
-    # They begin in another order on each process; and one of gloo's over all goes on beside them.
-    both = [(0, first), (1, second)]
-    threads = [threading.Thread(target=add_up, args=both[(number + world.rank) % 2]) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        one = torch.ones(1000)
-        dist.all_reduce(one)
-        assert one.eq(world.size).all()
-    for thread in threads:
-        thread.join()
-    first.close()
-    second.close()
-    return wrong
-
-
-def test_several_sums_at_once_do_not_meet():
-    assert run_on_ranks(_several_at_once, 3) == [[]] * 3
 
 
 def _network():
@@ -160,36 +82,32 @@ def _two_updates(network, size, rank, count):
     return found, dict(network.inner.named_buffers())
 
 
-def _updated(world, machines, way):
+def _updated(world, machines):
     _settle_on(machines, world)
-    model = _network()
-    network = data.apply(model, world, ModeRequest(averaged={"levels": way, "machines": machines}))
-    assert isinstance(network, LevelsNetwork) == way
-    assert network.averaged == {"levels": way, "machines": machines}
+    network = data.apply(_network(), world, ModeRequest())
+    assert isinstance(network, TwoLevelNetwork)
     before = collectives_begun()
     found = _two_updates(network, world.size, world.rank, 12)
     network.release()
     return found, collectives_begun() - before
 
 
-@pytest.mark.parametrize("machines", PLACES)
+@pytest.mark.parametrize("machines", [*PLACES, pytest.param(DEALT_IN_TURNS, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_process_beside_batch_norms_sums(machines):
     """Micro-batches are added up, a parameter is used by one process alone, and BatchNorm's sums go on meanwhile."""
     size, model = _size(machines), _network()
-    several, by_gloo = (run_on_ranks(_updated, size, machines, way) for way in (True, False))
+    several = run_on_ranks(_updated, size, machines)
     gradients, buffers = _two_updates(ParallelNetwork(model, model), 1, 0, 12)
     for (found, own_buffers), begun in several:
         torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(found, several[0][0][0], rtol=0, atol=0)
         # Who hangs is told from how many collectives each process has come to.
-        assert begun == by_gloo[0][1]
+        assert begun == several[0][1] > 0
 
 
-def _made_by(world, machines, levels_s, function, *arguments):
-    """A function's result where two levels take so long and the backend alone a second."""
+def _on_machines(world, machines, function, *arguments):
     _settle_on(machines, world)
-    data.time_both = lambda *_: AveragingTimes(levels_s, 1.0, 4096)
     return function(world, *arguments)
 
 
@@ -198,7 +116,7 @@ def _made_by(world, machines, levels_s, function, *arguments):
 def test_several_processes_make_the_updates_of_one(machines, more):
     settings = {"train.precision": "fp64", "train.channels_last": False, "train.norm_group": 4, **more}
     size = _size(machines)
-    several = run_on_ranks(_made_by, size, machines, 0.5, train, 8, "data", True, settings)
+    several = run_on_ranks(_on_machines, size, machines, train, 8, "data", True, settings)
     (_, wanted, _), *_ = run_on_ranks(train, 1, 8, "single", True, settings)
     for _, weights, _ in several:
         for name, one in wanted.items():
@@ -218,59 +136,21 @@ def _run_on(world, folder, max_steps):
     fit(trainer)
     snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
     trainer.release()
-    return snapshot.model, trainer.network.averages, trainer.network.averaged
+    return snapshot.model, trainer.network.averages
 
 
-@pytest.mark.parametrize("levels_s", [0.5, pytest.param(2.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("machines", PLACES)
-def test_a_run_that_goes_on_keeps_its_way_and_its_bits(levels_s, machines, tmp_path):
-    """Though it would now measure the contrary."""
+def test_a_resumed_run_has_the_same_bits(machines, tmp_path):
     size = _size(machines)
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
-    whole = run_on_ranks(_made_by, size, machines, levels_s, _run_on, tmp_path / "whole", 7)
-    run_on_ranks(_made_by, size, machines, levels_s, _run_on, tmp_path / "broken", 4)
-    resumed = run_on_ranks(_made_by, size, machines, 2.5 - levels_s, _run_on, tmp_path / "broken", 7)
-    for (weights, told, way), (own, own_told, own_way) in zip(whole, resumed, strict=True):
-        assert way == own_way == {"levels": levels_s < 1, "machines": machines}
-        assert told.startswith("gradients are averaged in two levels" if levels_s < 1 else "gradients are averaged by")
-        assert "4,096 bytes take" in told
-        assert own_told.endswith("as before in this run")
+    whole = run_on_ranks(_on_machines, size, machines, _run_on, tmp_path / "whole", 7)
+    run_on_ranks(_on_machines, size, machines, _run_on, tmp_path / "broken", 4)
+    resumed = run_on_ranks(_on_machines, size, machines, _run_on, tmp_path / "broken", 7)
+    for (weights, averages), (own, own_averages) in zip(whole, resumed, strict=True):
+        assert averages == own_averages
+        assert averages.startswith("gradients are averaged in two levels")
         torch.testing.assert_close(own, weights, rtol=0, atol=0)
-
-
-def _moved(world, levels):
-    """What is chosen by what a run on other machines has kept."""
-    _settle_on(DEALT_IN_TURNS, world)
-    kept = {"levels": levels, "machines": TWO_AND_TWO}
-    made = data.apply(_network(), world, ModeRequest(averaged=kept))
-    made.release()
-    return made.averaged, made.averages
-
-
-@pytest.mark.slow
-def test_on_other_machines_it_is_measured_anew_and_alike():
-    first, *others = run_on_ranks(_moved, 4, True)
-    assert first[0]["machines"] == DEALT_IN_TURNS
-    assert "bytes take" in first[1]
-    assert all(found == first for found in others)
-
-
-def _timed(world, bytes_):
-    levels = _levels(TWO_AND_ONE, world)
-    began, times = time.monotonic(), time_both(levels, bytes_)
-    levels.close()
-    return times, time.monotonic() - began
-
-
-@pytest.mark.parametrize("bytes_", [1, 40_000, 1 << 30])
-def test_times_are_equal_on_all_processes_and_of_no_more_than_the_gradients(bytes_):
-    found = run_on_ranks(_timed, 3, bytes_)
-    times = found[0][0]
-    assert all(each == times for each, _ in found)
-    assert times.levels_s > 0
-    assert times.backend_s > 0
-    assert 1 <= times.size_bytes <= min(bytes_, 4 << 20)
 
 
 def _how(world, machines, request, sparse=False):
@@ -278,31 +158,25 @@ def _how(world, machines, request, sparse=False):
     model = nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(3, 2)
     made = data.apply(model, world, request)
     made.release()
-    return isinstance(made, LevelsNetwork), made.averages, made.averaged
+    return made.averages
 
 
-ALL_APART, TWO_LEVELS = [[0], [1], [2]], {"levels": True, "machines": TWO_AND_ONE}
+ALL_APART = [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(
     ("machines", "request_", "sparse", "why"),
     [
-        (ALL_APART, ModeRequest(averaged={"levels": True, "machines": ALL_APART}), False, "they are on several"),
-        (TWO_AND_ONE, ModeRequest(averaged=TWO_LEVELS, shared_memory=False), False, "parallel.shared_memory is false"),
-        (TWO_AND_ONE, ModeRequest(averaged=TWO_LEVELS, hook=bf16_compress_hook), False, "the sync method changes them"),
-        (TWO_AND_ONE, ModeRequest(averaged=TWO_LEVELS), True, "some are sparse"),
+        (ALL_APART, ModeRequest(), False, "they are on several"),
+        (TWO_AND_ONE, ModeRequest(shared_memory=False), False, "parallel.shared_memory is false"),
+        (TWO_AND_ONE, ModeRequest(hook=bf16_compress_hook), False, "the sync method changes them"),
+        (TWO_AND_ONE, ModeRequest(), True, "some are sparse"),
+        (TWO_AND_ONE, ModeRequest(unused=True), False, "some parameters get none"),
     ],
 )
-def test_what_does_not_suit_goes_by_the_backend_and_says_why(machines, request_, sparse, why):
-    for levels, said, averaged in run_on_ranks(_how, 3, machines, request_, sparse):
-        assert not levels
-        assert not averaged
-        assert f"averaged by gloo: {why}" in said
-
-
-def test_parameters_without_a_gradient_are_no_obstacle():
-    for levels, _, _ in run_on_ranks(_how, 3, TWO_AND_ONE, ModeRequest(unused=True, averaged=TWO_LEVELS)):
-        assert levels
+def test_other_gradients_are_averaged_by_the_backend(machines, request_, sparse, why):
+    for averages in run_on_ranks(_how, 3, machines, request_, sparse):
+        assert f"averaged by gloo: {why}" in averages
 
 
 def _train_for_ever(network, rank, victim, how, place):
@@ -314,6 +188,7 @@ def _train_for_ever(network, rank, victim, how, place):
                 time.sleep(60)
             os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
         network.call(torch.ones(2, 300)).sum().backward()
+        network.finish_gradients()
 
 
 def _until_one_ends(folder, rank, machines, victim, how):
@@ -323,10 +198,9 @@ def _until_one_ends(folder, rank, machines, victim, how):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     world = World(rank, size, rank, size, "cpu", "gloo", patience.total_seconds())
     _settle_on(machines, world)
-    # Of several buckets.
     model = nn.Sequential(nn.Linear(300, 600), nn.Linear(600, 600), nn.Linear(600, 3))
-    made = data.apply(model, world, ModeRequest(averaged={"levels": True, "machines": machines}))
-    assert isinstance(made, LevelsNetwork)
+    made = data.apply(model, world, ModeRequest())
+    assert isinstance(made, TwoLevelNetwork)
     place = folder / str(rank)
     with pytest.raises(RuntimeError) as raised:
         _train_for_ever(made, rank, victim, how, place)

@@ -30,7 +30,7 @@ def train(world, updates, mode, norm, settings):
         "data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH,
         "train.epochs": 50, "train.lr": 0.05, "train.evaluate_every": 0.0, "parallel.mode": mode,
         "data.augment": "crop-flip", "model.num_classes": 5, "train.weight_decay": 1e-3,
-        "train.cuda_graphs": False, **settings,
+        **settings,
     }  # fmt: skip
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,6 @@ BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 # Ten days: longer than anybody debugs, and a time limit that every backend takes.
 _DEBUG_TIMEOUT_S = 864_000.0
 MEASURED = ("train.precision", "train.channels_last")
-DECIDED_ONCE = (*MEASURED, "train.compile", "train.cuda_graphs")
 # Stands in a job for what was an object in Python; object:NAME for one of several.
 OBJECT = "object"
 # What an evaluation finds anyway, and what of it is better.
@@ -73,16 +72,7 @@ class TrainOptions(Options):
         description="memory format of the network and its pictures; auto: where a short measurement shows 1.05 times "
         "the speed",
     )
-    compile: bool | Literal["auto"] = Field(
-        default="auto",
-        description="torch.compile the network's training passes; auto: in a run so long that it pays back many "
-        "times, by a measurement that shorter runs don't make",
-    )
-    cuda_graphs: bool | Literal["auto"] = Field(
-        default="auto",
-        description="replay the network's usual training passes from CUDA graphs; auto: on CUDA, where a replay is "
-        "shown to make the same gradients and 1.05 times the speed",
-    )
+    compile: bool = Field(default=False, description="torch.compile the network's training passes")
     norm_group: int | Literal["global", "local"] = Field(
         default=32,
         description="samples of the global batch that BatchNorm takes its statistics over; global: all of them; "

@@ -168,6 +168,9 @@ def written_values(file: Path) -> Values:
     """
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
+    values.pop("train.cuda_graphs", None)  # an option of older versions, as is "auto" for train.compile
+    if values.get("train.compile") == "auto":
+        values["train.compile"] = False
     return values
 
 

@@ -54,10 +54,6 @@ class PlanRecord(BaseModel):
         default_factory=list[dict[str, Any]], description="seconds of each precision and layout, by kind of machine"
     )
     compile: bool | str = False
-    compile_measured: list[dict[str, Any]] = Field(
-        default_factory=list[dict[str, Any]], description="seconds of a sample, plain and compiled, by kind of machine"
-    )
-    cuda_graphs: bool = False
     norm_group: int | str = ""
     steps_per_epoch: int = 0
     total_steps: int = 0

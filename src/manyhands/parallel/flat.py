@@ -1,10 +1,11 @@
-"""Gradients of whole replicas on one machine, added up in flat buffers whose views are the parameters' gradients."""
+"""Gradients of replicas that compute on processors, added up in flat buffers of which the gradients are views."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -61,6 +62,14 @@ class FlatGradients:
             one.grad = view
 
 
+def _by_dtype(model: nn.Module) -> list[list[nn.Parameter]]:
+    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+    for one in model.parameters():
+        if one.requires_grad:
+            kinds.setdefault(one.dtype, []).append(one)
+    return list(kinds.values())
+
+
 def _views(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
     """Consecutive pieces of the flat [n], each with its parameter's shape and order in memory."""
     pieces = flat.split([one.numel() for one in parameters])
@@ -79,13 +88,9 @@ class FlatNetwork(ParallelNetwork):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.sums is not None
-        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-        for one in self.inner.parameters():
-            if one.requires_grad:
-                kinds.setdefault(one.dtype, []).append(one)
         if self.sums.of_all:
             self.norms.through_memory = self.sums.add_up
-        self.flats = [FlatGradients(parameters, self.sums) for parameters in kinds.values()]
+        self.flats = [FlatGradients(parameters, self.sums) for parameters in _by_dtype(self.inner)]
 
     @override
     def finish_gradients(self) -> None:
@@ -103,3 +108,56 @@ class FlatNetwork(ParallelNetwork):
         assert self.sums is not None
         self.norms.through_memory = None
         self.sums.close()
+
+
+@dataclass
+class TwoLevelNetwork(ParallelNetwork):
+    """A replica on one of several machines, whose gradients are added up after an update's last backward pass.
+
+    Each machine adds up in shared memory, the machines' first ranks all-reduce these sums, and the result goes back
+    through shared memory.
+    """
+
+    sums: SharedSums | None = None  # of this machine's processes; None where it has one process
+    leaders: Any = None  # the process group of the machines' first ranks; None on all other ranks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kinds = [
+            (kind, torch.zeros(sum(one.numel() for one in kind), dtype=kind[0].dtype)) for kind in _by_dtype(self.inner)
+        ]
+        self._flats = [(kind, values, _views(kind, values)) for kind, values in kinds]
+
+    @override
+    def finish_gradients(self) -> None:
+        with torch.no_grad():
+            for parameters, values, views in self._flats:
+                for one, view in zip(parameters, views, strict=True):
+                    one.grad = view.zero_() if one.grad is None else view.copy_(one.grad)
+                self._add_up(values)
+
+    def _add_up(self, values: Tensor) -> None:
+        SharedSums.begun += 1
+        try:
+            if self.sums:
+                self.sums.add_up_for_first(values)
+            if self.leaders:
+                dist.all_reduce(values, group=self.leaders)
+            if self.sums:
+                self.sums.spread(values)
+        except BaseException:
+            if self.sums:  # the other processes of this machine notice it at once
+                self.sums.close()
+            raise
+
+    @override
+    def flat_gradients(self) -> list[Tensor]:
+        return [values for _, values, _ in self._flats]
+
+    @override
+    def release(self) -> None:
+        if self.sums:
+            self.sums.close()
+        if self.leaders:
+            dist.destroy_process_group(self.leaders)
+            self.leaders = None

@@ -66,8 +66,6 @@ class Gradients:
         self._begin, self._goes_with = torch.ones(()), (1.0, torch.float32, torch.device("cpu"))
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
         self._scale = network.gradient_scale * (1 if mean else network.replicas(world.size))
-        # of inputs, labels and the divisor: adds a pass's gradients, and gives its loss [] and logits; None: it doesn't
-        self.instead: Callable[[Tensor, Tensor, float | Tensor], tuple[Tensor, Tensor] | None] | None = None
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         return autocast(self.precision, self.world.device)
@@ -101,12 +99,6 @@ class Gradients:
         assert self._loss_fn is not None
         with _AS_IT_IS if last else self.network.no_sync():
             inputs, labels = self.network.begin(part)
-            taken = self.instead(inputs, labels, divisor) if self.instead else None
-            if taken:
-                result = MicroBatchResult(*taken, labels, self.network.counted(part, labels))
-                if heed(result) is False:
-                    self._spoil()
-                return result
             with self.autocast():
                 loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
             result = MicroBatchResult(loss.detach(), logits.detach(), labels, self.network.counted(part, labels))
@@ -116,12 +108,6 @@ class Gradients:
             weight = math.nan if bad else weight
             self._backward(self.network.reach_all(loss) if last else loss, weight)
         return result
-
-    def _spoil(self) -> None:
-        """Has gradients that are there be NaN, as those are of a pass whose weight is."""
-        for parameter in self.network.inner.parameters():
-            if parameter.grad is not None:
-                parameter.grad.fill_(math.nan)
 
     def backward_of(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
         """Backward of a loss [] that somebody else has computed with `network.call`; its part in the global batch's."""

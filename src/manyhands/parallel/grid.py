@@ -18,7 +18,7 @@ one follows from the chain rule alone: it is the adjoint of the forward one.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -46,10 +46,7 @@ class Grid:
         world: who takes part; as many as the mesh has places.
         coordinates: this process's place on each axis.
         batch: samples of the pass at hand, over all processes; the executor sets it.
-        watch: is told of each collective of an axis: its name, what went in and what came out; None: nobody is.
     """
-
-    watch: Callable[[str, Tensor, Tensor], None] | None = None
 
     def __init__(self, mesh: Mesh, world: World) -> None:
         self.mesh, self.world = mesh, world
@@ -207,7 +204,7 @@ class Axis:
         Each process uses all of x for its part of the work, so what comes back to it is a part of x's gradient; the
         gradient is their sum. Conjugate of `all_reduce`.
         """
-        return self._turn("enter", x, ("R", "R"), ("R", "P"), x.shape)
+        return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
 
     def all_reduce(self, y: Tensor) -> Tensor:
         """Where split work comes together: forward a sum over the axis, backward nothing.
@@ -216,7 +213,7 @@ class Axis:
         gradient is the sum's, which every process has. (Adding those up would count them `size` times.) Conjugate of
         `enter`.
         """
-        return self._turn("all_reduce", y, ("P", "R"), ("R", "R"), y.shape)
+        return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Pieces become the whole: forward an all-gather, backward a slice.
@@ -231,7 +228,7 @@ class Axis:
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
         shape[dim] = self._length(x, dim, length)
-        return self._turn("gather", x, (dim, "R"), (dim, "R"), shape)
+        return self._turn(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """The whole becomes pieces: forward a slice, backward an all-gather.
@@ -240,7 +237,7 @@ class Axis:
         the whole's gradient is made of all pieces'. Conjugate of `gather`.
         """
         dim = self._dim(x, dim, "scatter")
-        return self._turn("scatter", x, ("R", dim), ("R", dim), x.shape)
+        return self._turn(x, ("R", dim), ("R", dim), x.shape)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """A sum of which each process keeps a piece: forward a reduce-scatter, backward an all-gather.
@@ -249,7 +246,7 @@ class Axis:
         is the whole's, and that is made of all pieces' gradients. Conjugate of `enter(gather(x))`.
         """
         dim = self._dim(x, dim, "reduce_scatter")
-        return self._turn("reduce_scatter", x, ("P", dim), ("R", dim), x.shape)
+        return self._turn(x, ("P", dim), ("R", dim), x.shape)
 
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
         """Pieces in one dimension become pieces in another: forward an all-to-all, backward one the other way.
@@ -264,11 +261,10 @@ class Axis:
             raise UserError(f"dimension {cut} can't be cut and put together at once", "all_to_all", mend)
         shape = list(x.shape)
         shape[joined] = self._length(x, joined, length)
-        return self._turn("all_to_all", x, (joined, cut), (joined, cut), shape)
+        return self._turn(x, (joined, cut), (joined, cut), shape)
 
     def _turn(
         self,
-        method: str,
         tensor: Tensor,
         values: tuple[Placement, Placement],
         gradients: tuple[Placement, Placement],
@@ -279,13 +275,7 @@ class Axis:
 
         before, after = (along(value) for value in values)
         leaving, coming = (along(gradient) for gradient in gradients)
-        if self._grid.watch is None:
-            return convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
-        # A tensor of its own, so that its gradient is what this collective gives back and nothing else.
-        tensor = tensor.view_as(tensor)
-        result = convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
-        self._grid.watch(f"{'+'.join(self.names)}.{method}", tensor, result)
-        return result
+        return convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
 
     def _dim(self, tensor: Tensor, dim: int, where: str) -> int:
         if not -tensor.dim() <= dim < tensor.dim():

@@ -83,8 +83,6 @@ class ParallelNetwork:
     draws: bool = False  # some op is known to draw random numbers in training
     settles: bool = False  # its averaging takes the order of its sums from the first backward pass
     averages: str = ""  # how it averages gradients, and why so, in a sentence; empty where that isn't decided here
-    # what a run that goes on keeps of that, since the sums' bits depend on it, as JSON data; empty where a rule decides
-    averaged: Mapping[str, Any] = field(default_factory=dict[str, Any])
     norms: NormGroups = field(init=False)  # what its BatchNorm layers are told of each micro-batch
 
     # True where all processes compute each batch together, and not each its own samples with a network of its own.
@@ -204,5 +202,3 @@ class ModeRequest:
     group: Any = None  # the processes that average in each update, for the mode data; None: all
     shared_memory: bool = True  # these may do so through memory where all are on one machine, for the mode data
     hook: Any = None  # what takes the place of a plain mean of gradients in DDP; None for that
-    # what a checkpoint says of how the run averaged before, for the mode data; see `ParallelNetwork.averaged`
-    averaged: Mapping[str, Any] = field(default_factory=dict[str, Any])

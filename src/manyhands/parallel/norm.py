@@ -286,8 +286,7 @@ def _are_ordered(runs: tuple[Run, ...]) -> bool:
     return all(one.stop == other.start for one, other in itertools.pairwise(itertools.chain.from_iterable(runs)))
 
 
-# What follows is made once and kept for good: a card waits at each copy that isn't pinned, and a captured pass reads
-# it where it lay.
+# What follows is made once and kept for good: a card waits at each copy that isn't pinned.
 @functools.cache
 def _rows(runs: tuple[Run, ...], rows_per_sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """In which order rows go through the runs, and where each is then: int64 [rows] each."""

@@ -1,24 +1,93 @@
-"""Proves that a network which its author has split has the gradients of one process, or says what is wrong."""
+"""Checks the gradients of a network that its author has split against those of one process."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+import copy
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.layouts import bounds
 from manyhands.core.mesh import Mesh
+from manyhands.core.shares import Span
+from manyhands.core.world import World
+from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.grid import Axis, Grid
 from manyhands.parallel.modes.hybrid import HybridNetwork, hybrid_network
-from manyhands.parallel.plain import broadcast_plain
-from manyhands.parallel.proof.alone import Make, both, gather, grid_alone, make_whole, region_of
-from manyhands.parallel.proof.sums import close, differing_axes, error_between, explain, factor_between, scale_of
-from manyhands.parallel.proof.trace import WrongPlace, located, recording, wrong_places
-from manyhands.parallel.proof.trial import GradientTrial, Loss, make_trial, run_alone, run_here, shares_of
-from manyhands.parallel.proof.verdict import OUTPUT, Finding, GradientCheck, judge_gradient, judge_value, names_of
+from manyhands.parallel.norm import GroupedNorm, NormGroups, group_batch_norms
+from manyhands.parallel.plain import broadcast_plain, gather_plain
 
+Make = Callable[[Grid], nn.Module]
+Loss = Callable[..., Tensor]
+Cause = Literal["missing", "doubled", "replicas", "cut", "mark", "wrong"]
+OUTPUT = "output"
 # Gradients far below the largest one are rounding errors, such as those of a bias before BatchNorm.
-NOTHING = 1e-6
+_NOTHING = 1e-6
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        name: of the parameter, or "output".
+        cause: a sum that is missing or made twice (doubled), replicas that differ, an output that is cut, a parameter
+            that is not marked as it lies (mark), or none of these (wrong).
+        axes: names of the mesh's axes concerned.
+        what: what is seen, and on which rank the error is largest.
+        mend: what is likely to help.
+    """
+
+    name: str
+    cause: Cause
+    axes: tuple[str, ...]
+    what: str
+    mend: str
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """What `verify_gradients` found; the same on every process.
+
+    Attributes:
+        findings: what is wrong, the output before the parameters.
+        worst: the largest error of a gradient, as a part of that gradient's largest value.
+        compared: how many parameters were compared.
+    """
+
+    findings: tuple[Finding, ...]
+    worst: float
+    compared: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def require(self) -> None:
+        """Raises RunError when something is wrong."""
+        if self.findings:
+            first = self.findings[0]
+            raise RunError(first.what, first.name, tuple(str(self).splitlines()[1:]))
+
+    def __str__(self) -> str:
+        """A few lines: what was compared, what is wrong, what to do."""
+        if self.ok:
+            return f"{self.compared} gradients are those of one process (largest relative error {self.worst:.1e})"
+        lines = [f"{len(self.findings)} thing(s) are wrong, {self.compared} gradients were compared"]
+        for finding in self.findings[:_MOST_SHOWN]:
+            lines += [f"{finding.name}: {finding.what}", f"  do: {finding.mend}"]
+        if len(self.findings) > _MOST_SHOWN:
+            lines.append(f"… and {len(self.findings) - _MOST_SHOWN} more")
+        return "\n".join(lines)
 
 
 def verify_gradients(  # noqa: PLR0913 - few are ever given
@@ -35,7 +104,8 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     """Compares the gradients of a network that is split by hand with those of one process; a collective.
 
     All processes call it alike. Copies of the network are computed in double precision, in training but without
-    dropout; the network itself and its gradients stay as they are.
+    dropout, and BatchNorm takes each process's samples as a group. The network itself and its gradients stay as they
+    are.
 
     Args:
         net: a function of a mesh that makes the network, such as its class; or the network. Then a copy of it runs on
@@ -55,18 +125,13 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     """
     grid = mesh or _mesh_of(net)
     with torch.random.fork_rng():
-        alone_grid = grid_alone(grid)
-        live, alone = both(net, grid, alone_grid)
+        live, alone = _copies(net, grid)
         network = hybrid_network(live, grid, samples)
         try:
-            trial = GradientTrial(*make_trial(sample, labels, network), loss, tolerance)
-            found = _verify(network, alone, alone_grid, trial)
+            findings, worst = _Check(network, alone, (sample, labels), loss, tolerance).run()
         finally:
             network.reducer.release()
-    # One process's words for all: another machine may round otherwise.
-    findings, worst = broadcast_plain([[one.as_plain() for one in found[0]], found[1]], grid.world)
-    told = tuple(Finding(name, cause, tuple(axes), what, mend) for name, cause, axes, what, mend in findings)
-    result = GradientCheck(told, worst, sum(parameter.requires_grad for parameter in live.parameters()))
+    result = GradientCheck(tuple(findings), worst, sum(parameter.requires_grad for parameter in live.parameters()))
     if check:
         result.require()
     return result
@@ -82,100 +147,272 @@ def _mesh_of(net: Any) -> Grid:
     raise UserError("the network has no axis of a mesh", "verify_gradients", mend)
 
 
-def _verify(
-    network: HybridNetwork, alone: nn.Module, alone_grid: Grid, trial: GradientTrial
-) -> tuple[list[Finding], float]:
-    found = make_whole(network, alone, trial.tolerance)
-    if found:
-        return found, 0.0
-    shares = shares_of(network, len(trial.sample))
-    with recording(alone_grid) as due:
-        reference, gradients = run_alone(alone, trial, shares)
-    with recording(network.grid) as seen:
-        raw, output = run_here(network, trial, shares)
-    network.reducer.finish()
-    found = _judge_outputs(network, output, reference, shares, trial.tolerance)
-    if any(finding.cause == "cut" for finding in found):
-        return found, 0.0
-    forward, backward = wrong_places(network.grid, seen, due, shares, trial.tolerance)
-    if forward and not any(finding.axes for finding in found):
-        found = [located(finding, forward, network.grid.mesh) for finding in found]
-    nothing = NOTHING * scale_of(one for share in gradients for one in share.values())
-    worst = 0.0
-    for name, value in raw.items():
-        gradient = _gradient(network, name, value, [share[name] for share in gradients])
-        error, finding = _judge(gradient, network, nothing, trial.tolerance, backward)
-        worst = max(worst, error)
-        found += [finding] if finding else []
-    return found, worst
+def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
+    """A copy of the network on this mesh, and one on a mesh of one process with the same axes."""
+    alone_grid = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
+    dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
+    made: list[nn.Module] = []
+    for place in (grid, alone_grid):
+        if isinstance(net, nn.Module):
+            groups = {id(one.groups): NormGroups() for one in net.modules() if isinstance(one, GroupedNorm)}
+            model = copy.deepcopy(net, {id(grid): place, **groups})
+        else:
+            torch.manual_seed(0)
+            model = net(place)
+        model.to(grid.world.device, dtype).train()
+        for parameter in model.parameters():
+            parameter.grad = None
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.eval()
+        group_batch_norms(model)
+        made.append(model)
+    return made[0], made[1]
 
 
-def _judge_outputs(
-    network: HybridNetwork, output: list[Tensor], reference: list[Tensor], shares: list[slice], tolerance: float
-) -> list[Finding]:
-    found: list[Finding] = []
-    for number, (here, there) in enumerate(zip(output, reference, strict=True)):
-        name = OUTPUT if len(reference) == 1 else f"{OUTPUT} {number}"
-        observed, expected = gather(here, network.grid), [there[rows] for rows in shares]
-        finding = judge_value(name, observed, expected, network.grid.mesh, tolerance)
-        found += [finding] if finding else []
-    return found
+class _Check:
+    """One comparison of a network on a mesh with its copy on one process. All methods are collectives."""
+
+    def __init__(
+        self,
+        network: HybridNetwork,
+        alone: nn.Module,
+        batch: tuple[Tensor, Tensor | None],
+        loss: Loss | None,
+        tolerance: float,
+    ) -> None:
+        self.network, self.grid, self.alone = network, network.grid, alone
+        self.loss, self.tolerance = loss, tolerance
+        parts = self.grid.parts(network.samples)
+        self.count = broadcast_plain(len(batch[0]), self.grid.world) // parts * parts
+        if not self.count:
+            what = f"{len(batch[0])} samples are too few for the {parts} processes that share them"
+            raise UserError(what, "verify_gradients", (f"{parts} samples or more",))
+        self.sample = self._from_rank_0(batch[0])
+        self.labels = None if batch[1] is None else self._from_rank_0(batch[1])
+        edges, place = bounds(self.count, parts), self.grid.place(network.samples)
+        self.shares = [slice(*pair) for pair in itertools.pairwise(edges)]
+        self.rows = self.shares[place]
+
+    def run(self) -> tuple[list[Finding], float]:
+        """What is wrong, and the largest relative error of a gradient."""
+        found = self._load_parameters()
+        if found:
+            return found, 0.0
+        due_outputs, due = self._run_alone()
+        outputs, raw = self._run_on_mesh()
+        self.network.reducer.finish()
+        for number, (output, due_output) in enumerate(zip(outputs, due_outputs, strict=True)):
+            name = OUTPUT if len(due_outputs) == 1 else f"{OUTPUT} {number}"
+            if any(gather_plain(output.shape != due_output.shape, self.grid.world)):
+                what = f"rank 0 has shape {tuple(output.shape)}, where {tuple(due_output.shape)} is expected"
+                mend = "is a gather or scatter missing, or over the wrong axis?"
+                found.append(Finding(name, "cut", (), broadcast_plain(what, self.grid.world), mend))
+                return found, 0.0
+            error, rank = self._compare(output, due_output)
+            if error > self.tolerance:
+                # Differences between samples don't have what is added once, such as a bias.
+                pairs = [(output, due_output), (output - output.mean(0), due_output - due_output.mean(0))]
+                found.append(self._explain(name, pairs, (), rank))
+        largest = max((float(one.abs().max()) for one in due.values() if one.numel()), default=0.0)
+        nothing, worst = _NOTHING * max(gather_plain(largest, self.grid.world)), 0.0
+        for name, own in raw.items():
+            layout = self.network.layouts[name]
+            region = layout.region(self.grid.mesh, self.grid.world.rank)
+            own_due = _region(due[name], region)
+            total_due = _region(self._sum(due[name], self.network.samples), region)
+            gradient = self.network.model.get_parameter(name).grad
+            total = torch.zeros_like(own) if gradient is None else gradient
+            error, rank = self._compare(total, total_due, nothing)
+            worst = max(worst, error)
+            if error > self.tolerance:
+                # Before the sum over the samples, axes of equal sizes can be told apart.
+                pairs = [(own, own_due), (total, total_due)]
+                found.append(self._explain(name, pairs, layout.cut_axes, rank))
+        return found, worst
+
+    def _from_rank_0(self, tensor: Tensor) -> Tensor:
+        tensor = tensor[: self.count].detach().to(self.grid.world.device).clone(memory_format=torch.contiguous_format)
+        if tensor.is_floating_point():
+            tensor = tensor.to(next((one.dtype for one in self.network.model.parameters()), torch.float64))
+        if not self.grid.world.alone:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def _load_parameters(self) -> list[Finding]:
+        """Gives the copy on one process the full parameters and buffers."""
+        mesh, rank, found = self.grid.mesh, self.grid.world.rank, list[Finding]()
+        local_state = self.network.model.state_dict(keep_vars=True)
+        for name, target in self.alone.state_dict(keep_vars=True).items():
+            if not isinstance(target, Tensor) or not isinstance(local_state.get(name), Tensor):
+                continue
+            layout, local = self.network.layouts[name], local_state[name].detach()
+            shapes = {layout.shape, tuple(local.shape)}
+            if any(
+                gather_plain(isinstance(target, nn.Parameter) and tuple(target.shape) not in shapes, self.grid.world)
+            ):
+                what = f"its shape is {tuple(target.shape)} on one process, and {layout.shape} here without a mark"
+                mend = (
+                    "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
+                )
+                found.append(Finding(name, "mark", mesh.names, what, mend))
+                continue
+            differing = tuple(
+                mesh.names[axis]
+                for axis in self._axes(layout.cut_axes)
+                if self._compare(self._sum(local, (axis,)), mesh.sizes[axis] * local)[0] > self.tolerance
+            )
+            if differing:
+                where = " and ".join(differing)
+                what = f"its values differ between processes along {where}, which does not cut it"
+                found.append(Finding(name, "replicas", differing, what, f"use the same seed, or shard it over {where}"))
+                continue
+            full = local.new_zeros(layout.shape)
+            if layout.first_holder(mesh, rank) == rank:
+                _region(full, layout.region(mesh, rank)).copy_(local)
+            target.data = self._sum(full, range(len(mesh.axes)))
+        for module in self.alone.modules():
+            if isinstance(module, GroupedNorm) and module.running_mean is not None:
+                module.num_features = len(module.running_mean)
+        return found
+
+    def _run_alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The outputs for this process's rows of the batch, and the gradients of their part of the loss."""
+        _begin(self.alone, self.shares, self.count)
+        try:
+            output = self.alone(self.sample)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            mend = (
+                "a network that remembers sizes of pieces can't be copied so: give the function that makes it",
+                "verify_gradients(Net, sample, mesh=mesh)",
+            )
+            what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
+            raise UserError(what, "verify_gradients", mend) from error
+        output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
+        named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
+        gradients = torch.autograd.grad(self._loss(output), list(named.values()), allow_unused=True)
+        due = {
+            name: torch.zeros_like(one) if gradient is None else gradient
+            for (name, one), gradient in zip(named.items(), gradients, strict=True)
+        }
+        return [one.detach() for one in _tensors(output)], due
+
+    def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The outputs for this process's rows, and its gradients before they are summed over the samples' axes."""
+        model = self.network.model
+        _begin(model, [slice(0, self.rows.stop - self.rows.start)], self.count)
+        output = model(self.sample[self.rows])
+        Gradients(self.network.on_mesh(), self.grid.world).backward_of(self._loss(output))
+        named = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+        raw = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
+        return [one.detach() for one in _tensors(output)], raw
+
+    def _loss(self, output: Any) -> Tensor:
+        """The part of the mean loss that this process's rows have."""
+        if self.labels is None and self.loss is None:
+            # Weights that are different for all values, and equal on all processes for the same sample.
+            parts: list[Tensor] = []
+            for one in _tensors(output):
+                generator = torch.Generator().manual_seed(1)
+                weights = torch.randn(self.count, *one.shape[1:], generator=generator, dtype=torch.float64)
+                parts.append((one * weights[self.rows].to(one)).sum())
+            return torch.stack(parts).sum() / self.count
+        labels = None if self.labels is None else self.labels[self.rows]
+        if self.loss is None:
+            value = F.cross_entropy(output, cast(Tensor, labels), reduction="none")
+        else:
+            value = self.loss(output) if labels is None else self.loss(output, labels)
+        return (value.sum() if value.dim() else value * (self.rows.stop - self.rows.start)) / self.count
+
+    def _axes(self, but: Collection[int] = ()) -> list[int]:
+        return [axis for axis, size in enumerate(self.grid.mesh.sizes) if size > 1 and axis not in but]
+
+    def _sum(self, tensor: Tensor, axes: Iterable[int]) -> Tensor:
+        """The sum over the processes along some axes."""
+        over = [axis for axis in axes if self.grid.mesh.sizes[axis] > 1]
+        if tensor.dtype == torch.bool:
+            return self._sum(tensor.byte(), over).bool()
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if over:
+            dist.all_reduce(result, group=self.grid.group(over))
+        return result
+
+    def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
+        """The largest error on any process, as a part of the largest expected value (or `least`); and its rank."""
+        error = 0.0
+        if not torch.equal(observed, expected) and observed.numel():
+            error = float((observed - expected).abs().max())
+        scale = float(expected.abs().max()) if expected.numel() else 0.0
+        pairs = gather_plain([error if math.isfinite(error) else math.inf, scale], self.grid.world)
+        errors = [error for error, _ in pairs]
+        return max(errors) / (max(least, *(scale for _, scale in pairs)) or 1.0), errors.index(max(errors))
+
+    def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], cut: Collection[int], rank: int) -> Finding:
+        """Tries for each set of axes whether a sum over them is missing or made twice; the smallest sets first."""
+        subject = "it" if name.startswith(OUTPUT) else "its gradient"
+        for observed, expected in pairs:
+            if self._compare(torch.zeros_like(expected), expected)[0] == 0:
+                continue
+            for count in range(1, len(self._axes()) + 1):
+                candidates = list(itertools.combinations(self._axes(), count))
+                causes = [self._cause(observed, expected, over, cut) for over in candidates]
+                for cause in ("missing", "doubled"):
+                    sets = [over for over, found in zip(candidates, causes, strict=True) if found == cause]
+                    if sets:
+                        return self._finding(name, cause, sets, f"{subject} is", rank)
+        mend = "correct what is named before it first; it may follow from that"
+        if subject == "it":
+            mend = "is a collective missing or over the wrong axis, or a bias added before an all_reduce?"
+        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, and no single sum explains it", mend)
+
+    def _cause(
+        self, observed: Tensor, expected: Tensor, over: tuple[int, ...], cut: Collection[int]
+    ) -> Literal["missing", "doubled", ""]:
+        parts = self.grid.parts(over)
+        # Equal parts of a value are no terms that somebody forgot to add up. Sums over pieces mean nothing.
+        equal_parts = self._compare(parts * observed, expected)[0] <= self.tolerance
+        summable = not equal_parts and not set(over) & set(cut)
+        if summable and self._compare(self._sum(observed, over), expected)[0] <= self.tolerance:
+            return "missing"
+        summed = self._sum(expected, [axis for axis in over if axis not in cut])
+        factor = self.grid.parts([axis for axis in over if axis in cut])
+        return "doubled" if self._compare(observed, factor * summed)[0] <= self.tolerance else ""
+
+    def _finding(
+        self, name: str, cause: Literal["missing", "doubled"], sets: list[tuple[int, ...]], subject: str, rank: int
+    ) -> Finding:
+        names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
+        where = " or ".join(" and ".join(over) for over in names)
+        axes = tuple(dict.fromkeys(itertools.chain.from_iterable(names)))
+        output = name.startswith(OUTPUT)
+        if cause == "missing":
+            what = f"{subject} partial over {where} on rank {rank}: its sum over {where} matches"
+            mend = f"{where}.enter is missing where a value that {name} makes goes into work that is split over {where}"
+            return Finding(name, cause, axes, what, f"{where}.all_reduce is missing" if output else mend)
+        what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
+        mend = f"remove one all-reduce over {where}: {where}.enter twice, or a torch.distributed one in backward?"
+        if output:
+            mend = f"remove one {where}.all_reduce"
+        elif {axis for over in sets for axis in over} & set(self.network.samples):
+            mend = f"remove {where}.enter: the mode sums over the axes of the samples"
+        return Finding(name, cause, axes, what, mend)
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """A parameter's gradient by rank: before and after the sum over the samples' axes, as it is and as it should be."""
-
-    name: str
-    raw: list[Tensor]
-    raw_due: list[Tensor]
-    summed: list[Tensor]
-    due: list[Tensor]
+def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
+    """Each share is a BatchNorm group of its own, on the mesh and on one process alike."""
+    spans = tuple(
+        Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in enumerate(shares)
+    )
+    for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():
+        groups.begin_micro_batch(spans, (), shares[-1].stop, count)
 
 
-def _gradient(network: HybridNetwork, name: str, raw: Tensor, shares: list[Tensor]) -> _Gradient:
-    mesh, layout = network.grid.mesh, network.layouts[name]
-    gradient = network.model.get_parameter(name).grad
-    summed = gather(torch.zeros_like(raw) if gradient is None else gradient.detach(), network.grid)
-    total = torch.stack([shares[rank] for rank in mesh.peers(network.samples, 0)]).sum(0)
-    regions = [layout.region(mesh, rank) for rank in range(mesh.size)]
-    raw_due = [region_of(share, region) for share, region in zip(shares, regions, strict=True)]
-    return _Gradient(name, gather(raw, network.grid), raw_due, summed, [region_of(total, one) for one in regions])
+def _tensors(output: Any) -> list[Tensor]:
+    return [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor) and one.is_floating_point()]
 
 
-def _judge(
-    gradient: _Gradient, network: HybridNetwork, nothing: float, tolerance: float, place: WrongPlace | None
-) -> tuple[float, Finding | None]:
-    mesh, cut = network.grid.mesh, network.layouts[gradient.name].cut_axes
-    scale = max(scale_of(gradient.due), nothing) or 1.0
-    pairs = list(zip(gradient.summed, gradient.due, strict=True))
-    error = max(scale_of([one - due]) for one, due in pairs) / scale
-    if all(close(one, due, tolerance, scale) for one, due in pairs):
-        return error, None
-    # Before the sum over samples, axes of equal sizes can be told apart.
-    apart = network.grid.parts(network.samples) > 1
-    found = explain(gradient.raw, gradient.raw_due, mesh, cut, tolerance) if apart else []
-    found = found or explain(gradient.summed, gradient.due, mesh, cut, tolerance)
-    placed = place is not None and (not found or place.why in found)
-    if place and placed:
-        found = [place.why]
-    finding = judge_gradient(gradient.name, found, mesh, network.samples)
-    if finding and place and placed:
-        finding = replace(finding, what=f"from {place.label} on, {finding.what}")
-    return error, finding or _unexplained(gradient, mesh, cut, tolerance)
-
-
-def _unexplained(gradient: _Gradient, mesh: Mesh, cut: set[int], tolerance: float) -> Finding:
-    """What can be said of a gradient that no sum explains."""
-    factor = factor_between(gradient.summed, gradient.due, tolerance)
-    if factor is not None:
-        what = f"its gradient is {factor:.6g} times what it should be"
-        return Finding(gradient.name, "scaled", (), what, "is a mean taken for a sum, or one counted too often?")
-    differing = differing_axes(gradient.summed, mesh, cut, tolerance)
-    if differing:
-        where = names_of(differing, mesh)
-        what = f"its gradient differs between processes along {where}, which does not cut it"
-        mend = f"is {where}.enter missing before work that is split over {where}?"
-        return Finding(gradient.name, "replicas", tuple(mesh.names[axis] for axis in differing), what, mend)
-    what = f"its gradient is wrong, by up to {error_between(gradient.summed, gradient.due):.1e} of its largest value"
-    return Finding(gradient.name, "wrong", (), what, "mend what is named before it first; it may follow from that")
+def _region(tensor: Tensor, region: tuple[tuple[int, int], ...]) -> Tensor:
+    """The part of a tensor between (start, stop) in each dimension."""
+    for dim, (start, stop) in enumerate(region):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manyhands.config.job import DECIDED_ONCE, KEYS_OF_BUILT_IN_OPTIMIZERS, Job
+from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
 from manyhands.config.load import LoadedJob, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder, free_name
@@ -146,7 +146,7 @@ def _shown(value: Any) -> str:
 
 def _kept(key: str, value: Any) -> bool:
     """True where the run has decided, and keeps to that."""
-    return key in DECIDED_ONCE and value == "auto"
+    return key in MEASURED and value == "auto"
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -37,8 +37,8 @@ class SyncMessage:
 def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
     """All gradients by DDP's all-reduces, with values of so many bytes.
 
-    Machines are the parties, as where their processes add up first (parallel/levels.py); of two machines with two
-    processes each, DDP alone sends half as much again, with bf16 and on accelerators too.
+    Machines are the parties, since their processes add up first (parallel/flat.py: TwoLevelNetwork). With bf16 and on
+    accelerators DDP alone does it, and sends half as much again between two machines with two processes each.
     """
     whole = case.values * item_bytes
     buckets = -(-case.values * case.item_bytes // _BUCKET_BYTES)

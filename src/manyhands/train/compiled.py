@@ -1,13 +1,11 @@
-"""A network whose usual training passes run compiled, and all others as they are.
+"""`train.compile`: torch.compile for the passes of a whole update.
 
-Each other number of samples would be compiled anew, half a minute for one smaller batch: the last of an epoch, those of
-an evaluation, a batch shared otherwise.
+Passes with another number of samples (the last batch of an epoch, an evaluation, other shares) run eagerly: each would
+be compiled anew, which takes half a minute or more.
 """
 
 import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,69 +24,43 @@ from manyhands.train.trainer import Trainer
 
 
 def keep_compiled() -> None:
-    """Has torch keep what it compiles in a folder of this user's alone, unless the user has named one.
+    """Keeps torch's compiled code in a folder that only this user can write, unless TORCHINDUCTOR_CACHE_DIR names one.
 
-    Its own place, which it notes in that variable, is in /tmp: anybody could have made it, and what lies there is run.
+    torch's default folder is in /tmp, where any user can create it first, and its files are executed.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     if not named or Path(named).name.startswith("torchinductor_"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder("compiled"))
 
 
-class CompiledPasses:
-    """Runs a network's passes in the place of its `__call__`."""
+class _CompiledCalls:
+    """Replaces a network's `__call__`: passes run while `learning` are compiled, others are not compiled anew."""
 
     def __init__(self, model: nn.Module, norms: NormGroups) -> None:
         keep_compiled()
-        self._model, self._norms = model, norms
-        self.shown: set[Any] = set()  # what is compiled: passes like those that it has been shown
-        self._learns = False
+        self._model, self._norms, self.learning, self.used = model, norms, True, False
         model.compile(dynamic=False)
         self._compiled: Any = model._compiled_call_impl
         model._compiled_call_impl = self
 
-    def release(self) -> None:
-        """Gives the network its own way back."""
-        self._model._compiled_call_impl = None
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kind = self._kind(args)
-        if self._learns and kind:
-            self.shown.add(kind)
-        run = self._compiled if kind in self.shown else self._model._call_impl
-        return run(*args, **kwargs)
-
-    def _kind(self, args: tuple[Any, ...]) -> Any:
-        """What a pass must be alike in; None for one that isn't compiled, since others take part in its middle."""
-        if not self._model.training or not torch.is_grad_enabled() or self._norms.shared_sizes:
-            return None
-        shapes = tuple(one.shape for one in args if isinstance(one, torch.Tensor))
-        return shapes, self._norms.spans, self._norms.batch
-
-    @contextmanager
-    def learning(self) -> Generator[None]:
-        """The passes within are shown to it."""
-        self._learns = True
-        try:
-            yield
-        finally:
-            self._learns = False
+        if self._norms.shared_sizes:  # other processes take part in this pass
+            return self._model._call_impl(*args, **kwargs)
+        self.used |= self.learning
+        with torch.compiler.set_stance("default" if self.learning else "eager_on_recompile"):
+            return self._compiled(*args, **kwargs)
 
 
 def compiled(trainer: Trainer) -> Trainer:
-    """Has the trainer's updates run compiled where its job asks for that; a collective.
+    """Compiles the trainer's updates where its job asks for that; a collective.
 
-    The passes of a whole update are shown before the first one, so that nobody takes the wait for a process that hangs.
-    The network is left as it was.
+    The passes of a whole update are run before the first one, so that the wait is not taken for a stall. The network's
+    buffers and gradients stay as they are.
     """
-    if trainer.job.train.compile is not True:
+    if not trainer.job.train.compile:
         return trainer
-    network, update, feed = trainer.network, trainer.update, trainer.feed
-    passes, release, count = (
-        CompiledPasses(network.inner, network.norms),
-        trainer.release,
-        min(feed.order.batch, feed.order.length),
-    )
+    network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
+    calls, count = _CompiledCalls(network.inner, network.norms), min(feed.order.batch, feed.order.length)
     options, world = update.options, trainer.world
     gradients = Gradients(
         network, world, update.loss_fn, smoothing=options.label_smoothing, precision=options.precision
@@ -99,19 +71,20 @@ def compiled(trainer: Trainer) -> Trainer:
         trainer.journal.event(
             "note", "compiling the network, which may take some minutes; what was made before is kept"
         )
-    with left_as_it_was(network.inner, network.norms), drawn, passes.learning():
+    with left_as_it_was(network.inner, network.norms), drawn:
         for shares in feed.cut.micro_batches(count):
             share = shares[network.replica(world.rank)]
             batch = first_samples(feed.loader, max(1, share.count))
             loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.cut.group)
             gradients.forward_backward(loaded.micro_batch(count, 0), count, last=False)
-    if passes.shown:
+    calls.learning = False
+    if calls.used:
         trainer.journal.event("note", f"compiled the network in {short_time(time.monotonic() - began)}")
     else:
         trainer.journal.event("note", "nothing is compiled: processes share groups of BatchNorm (train.norm_group)")
 
     def release_both() -> None:
-        passes.release()
+        network.inner._compiled_call_impl = None
         release()
 
     trainer.release = release_both

@@ -17,7 +17,6 @@ from manyhands.parallel.apply import one_process, takes_mesh
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plan import Plan
-from manyhands.train.capturing import captured
 from manyhands.train.compiled import compiled
 from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples
 from manyhands.train.evaluators import evaluate_as_shared, make_evaluator, make_tester
@@ -148,7 +147,7 @@ def build(
     _record_setup(trainer, samples, objects)
     if found:
         resume(trainer, found)
-    return captured(compiled(suit(trainer)))
+    return compiled(suit(trainer))
 
 
 def set_determinism(job: Job) -> None:
@@ -181,7 +180,7 @@ def refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal, 
     if job.checkpoint.pth_tar:
         mend = ("leave it out; then: manyhands checkpoint merge RUN weights.pth",)
         raise UserError("main.py's files hold a whole network, and here it is cut", "checkpoint.pth_tar", mend)
-    if job.train.compile is True:
+    if job.train.compile:
         raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
 
 

@@ -138,7 +138,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     own_statistics, kept = synced.synchronizer.own_statistics, kept_shares(found) if measures else [] if found else None
     order, cut = order_and_cut(job, samples.splits, world, mode, network, journal, kept, own=own_statistics)
     refuse_small_micro_batches(order, cut, network)
-    if job.train.compile is True:
+    if job.train.compile:
         keep_compiled()
         model.compile()
     if own.scheduled:
@@ -233,11 +233,7 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
         changes["precision"] = "fp64"
     elif options.precision == "auto":
         changes["precision"] = "fp32"
-    changes |= {"channels_last": options.channels_last is True, "compile": options.compile is True}
-    if options.cuda_graphs is True:
-        what = "what a loop of your own computes can't be replayed from CUDA graphs"
-        raise UserError(what, "train.cuda_graphs", ("leave it out",))
-    changes |= {"cuda_graphs": False}
+    changes["channels_last"] = options.channels_last is True
     named = job.model.model_copy(update={"name": type(model).__name__})
     model = model.to(world.device)
     if job.train.channels_last is True:

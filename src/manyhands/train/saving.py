@@ -213,7 +213,6 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
         STATE_KEY: trainer.trained.model_dump(mode="json"),
         **trainer.noted(),
         "sync": {**asdict(trainer.sync), "processes": trainer.world.size},
-        "averaged": dict(trainer.network.averaged),
         "most_in_a_pass": trainer.feed.cut.most,
     }
     if trainer.settle_shares:

@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -153,13 +152,11 @@ def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> Chos
         state.get("sync"),
         lambda: time_step(rehearsal, share, world),
     )
-    averaged: Any = state.get("averaged")
     request = ModeRequest(
         bool(unused),
         grid=before.grid,
         samples=axes,
         shared_memory=job.parallel.shared_memory,
-        averaged=averaged if isinstance(averaged, dict) else {},  # anything, if somebody else made the checkpoint
     )
     return settle(sync_request, before.model, unused, world, before.journal, request)
 

@@ -192,7 +192,6 @@ def plan_of(trainer: Any) -> PlanRecord:
         "precision": trainer.job.train.precision,
         "channels_last": trainer.job.train.channels_last,
         "compile": trainer.job.train.compile,
-        "cuda_graphs": trainer.update.gradients.instead is not None,
         "norm_group": trainer.job.train.norm_group,
         "steps_per_epoch": order.steps_per_epoch,
         "total_steps": trainer.total_steps,

@@ -173,9 +173,6 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         trainer.journal.event("note", note)
     ranks = gather_plain(own_environment(world), world)
     if world.is_main:
-        replays = trainer.job.train.cuda_graphs
-        if replays != job.train.cuda_graphs:
-            decided["resolved"] = {**decided.get("resolved", {}), "train.cuda_graphs": replays}
         give_account(trainer, ranks, {**about, **decided})
     return trainer
 
@@ -192,14 +189,12 @@ def _tell_of_unused_accelerators(journal: Journal) -> None:
 def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> Any:
     """`SettledPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
     from manyhands.train.objects import Objects
-    from manyhands.worker.compiling import settle_compile
     from manyhands.worker.precision import SettledPrecision, settle_precision
 
     say, objects = functools.partial(Journal(folder, world.rank).event, "note"), objects or Objects()
-    settled = SettledPrecision(job)
-    if job.train.measured_precision:
-        settled = settle_precision(job, folder, world, mode, objects, say=say)
-    return settle_compile(settled, folder, world, mode, objects, say=say)
+    if not job.train.measured_precision:
+        return SettledPrecision(job)
+    return settle_precision(job, folder, world, mode, objects, say=say)
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:

@@ -228,13 +228,9 @@ def measured(
     kind: KindOfMachine,
     variants: list[Variant],
     say: Callable[[str], object] | None,
-    fewest: int = 2,
 ) -> KindOfMachine:
-    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now if `say`.
-
-    Fewer than `fewest` aren't measured.
-    """
-    if len(variants) < fewest:
+    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now if `say`."""
+    if len(variants) < 2:
         return kind
     times, key = times_of_one_thread(measurement.device), measurement.key()
     known = {str(one): times.kept(f"precision {key} {one}") for one in variants}
@@ -245,7 +241,7 @@ def measured(
         with drawing(derive(measurement.job.train.seed, "precision"), device.partition(":")[0]):
             model = measurement.network()
             variants = _worth_timing(model, variants)
-            if len(variants) < fewest:
+            if len(variants) < 2:
                 return kind
             say("timing this network in the precisions and layouts that it may train in; the seconds are kept")
             seconds, failed = time_variants(measurement.trials(model, variants), device)

@@ -8,7 +8,7 @@ import manyhands.cluster.doctor.unused
 import manyhands.train.exceptions
 import manyhands.train.job
 import manyhands.train.loop
-import manyhands.worker.compiling  # noqa: F401
+import manyhands.worker.precision  # noqa: F401
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.doctor.facts.software import torchvision_misfit
 from manyhands.config.job import Job
@@ -38,8 +38,6 @@ def preload(orders: Orders | None = None) -> None:
 def _does_without(orders: Orders) -> bool:
     """True where network, data and optimizer are ours, and gradients go through memory: DDP asks the compiler."""
     job = Job.model_validate(orders.argument["job"])
-    own = (
-        is_own(job.model.name) and is_published(job.data.name) and job.train.built_in and job.train.compile is not True
-    )
+    own = is_own(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
     through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and len(orders.meeting.sizes) == 1
     return orders.argument["task"] == "train" and own and through_memory

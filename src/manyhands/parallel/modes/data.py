@@ -1,7 +1,7 @@
 """Data parallel: every process holds the whole network and a share of each batch.
 
-Gradients are averaged by PyTorch's own DDP, in two levels where machines have several processes and that is faster; or
-through memory where all processes are on one machine's processors.
+Gradients are averaged by PyTorch's DDP; where all processes compute on processors, in shared memory within a machine
+and by one all-reduce between machines with several processes.
 """
 
 import functools
@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.phases import CLOCK
 from manyhands.core.world import World
-from manyhands.parallel.flat import FlatNetwork
-from manyhands.parallel.levels import LevelsNetwork, Machines, TwoLevels, add_bucket_up, open_levels, time_both
+from manyhands.parallel.collectives import group_timeout
+from manyhands.parallel.flat import FlatNetwork, TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.shared_memory import ALONE, ON_SEVERAL, SharedSums, machines_of_group, share_within
+from manyhands.parallel.newcomers import closed_once_formed
+from manyhands.parallel.shared_memory import ALONE, ON_SEVERAL, machines_of_group, share_within
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
@@ -63,21 +64,29 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     machines = _why_not(model, world, request) or machines_of_group(world, request.group)
     if isinstance(machines, str):
         return _by_ddp(model, world, request, machines)
-    if len(machines) > 1:
-        return _between_machines(model, world, request, machines)
-    sums = "some parameters get none" if request.unused else share_within(machines, world, request.group)
-    if not isinstance(sums, SharedSums):
-        return _by_ddp(model, world, request, sums or ALONE)
+    between = len(machines) > 1
+    if between and (len(machines) == world.size or request.group is not None or world.backend != "gloo"):
+        sums = ON_SEVERAL
+    else:
+        sums = "some parameters get none" if request.unused else share_within(machines, world, request.group)
+    if isinstance(sums, str):
+        return _by_ddp(model, world, request, sums)
+    if between:
+        ranks = [machine[0] for machine in machines]
+        with closed_once_formed(world.backend):
+            group = dist.new_group(ranks, timeout=group_timeout(world))
+        told = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
+        leaders = group if world.rank in ranks else None
+        return TwoLevelNetwork(call=model, inner=model, averages=told, sums=sums, leaders=leaders)
+    assert sums is not None
     told = (
         f"gradients are averaged through shared memory: {sums.size} processes of one machine compute on its processor"
     )
     return FlatNetwork(call=model, inner=model, gradient_scale=world.size / sums.size, averages=told, sums=sums)
 
 
-def _by_ddp(
-    model: nn.Module, world: World, request: ModeRequest, why: str, levels: TwoLevels | None = None
-) -> ParallelNetwork:
-    """The network in DDP, whose averaging is the backend's, for which `why` is told, or that of `levels`."""
+def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
+    """The network in DDP, whose averaging is the backend's, for the reason `why`."""
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
@@ -93,40 +102,12 @@ def _by_ddp(
                 parameter.register_post_accumulate_grad_hook(CLOCK.computed)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
-    if levels:
-        wrapped.register_comm_hook(levels, add_bucket_up)
-        network = LevelsNetwork(call=wrapped, inner=model, no_sync=wrapped.no_sync, levels=levels)
-        network.averages = f"gradients are averaged in two levels, memory within machines and gloo between them: {why}"
-    else:
-        network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)
-        network.averages = f"gradients are averaged by {world.backend}: {why}"
+    network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)
+    network.averages = f"gradients are averaged by {world.backend}: {why}"
     network.settles = True
     if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         network.reach_all = functools.partial(_reach, trained)
-    return network
-
-
-def _between_machines(model: nn.Module, world: World, request: ModeRequest, machines: Machines) -> ParallelNetwork:
-    """DDP with the faster way of averaging between machines, or with the one that a run has had before."""
-    if len(machines) == world.size or request.group is not None or world.backend != "gloo":
-        return _by_ddp(model, world, request, ON_SEVERAL)
-    before = request.averaged.get("levels") if request.averaged.get("machines") == machines else None
-    levels, why = None, "as before in this run"
-    if before is not False:
-        found = open_levels(machines, world)
-        if isinstance(found, str):
-            return _by_ddp(model, world, request, found)
-        levels = found
-    if levels and before is None:
-        gradients_bytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-        times = time_both(levels, gradients_bytes)
-        why = str(times)
-        if not times.levels_win:
-            levels.close()
-            levels = None
-    network = _by_ddp(model, world, request, why, levels)
-    network.averaged = {"levels": levels is not None, "machines": machines}
     return network
 
 

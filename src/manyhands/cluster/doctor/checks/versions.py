@@ -48,11 +48,11 @@ def _unfit(survey: Survey) -> list[DoctorFinding]:
 
 
 def _no_compiler(survey: Survey) -> list[DoctorFinding]:
-    """Machines on which nothing can be compiled."""
+    """Machines without the compiler that `train.compile` needs."""
     without = tuple(host for host, there in fact(survey, "compiler").items() if not there)
     if not without:
         return []
-    what = f"{who(without)} has no C++ compiler: no network is compiled, which long runs gain by"
+    what = f"{who(without)} has no C++ compiler, which train.compile = true needs"
     mend = (on_host(survey, without[0], "sudo apt-get install g++"),)
     return [DoctorFinding("versions", "warn", without, what, mend, "compiler")]
 
