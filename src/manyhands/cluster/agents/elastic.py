@@ -178,7 +178,12 @@ class ElasticAgent(_Base):
         for worker in worker_group.workers:
             log = Path(self._orders.logs) / f"{worker.global_rank}.log"
             self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        # A worker receives them once its own handlers are set, this process once it knows its workers.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
         context.close = functools.partial(_close_soon, context.close)
@@ -195,17 +200,20 @@ class ElasticAgent(_Base):
             )
         self._pulses = Pulses(self._scratch, self._pids_by_rank())
         self._head.wire.tell(WorkersStarted(self._orders.generation, self._pids()))
+        if self._stopping_since:
+            self._signal(signal.SIGTERM)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Tells the head which processes have ended by themselves before the base class ends the others."""
+        """Reports workers that have ended, and decides how long the others are waited for."""
         self._memory.look(self._pids())
-        returned = self._returned()
+        script, returned = bool(self._orders.script), self._returned()
         if len(returned) == len(self._ranks()):
             return self._let_go(returned)
         for worker, exit_code in zip(worker_group.workers, self._exit_codes(), strict=True):
-            # A process that is killed after it has returned has done its work.
-            if exit_code and worker.global_rank not in {*self.exits, *returned}:
+            # A worker that is killed after it has returned has done its work; one that exits before has not.
+            ended = exit_code if script else exit_code is not None
+            if exit_code is not None and ended and worker.global_rank not in {*self.exits, *returned}:
                 self.exits[worker.global_rank] = exit_code
                 record = self._scratch / f"{worker.global_rank}.json"
                 if exit_code == -signal.SIGKILL and not record.is_file():
@@ -214,11 +222,12 @@ class ElasticAgent(_Base):
                         write_json(record, killed)
                 said = _failure_in(record) if record.is_file() else None
                 self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
-        if self.exits and not self._orders.script:
+        if script:
+            return super()._monitor_workers(worker_group)
+        if self.exits:
             self._leaving.begin()
-        if (self._leaving.begun and self._give_time(returned)) or (returned and not self.exits):
-            return RunResult(WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)
+        waits = self._leaving.begun and self._give_time(returned)
+        return RunResult(WorkerState.FAILED if self.exits and not waits else WorkerState.HEALTHY)
 
     def _returned(self) -> dict[int, Any]:
         """What processes of this machine have returned, by rank; each waits then until all have."""
@@ -380,8 +389,7 @@ def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> Work
     records = [_failure_in(path) for path in Path(scratch).glob("*.json")]
     if result is None:
         return WorkersEnded(records=records)
-    failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    failed = {**failed, **(agent.exits if failed else {})}
+    failed = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
     spoke = {record.rank for record in records}
     words = {rank: _last_words(agent, rank) for rank in failed if rank not in spoke}
     return WorkersEnded(result.return_values, failed, words, records=records)
