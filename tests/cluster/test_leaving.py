@@ -64,20 +64,20 @@ def test_no_save_goes_on_for_ever(tmp_path, monkeypatch):
 
 
 class Head:
-    """Commands at times of its own; hears what is told."""
+    """Commands at times of its own; keeps what is sent."""
 
     def __init__(self, tick):
-        self.tick, self.told, self.open, self.heard = tick, [], True, time.monotonic()
+        self.tick, self.sent, self.open, self.last_received = tick, [], True, time.monotonic()
 
     @property
     def wire(self):
         return self
 
-    def tell(self, message):
-        self.told.append(message)
+    def send(self, message):
+        self.sent.append(message)
 
     def pids(self):
-        return next(message.pids for message in self.told if isinstance(message, WorkersStarted))
+        return next(message.pids for message in self.sent if isinstance(message, WorkersStarted))
 
 
 def workers_of_the_test(orders, scratch, agent_pid):
@@ -151,7 +151,7 @@ def test_a_process_that_exits_without_a_result_has_failed_though_its_code_is_0(t
     head = Head(list)
     ended = run_with(head, tmp_path, monkeypatch, exits=True)
     assert ended.failed == {1: 0}
-    assert [message.code for message in head.told if isinstance(message, WorkerExited)] == [0]
+    assert [message.code for message in head.sent if isinstance(message, WorkerExited)] == [0]
     cause = first_cause(Ending(failed=ended.failed, hosts={1: "n1"}))
     assert (cause.what, cause.error) == ("rank 1 ended with exit code 0 before it returned", "SystemExit")
 

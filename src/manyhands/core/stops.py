@@ -17,8 +17,8 @@ Handler = Callable[[int, FrameType | None], Any]
 
 # Ctrl-C; schedulers' word; a closed terminal; what schedulers send some time before the end. Not all systems have all.
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-# What of these this process has heard, in order.
-HEARD: list[int] = []
+# Those that this process has received, in order.
+RECEIVED: list[int] = []
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
     """
 
     def hear(number: int, frame: FrameType | None) -> Any:
-        HEARD.append(number)
+        RECEIVED.append(number)
         return handler(number, frame)
 
     previous: dict[signal.Signals, Any] = {}
@@ -68,16 +68,17 @@ def held_back() -> Generator[None]:
 def saved_step(folder: RunFolder) -> int | None:
     """The newest step that was saved, here or on the machine of rank 0; None where nothing was."""
     told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-    steps = _steps_here(folder) or [step for step in told if isinstance(step, int)]
+    steps = saved_steps(folder) or [step for step in told if isinstance(step, int)]
     return max(steps, default=None)
 
 
 def kept_step(folder: RunFolder) -> int | None:
     """The newest step that a checkpoint is left of; None where all were removed."""
-    return saved_step(folder) if _steps_here(folder) or _saves_elsewhere(folder) else None
+    return saved_step(folder) if saved_steps(folder) or _saves_elsewhere(folder) else None
 
 
-def _steps_here(folder: RunFolder) -> list[int]:
+def saved_steps(folder: RunFolder) -> list[int]:
+    """The steps of the checkpoints in a folder."""
     names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
     return [int(name) for name in names if name.isdecimal()]
 

@@ -69,8 +69,8 @@ from manyhands.parallel.ports import loopback_interface
 POLL_S = 0.05
 # What asks this process to have the workers stop.
 ASKED = {*STOPS} - {signal.SIGINT}
-# Told so often that processes are leaving yet.
-TELL_S = 1.0
+# Interval of reports that processes are still leaving.
+REPORT_S = 1.0
 # Looks so often for the word of a later head.
 TERM_S = 0.5
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
@@ -139,7 +139,7 @@ class ElasticAgent(_Base):
     def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, head: Head) -> None:
         self._orders, self._listener, self._head = orders, listener, head
         self._served: TCPStore | None = None
-        self._stopping_since, self._told_at = 0.0, 0.0
+        self._stopping_since, self._reported_at = 0.0, 0.0
         self._replaced_at, self._look_at = 0.0, 0.0
         self._scratch, self._pulses = Path(scratch), Pulses(Path(scratch), {})
         self._leaving = Leaving(self._scratch)
@@ -199,7 +199,7 @@ class ElasticAgent(_Base):
                 meeting.address, meeting.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
             )
         self._pulses = Pulses(self._scratch, self._pids_by_rank())
-        self._head.wire.tell(WorkersStarted(self._orders.generation, self._pids()))
+        self._head.wire.send(WorkersStarted(self._orders.generation, self._pids()))
         if self._stopping_since:
             self._signal(signal.SIGTERM)
         return started
@@ -221,7 +221,7 @@ class ElasticAgent(_Base):
                     if killed := self._memory.record(rank, self._pids_by_rank()[rank], self._pulses.last(rank)):
                         write_json(record, killed)
                 said = _failure_in(record) if record.is_file() else None
-                self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
+                self._head.wire.send(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
         if script:
             return super()._monitor_workers(worker_group)
         if self.exits:
@@ -255,9 +255,9 @@ class ElasticAgent(_Base):
         if not (left and self._leaving.patient(left, self._pulses.usual_s)):
             self._signal(signal.SIGKILL)  # those too that have returned, for which torch would wait
             return False
-        if time.monotonic() > self._told_at + TELL_S:
-            self._told_at = time.monotonic()
-            self._head.wire.tell(StillLeaving())
+        if time.monotonic() > self._reported_at + REPORT_S:
+            self._reported_at = time.monotonic()
+            self._head.wire.send(StillLeaving())
         return True
 
     def _exit_codes(self) -> list[int | None]:
@@ -294,7 +294,7 @@ class ElasticAgent(_Base):
             if isinstance(command, StopWorkers):
                 self.ask_to_stop()
         if seen := self._pulses.news(all_of_them=bool(self._stopping_since)):
-            self._head.wire.tell(WorkersSeen(platform.node(), seen))
+            self._head.wire.send(WorkersSeen(platform.node(), seen))
         if left_at := self._left_at():
             self.ask_to_stop()
         late = self._stopping_since and time.monotonic() - self._stopping_since > STOP_S
@@ -306,13 +306,13 @@ class ElasticAgent(_Base):
     def _left_at(self) -> float:
         """When the head was last heard of that has gone, or, of a detached run, was replaced; 0 while neither."""
         if not self._orders.term:
-            return 0.0 if self._head.wire.open else self._head.wire.heard
+            return 0.0 if self._head.wire.open else self._head.wire.last_received
         now = time.monotonic()
         if not self._replaced_at and now > self._look_at:
             self._look_at = now + TERM_S
             if term_in(Path(self._orders.logs)) > Term(self._orders.term, self._orders.generation):
                 self._replaced_at = now
-                self._head.wire.tell(HeadReplaced())
+                self._head.wire.send(HeadReplaced())
         return self._replaced_at
 
     def _too_long(self, left_at: float) -> bool:

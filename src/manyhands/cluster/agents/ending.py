@@ -28,6 +28,7 @@ class Ending:
     hosts: dict[int, str] = field(default_factory=dict[int, str])
     # machine's name to what is known of its end, where the machine or its agent has gone
     lost: dict[str, str] = field(default_factory=dict[str, str])
+    paused_s: float = 0.0  # for how long the launcher itself was stopped, if machines were lost by that
     cut: str = ""  # what is told of a tunnel between machines that has ended
     # rank to why it was ended by its head, since it hung
     evicted: dict[int, str] = field(default_factory=dict[int, str])
@@ -58,7 +59,8 @@ def first_cause(ending: Ending) -> Failure | None:
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
         return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
     if ending.lost:
-        return _lost(*next(iter(ending.lost.items())))
+        mend = "was the launcher suspended, or this computer asleep? --detach runs do not need it"
+        return _lost(*next(iter(ending.lost.items())), mend if ending.paused_s else "")
     if ending.cut:
         return _lost("", ending.cut, "are both machines, and the line between them, up?")
     silent = [rank for rank in ending.failed if rank not in ending.records]

@@ -7,18 +7,20 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from manyhands.cluster.agents.wire import Wire
+
 # A pipe's end hangs up; of sshd's socket only one direction is closed. What is closed here hears of nobody any more.
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
 @contextmanager
-def ended_with_head(descriptor: int, clean_up: Callable[[], None]) -> Generator[None]:
-    """Ends this process as soon as the other end of a descriptor is closed, until the block is left.
+def ended_with_head(wire: Wire, clean_up: Callable[[], None]) -> Generator[None]:
+    """Ends this process when its launcher closes the connection, or does not replace one that was lost.
 
-    Nothing is read from it. The thread has ended with the block, so that workers can be forked then.
+    Reads nothing. Its thread ends with the block, so that workers can be forked afterwards.
 
     Args:
-        descriptor: of the conversation's input.
+        wire: the connection, whose input is descriptor 0.
         clean_up: called before the process ends.
     """
     if not hasattr(select, "poll"):
@@ -28,10 +30,12 @@ def ended_with_head(descriptor: int, clean_up: Callable[[], None]) -> Generator[
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(descriptor, _GONE)
+        poll.register(0, _GONE)
         poll.register(over, select.POLLIN)
         while over.fileno() not in (events := dict(poll.poll())):
-            if events.get(descriptor, 0) & _GONE:
+            if events.get(0, 0) & _GONE:
+                if wire.lost and wire.replaced(over):
+                    return
                 clean_up()
                 os._exit(1)
 
