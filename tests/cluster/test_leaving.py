@@ -69,10 +69,6 @@ class Head:
     def __init__(self, tick):
         self.tick, self.sent, self.open, self.last_received = tick, [], True, time.monotonic()
 
-    @property
-    def wire(self):
-        return self
-
     def send(self, message):
         self.sent.append(message)
 
@@ -102,7 +98,7 @@ def run_with(head, tmp_path, monkeypatch, **more):
         meeting = Meeting((2,), 0, "127.0.0.1", listener.getsockname()[1])
         before = {number: signal.getsignal(number) for number in elastic.ASKED}
         try:
-            return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, listener)
+            return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, head.tick, listener)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

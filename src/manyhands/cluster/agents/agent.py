@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import gc
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -26,9 +27,8 @@ import platformdirs
 from filelock import Timeout
 
 from manyhands.cluster.agents.code_there import checked_files, write_code
-from manyhands.cluster.agents.early import import_early
-from manyhands.cluster.agents.head_watch import ended_with_head
 from manyhands.cluster.agents.mirror import Receiver, Sender
+from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD
 from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import (
     Bind,
@@ -272,7 +272,7 @@ class Agent:
 
     def _prepare(self, request: Prepare) -> Prepared:
         set_threads(request.threads, request.size)
-        with ended_with_head(self.wire, self._until_gone.close), importing():
+        with self.wire.watched(self._until_gone.close), importing():
             from manyhands.cluster.agents.elastic import prepare
 
             return prepare(request.device)
@@ -283,7 +283,7 @@ class Agent:
         set_threads(orders.threads, orders.meeting.sizes[orders.meeting.machine])
         gc.collect()  # what an earlier start has left, with its open files
         with (
-            ended_with_head(self.wire, self._until_gone.close),
+            self.wire.watched(self._until_gone.close),
             contextlib.nullcontext() if self._started else importing(),
         ):
             from manyhands.cluster.agents.elastic import preload, run
@@ -299,7 +299,7 @@ class Agent:
         if orders.term and raise_term(Path(orders.logs), mine) > mine:
             raise UserError("another head has taken the run over")
         self.wire.patient = orders.term > 0
-        ended = run(orders, self, listener)
+        ended = run(orders, self.wire, self.tick, listener)
         self.wire.patient = False
         self._tell_of_tunnels()
         while self.send_records():
@@ -320,6 +320,29 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def import_early() -> None:
+    """Imports what workers need before the job is known, then moves this agent's output to the launcher's log.
+
+    Ends this process where the launcher has ended or needs no agent.
+    """
+    # An import that fails here fails again where it is used, and is reported there.
+    with contextlib.suppress(Exception):
+        for name in (ELASTIC, PRELOAD, AHEAD):
+            importlib.import_module(name)
+    path = b""
+    while not path.endswith(b"\0"):
+        if not (read := os.read(0, 1)):  # no more than the path: what follows it are messages
+            os._exit(0)
+        path += read
+    log = os.open(os.fsdecode(path[:-1]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with open(2, "rb", closefd=False) as words:
+        words.seek(0)
+        output = words.read()
+    os.dup2(log, 2)
+    os.close(log)
+    os.write(2, output)
 
 
 def set_threads(threads: int, size: int) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
@@ -77,21 +77,9 @@ TERM_S = 0.5
 STOP_S = 600.0
 # So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
 ALONE_S, ALONE_SAVING_S = 26.0, 30.0
+Tick = Callable[[], list[Message]]
 # What is shown of what a killed process wrote.
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
-
-
-class Head(Protocol):
-    """Who is obeyed while workers run."""
-
-    @property
-    def wire(self) -> Wire:
-        """The conversation."""
-        ...
-
-    def tick(self) -> list[Message]:
-        """What the head has commanded since the last call."""
-        ...
 
 
 class _Rendezvous(RendezvousHandler):
@@ -136,8 +124,8 @@ _Base = cast(Any, LocalElasticAgent)
 class ElasticAgent(_Base):
     """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the head."""
 
-    def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, head: Head) -> None:
-        self._orders, self._listener, self._head = orders, listener, head
+    def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, wire: Wire, tick: Tick) -> None:
+        self._orders, self._listener, self._wire, self._tick = orders, listener, wire, tick
         self._served: TCPStore | None = None
         self._stopping_since, self._reported_at = 0.0, 0.0
         self._replaced_at, self._look_at = 0.0, 0.0
@@ -187,11 +175,6 @@ class ElasticAgent(_Base):
         context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
         context.close = functools.partial(_close_soon, context.close)
-        if not self._orders.script:
-            # `Event.set` waits without limit for a sleeping process that was killed.
-            context._worker_finished_event.set = functools.partial(
-                _wake, context._worker_finished_event, len(worker_group.workers)
-            )
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
             meeting, descriptor = self._orders.meeting, self._listener.detach()
@@ -199,7 +182,7 @@ class ElasticAgent(_Base):
                 meeting.address, meeting.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
             )
         self._pulses = Pulses(self._scratch, self._pids_by_rank())
-        self._head.wire.send(WorkersStarted(self._orders.generation, self._pids()))
+        self._wire.send(WorkersStarted(self._orders.generation, self._pids()))
         if self._stopping_since:
             self._signal(signal.SIGTERM)
         return started
@@ -221,7 +204,7 @@ class ElasticAgent(_Base):
                     if killed := self._memory.record(rank, self._pids_by_rank()[rank], self._pulses.last(rank)):
                         write_json(record, killed)
                 said = _failure_in(record) if record.is_file() else None
-                self._head.wire.send(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
+                self._wire.send(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
         if script:
             return super()._monitor_workers(worker_group)
         if self.exits:
@@ -242,7 +225,7 @@ class ElasticAgent(_Base):
     def _let_go(self, returned: dict[int, Any]) -> RunResult:
         """Lets the processes end, which have all returned; those that don't are killed when the agent is closed."""
         context: Any = self._pcontext
-        context._worker_finished_event.set()
+        _wake(context._worker_finished_event, len(returned))
         until = time.monotonic() + LEAVE_S
         for process in context._pc.processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -257,7 +240,7 @@ class ElasticAgent(_Base):
             return False
         if time.monotonic() > self._reported_at + REPORT_S:
             self._reported_at = time.monotonic()
-            self._head.wire.send(StillLeaving())
+            self._wire.send(StillLeaving())
         return True
 
     def _exit_codes(self) -> list[int | None]:
@@ -281,7 +264,7 @@ class ElasticAgent(_Base):
 
     def _obey(self) -> None:
         """Does what the head says; called on the main thread at every poll."""
-        for command in self._head.tick():
+        for command in self._tick():
             if isinstance(command, KillWorkers):
                 self._signal(signal.SIGKILL)
                 raise RendezvousGracefulExitError("killed")
@@ -294,7 +277,7 @@ class ElasticAgent(_Base):
             if isinstance(command, StopWorkers):
                 self.ask_to_stop()
         if seen := self._pulses.news(all_of_them=bool(self._stopping_since)):
-            self._head.wire.send(WorkersSeen(platform.node(), seen))
+            self._wire.send(WorkersSeen(platform.node(), seen))
         if left_at := self._left_at():
             self.ask_to_stop()
         late = self._stopping_since and time.monotonic() - self._stopping_since > STOP_S
@@ -306,13 +289,13 @@ class ElasticAgent(_Base):
     def _left_at(self) -> float:
         """When the head was last heard of that has gone, or, of a detached run, was replaced; 0 while neither."""
         if not self._orders.term:
-            return 0.0 if self._head.wire.open else self._head.wire.last_received
+            return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()
         if not self._replaced_at and now > self._look_at:
             self._look_at = now + TERM_S
             if term_in(Path(self._orders.logs)) > Term(self._orders.term, self._orders.generation):
                 self._replaced_at = now
-                self._head.wire.send(HeadReplaced())
+                self._wire.send(HeadReplaced())
         return self._replaced_at
 
     def _too_long(self, left_at: float) -> bool:
@@ -409,19 +392,20 @@ def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = N
 
 
 def _wake(event: Any, sleepers: int) -> None:
-    """Sets an event of multiprocessing as `Event.set` does, without its wait for the sleeping processes to wake up."""
+    """Sets an event of multiprocessing. `Event.set` would wait for each sleeper, which may have been killed."""
     event._flag.acquire(False)
     event._flag.release()
     for _ in range(sleepers):
         event._cond._wait_semaphore.release()
 
 
-def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEnded:
+def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> WorkersEnded:
     """Runs one generation of workers to its end.
 
     Args:
         orders: what to start.
-        head: who is obeyed meanwhile.
+        wire: the connection to the launcher.
+        tick: called often; returns the launcher's commands since the last call.
         listener: the socket that the store takes over; on the first machine.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
@@ -431,7 +415,7 @@ def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEn
     held = hold_as_agent(Path(orders.logs), orders.meeting.machine, orders.generation)
     with scratch_folder("agent") as scratch, held:
         try:
-            agent = ElasticAgent(orders, listener, str(scratch), head)
+            agent = ElasticAgent(orders, listener, str(scratch), wire, tick)
             for number in ASKED:
                 signal.signal(number, agent.ask_to_stop)
             return _result(agent, cast(RunResult | None, agent.run()), str(scratch))

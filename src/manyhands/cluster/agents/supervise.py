@@ -1,8 +1,7 @@
 """Watches the agents of all machines from their head: passes on Ctrl-C, and waits for the end."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +87,9 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
     The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
     processes fail, or the machine is lost, the other machines' are ended too.
     """
-    head = _Head(links, watch)
+    head, signals = _Head(links, watch), list[int]()
     try:
-        with _signals_counted() as signals:
+        with handled(lambda number, _frame: signals.append(number)):
             for link, order in zip(links, orders, strict=True):
                 link.last_received = time.monotonic()
                 link.post(StartWorkers(order))
@@ -322,11 +321,3 @@ class _Head:
         elif not ended.returned and not ended.failed and not (ending.interrupted or ending.regrouped):
             ending.broken = f"the processes were ended ({ended.ended_by})"
         self._gone(link)
-
-
-@contextlib.contextmanager
-def _signals_counted() -> Iterator[list[int]]:
-    """Collects what asks for a stop instead of being ended by it."""
-    seen: list[int] = []
-    with handled(lambda number, _frame: seen.append(number)):
-        yield seen

@@ -9,8 +9,10 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from manyhands.cluster.agents.connection import NO_AGENT, SILENT_S
@@ -21,6 +23,8 @@ from manyhands.cluster.messages import Lines, Message, Misunderstood, Unacknowle
 PASS_ON_S = 2.0
 # The second direction of a lost connection may end a moment after the first.
 ENDED_MS = 200
+# A closed pipe hangs up; of sshd's socket only one direction is closed.
+_ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
 class Wire:
@@ -49,17 +53,41 @@ class Wire:
         """True where the launcher has sent nothing for too long; sshd may take hours to notice a dead client."""
         return self.remote and time.monotonic() - self.last_received > SILENT_S
 
-    @property
-    def lost(self) -> bool:
+    def _lost(self) -> bool:
         """Whether a connection that has ended can be replaced: a launcher that leaves closes one direction only."""
         poll = select.poll()
         poll.register(self._output, 0)
         return bool(self._listener and self.remote and poll.poll(ENDED_MS))
 
-    def replaced(self, over: socket.socket) -> bool:
-        """Waits for another connection without accepting it, or until `over` is readable; False on timeout."""
-        assert self._listener
-        return bool(select.select([self._listener, over], [], [], SILENT_S)[0])
+    @contextlib.contextmanager
+    def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
+        """Ends this process when the launcher closes the connection, or does not replace one that was lost.
+
+        For a block that reads nothing, such as an import of torch. Workers can be forked after it: its thread has
+        ended. `clean_up` is called before the process ends.
+        """
+        ours, over = socket.socketpair()
+
+        def watch() -> None:
+            poll = select.poll()
+            poll.register(0, _ENDED)
+            poll.register(over, select.POLLIN)
+            if over.fileno() in dict(poll.poll()):
+                return
+            listener = self._listener
+            if listener and self._lost() and select.select([listener, over], [], [], SILENT_S)[0]:
+                return  # the new connection is accepted after the block
+            clean_up()
+            os._exit(1)
+
+        thread = threading.Thread(target=watch, name="watches the launcher", daemon=True)
+        with ours, over:
+            thread.start()
+            try:
+                yield
+            finally:
+                ours.send(b".")
+                thread.join()
 
     def listen(self, folder: Path) -> str:
         """Accepts new connections of the same launcher at a socket in a private folder; returns its path."""
@@ -147,7 +175,7 @@ class Wire:
             self.open = False
 
     def _disconnect(self) -> None:
-        self.connected, self.open = False, self.lost
+        self.connected, self.open = False, self._lost()
         if self.open:  # nothing was read while this agent imported torch
             self.last_received = time.monotonic()
         if self._passed_by:
