@@ -23,16 +23,16 @@ RECEIVED: list[int] = []
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Has a handler hear each of `STOPS`; off the main thread nothing is changed.
+    """Installs a handler for each of `STOPS`, in the main thread only.
 
-    A SIGHUP that is ignored stays so: it is what `nohup` is for. What was heard outside Python before it started
-    stays so too, since it couldn't be given back.
+    A SIGHUP that is ignored (by `nohup`) stays ignored. Handlers installed outside Python stay, since they could not
+    be restored.
 
     Yields:
-        What heard them before; it does again after the block.
+        The previous handlers, which are restored after the block.
     """
 
-    def hear(number: int, frame: FrameType | None) -> Any:
+    def receive(number: int, frame: FrameType | None) -> Any:
         RECEIVED.append(number)
         return handler(number, frame)
 
@@ -42,7 +42,7 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
         nohup = number.name == "SIGHUP" and before is signal.SIG_IGN
         with contextlib.suppress(ValueError):  # only the main thread may
             if not nohup and before is not None:
-                previous[number] = signal.signal(number, hear)
+                previous[number] = signal.signal(number, receive)
     try:
         yield previous
     finally:
@@ -57,12 +57,12 @@ def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Has what asks for a stop heard after the block: torch can't be imported again where its import was broken off."""
-    heard: list[int] = []
-    with handled(lambda number, _frame: heard.append(number)):
+    """Delays stop signals until after the block: an interrupted import of torch cannot be repeated."""
+    received: list[int] = []
+    with handled(lambda number, _frame: received.append(number)):
         yield
-    if heard:
-        signal.raise_signal(heard[0])
+    if received:
+        signal.raise_signal(received[0])
 
 
 def saved_step(folder: RunFolder) -> int | None:
