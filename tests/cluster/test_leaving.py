@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from manyhands.cluster.agents import elastic, leaving
+from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.leaving import Leaving
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import OthersFailed, WorkersStarted
+from manyhands.cluster.agents.own_output import take_orders
+from manyhands.cluster.agents.protocol import OthersFailed, WorkerExited, WorkersStarted
 from manyhands.cluster.hosts.inventory import Meeting
 from manyhands.core.pulse import rescue_path
 
@@ -61,40 +64,41 @@ def test_no_save_goes_on_for_ever(tmp_path, monkeypatch):
 
 
 class Head:
-    """Commands at times of its own; hears what is told."""
+    """Commands at times of its own; keeps what is sent."""
 
     def __init__(self, tick):
-        self.tick, self.told, self.open, self.heard = tick, [], True, time.monotonic()
+        self.tick, self.sent, self.open, self.last_received = tick, [], True, time.monotonic()
 
-    @property
-    def wire(self):
-        return self
-
-    def tell(self, message):
-        self.told.append(message)
+    def send(self, message):
+        self.sent.append(message)
 
     def pids(self):
-        return next(message.pids for message in self.told if isinstance(message, WorkersStarted))
+        return next(message.pids for message in self.sent if isinstance(message, WorkersStarted))
 
 
 def workers_of_the_test(orders, scratch, agent_pid):
-    """Rank 1 returns at once, rank 0 once a file is there."""
+    """Rank 1 returns at once, or exits; rank 0 returns once a file is there."""
     rank = int(os.environ["RANK"])
+    if rank and "exits" in orders.argument:
+        os._exit(0)
+    if "waits" in orders.argument:
+        take_orders(orders, scratch, agent_pid)
+        time.sleep(100)
     while rank == 0 and not Path(orders.argument["until"]).exists():
         time.sleep(0.02)
     return {"status": "stopped", "rank": rank}
 
 
-def run_with(head, tmp_path, monkeypatch):
+def run_with(head, tmp_path, monkeypatch, **more):
     monkeypatch.setattr(elastic, "WORKER", __name__)
     monkeypatch.setattr(sys.modules[__name__], "work", workers_of_the_test, raising=False)
     (tmp_path / "ranks").mkdir()
-    argument = {"until": str(tmp_path / "until")}
+    argument = {"until": str(tmp_path / "until"), **more}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         meeting = Meeting((2,), 0, "127.0.0.1", listener.getsockname()[1])
         before = {number: signal.getsignal(number) for number in elastic.ASKED}
         try:
-            return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, listener)
+            return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, head.tick, listener)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -135,3 +139,28 @@ def test_a_process_that_is_killed_after_it_has_returned_has_done_its_work(tmp_pa
     assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
     assert not ended.failed
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_exits_without_a_result_has_failed_though_its_code_is_0(tmp_path, monkeypatch):
+    (tmp_path / "until").touch()
+    head = Head(list)
+    ended = run_with(head, tmp_path, monkeypatch, exits=True)
+    assert ended.failed == {1: 0}
+    assert [message.code for message in head.sent if isinstance(message, WorkerExited)] == [0]
+    cause = first_cause(Ending(failed=ended.failed, hosts={1: "n1"}))
+    assert (cause.what, cause.error) == ("rank 1 ended with exit code 0 before it returned", "SystemExit")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("when", ["_assign_worker_ranks", "_start_workers"])
+def test_a_stop_while_the_workers_are_started_reaches_them(when, tmp_path, monkeypatch):
+    start = getattr(LocalElasticAgent if when == "_start_workers" else elastic.ElasticAgent, when)
+
+    def stopped(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(*arguments)
+
+    monkeypatch.setattr(LocalElasticAgent if when == "_start_workers" else elastic.ElasticAgent, when, stopped)
+    ended = run_with(Head(list), tmp_path, monkeypatch, waits=True)
+    assert set(ended.failed.values()) == {-signal.SIGTERM}

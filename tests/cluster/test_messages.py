@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
+import socket
 import sys
+import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,17 +28,21 @@ from manyhands.cluster.agents.protocol import (
     Greeting,
     Hello,
     OpenRun,
+    Prepare,
+    Prepared,
     StartWorkers,
     WorkerExited,
     WorkersEnded,
 )
 from manyhands.cluster.agents.start import _open, _start, open_here
+from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
 from manyhands.cluster.hosts.inventory import Machine, Meeting
 from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
 from manyhands.core.early_agent import AGENT
-from manyhands.core.records import Failure
+from manyhands.core.folder import RunFolder
+from manyhands.core.records import Event, Failure, append
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", mend=["m"])
 MESSAGES = (
@@ -184,6 +192,42 @@ def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_
     assert agent.is_running()
     close_all([line])
     agent.wait(10)  # its head has left, which is not a connection that was lost
+
+
+def test_a_connection_that_is_lost_while_the_agent_imports_torch_is_replaced(line):
+    agent, before = agent_of(line), line.process
+    threading.Timer(0.5, before.kill).start()
+    assert line.ask(Prepare(1, 1, "cpu"), 60) == Prepared("cpu", 1)
+    assert line.process is not before
+    assert agent.is_running()
+
+
+def test_a_forked_worker_holds_no_socket_of_its_agents_connection(tmp_path):
+    wire = Wire(1)
+    wire.listen(tmp_path)
+    wire._passed_by, _ = sockets = socket.socketpair()
+    held = [wire._listener.fileno(), wire._passed_by.fileno()]
+    if not (child := os.fork()):
+        os._exit(sum(Path(f"/proc/self/fd/{descriptor}").exists() for descriptor in held))
+    assert os.waitpid(child, 0)[1] == 0
+    for each in (wire._listener, *sockets):
+        each.close()
+
+
+def test_a_checkpoint_that_is_only_in_the_records_is_not_on_the_machine(tmp_path):
+    """Its records may be copies of another machine's."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.job.write_text("")
+    append(folder.events, Event(time=1.0, kind="saved", step=40))
+    connection = open_here(tmp_path / "agent.log")
+    try:
+        found = [connection.ask(OpenRun(str(folder.path), "t", "h", "id"), 30).saved]
+        (folder.checkpoints / "step-00000030").mkdir(parents=True)
+        found += [connection.ask(OpenRun(str(folder.path), "t", "h", "id"), 30).saved]
+    finally:
+        close_all([connection])
+    assert found == [-1, 30]
 
 
 def test_an_agent_that_has_ended_is_not_waited_for(line):

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ from manyhands.report.read import read_run
 from manyhands.run.diary import ends_noted, interrupted, note_replaced
 from manyhands.run.train import conclude, failure_of
 from manyhands.run.why import explained
+from tests.e2e.command import finish, running, wait_until
 
 
 def test_what_nohup_has_set_stays():
@@ -244,6 +246,42 @@ def test_a_process_that_is_killed_before_the_stops_checkpoint_is_committed_is_a_
     assert any("of step 300" in line for line in raised.value.mend)
 
 
+@pytest.mark.parametrize(("saved", "code", "kind"), [(None, 130, "interrupted"), (300, 75, "stopped")])
+def test_a_worker_that_a_stop_ends_before_it_trains_has_not_failed(saved, code, kind, tmp_path):
+    """Its peer, which was ready, sees it go."""
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    if saved is not None:
+        (folder.checkpoints / f"step-{saved:08}").mkdir(parents=True)
+    peer = record(consequence=True, what="Connection closed by peer", rank=0)
+    with pytest.raises(RunError, match="out of memory"):
+        conclude(job, folder, Ending(interrupted=1, failed={0: 1, 1: -15}, records={0: record()}))
+    with pytest.raises(ManyhandsError) as raised:
+        conclude(job, folder, Ending(interrupted=1, failed={0: 1, 1: -15}, records={0: peer}))
+    assert raised.value.exit_code == code
+    assert [*read_lines(folder.events)][-1]["kind"] == kind
+
+
+def test_what_a_second_stop_does_to_workers_is_no_failure(tmp_path):
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    peer = record(consequence=True, what="Connection closed by peer", rank=0)
+    with pytest.raises(ManyhandsError, match="stopped before anything was saved") as raised:
+        conclude(job, folder, Ending(interrupted=2, failed={0: 1, 1: -9}, records={0: peer}))
+    assert raised.value.exit_code == 130
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_stop_at_any_moment_of_the_start_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for tenths in range(1, 40, 6):
+        with running("train", "digits", "mlp", "--epochs", "100000", "-n", "2", "--out", f"run{tenths}") as process:
+            wait_until(Path(f"run{tenths}", "ranks").exists, process)
+            time.sleep(tenths / 10)
+            process.send_signal(signal.SIGTERM)
+            ended = finish(process)
+        assert ended.code in (75, 130), (tenths, ended)
+
+
 def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(tmp_path):
     folder = RunFolder(tmp_path)
     folder.job.write_text("")
@@ -341,8 +379,8 @@ def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_u
     link = spoken_by(tmp_path, "n2", f"{said(tmp_path, WorkersStarted(0, [1]))}; exec cat")
     head = _Head([link], Watch())
     while not head._started:
-        head.hear(link)
-    link.heard -= SILENT_S + 60  # and the pulse, which comes back, is read by nobody
+        head.receive(link)
+    link.last_received -= SILENT_S + 60  # and the pulse, which comes back, is read by nobody
     link.send(Alive())
     assert select.select([link], [], [], 60)[0]
     head.look()
@@ -367,3 +405,15 @@ def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
     ]
     (tmp_path / "memory.events").unlink()
     assert memory_kills.MemoryKills().record(1, 42, None) is None
+
+
+def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_about(tmp_path):
+    link = spoken_by(tmp_path, "n2", "exit 0")
+    link.process.wait()
+    head = _Head([link], Watch())
+    head._looked_at -= 60
+    head.notice_pause()
+    head.receive(link)
+    cause = first_cause(head.ending)
+    assert cause.what == "n2 is lost: its agent gave up the launcher, which was itself stopped for 60 s"
+    assert "was the launcher suspended" in cause.mend[0]

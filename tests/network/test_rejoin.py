@@ -106,8 +106,8 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_machine(host, end, lab, her
         told = ended_as_undisturbed(process).err
         gone(lab)
     assert not events("run", "restarted")
-    assert f"the connection to n{host} has ended; connecting again" in told
-    assert f"the connection to n{host} is back" in told
+    assert f"lost the connection to n{host}; reconnecting" in told
+    assert f"reconnected to n{host}" in told
     again = run("resume", "run", "--set", f"train.max_steps={steps()[-1] + 20}")
     assert again.code == 0, again.err
 

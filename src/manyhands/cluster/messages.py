@@ -1,6 +1,6 @@
-"""What a message between a head and its machines is: a typed value, one line of JSON with its version and its number.
+"""Messages between a launcher and its agents: typed values, each one line of JSON with its version and number.
 
-The wings say which messages there are. Nothing is unpickled, and what doesn't fit its type is an error at the edge.
+The packages that use them define their kinds. Nothing is unpickled, and a value of another type is refused.
 """
 
 import functools
@@ -21,7 +21,7 @@ MEND = ("install the same manyhands on all machines",)
 
 
 class Message:
-    """What one end tells the other; each kind is a frozen dataclass, known by its name."""
+    """Base class of all messages; each kind is a frozen dataclass, identified by its name."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     kinds: ClassVar[dict[str, type["Message"]]] = {}
@@ -48,12 +48,12 @@ class Request(Message, Generic[A]):
 
 @dataclass(frozen=True)
 class Done(Message):
-    """A request was carried out, and there is no more to say."""
+    """The answer to a request that was carried out."""
 
 
 @dataclass(frozen=True)
 class RequestFailed(Message):
-    """Why what was asked for could not be done."""
+    """The answer to a request that failed."""
 
     what: str  # one sentence
     where: str = ""  # what it is about; empty for the machine itself
@@ -63,7 +63,7 @@ class RequestFailed(Message):
 
 @dataclass(frozen=True)
 class Misunderstood(RequestFailed):
-    """A message came that is of another version, or that doesn't fit its type."""
+    """The answer to a message of another version, or one that does not fit its type."""
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def _adapter(kind: type[Message]) -> TypeAdapter[Any]:
 
 
 def encode(message: Message, number: int = 0) -> bytes:
-    """A message as a line; an answer bears its request's number, what is told unasked bears 0."""
+    """Returns a message as a line; an answer has its request's number, an event has 0."""
     kind = type(message)
     content = {"v": VERSION, "is": kind.__name__, "id": number, "with": _adapter(kind).dump_python(message)}
     return json.dumps(content).encode() + b"\n"
@@ -83,7 +83,7 @@ _BEGINNING = b'{"v":'
 
 
 def decode(line: bytes) -> tuple[int, Message] | None:
-    """The number and message of a line; `Misunderstood` where it can't be read, None for a login shell's greeting."""
+    """Returns the number and message of a line; `Misunderstood` for invalid ones, None for a login shell's output."""
     try:
         content = parse_json(line, infinite=True)
     except ValueError as error:
@@ -114,9 +114,9 @@ def _typed(content: dict[str, Any]) -> Message:
 
 
 class Unacknowledged:
-    """What one end has sent and the other may not have received: it is sent again over the next connection.
+    """Messages sent that the peer may not have received, for sending them again over the next connection.
 
-    Heartbeats don't count; they tell how many messages have been received.
+    Heartbeats acknowledge the other messages, by their number, and are not counted.
     """
 
     def __init__(self) -> None:
@@ -125,33 +125,33 @@ class Unacknowledged:
         self._lines: deque[bytes] = deque()
 
     def add(self, line: bytes) -> None:
-        """Keeps a line that is sent now."""
+        """Adds a line that is sent now."""
         self._sent += 1
         self._lines.append(line)
 
     def acknowledge(self, count: int) -> None:
-        """Drops what the other end has received, so many messages since the conversation began."""
+        """Drops the messages that the peer has received, `count` of them since the start."""
         while len(self._lines) > max(0, self._sent - count):
             self._lines.popleft()
 
     def lines(self) -> bytes:
-        """All that may have been lost."""
+        """Returns all lines that may have been lost."""
         return b"".join(self._lines)
 
 
 class Lines:
-    """Puts together what comes in pieces."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     @property
     def too_long(self) -> bool:
-        """A line is longer than any message."""
+        """Whether a line is longer than any message."""
         return len(self._rest) > LONGEST_LINE
 
     def take(self, received: bytes) -> list[tuple[int, Message]]:
-        """The messages that are whole with what has come now, each with its number."""
+        """Adds bytes; returns the messages that are complete now, each with its number."""
         self._rest += received
         if b"\n" not in received:
             return []

@@ -17,23 +17,23 @@ Handler = Callable[[int, FrameType | None], Any]
 
 # Ctrl-C; schedulers' word; a closed terminal; what schedulers send some time before the end. Not all systems have all.
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-# What of these this process has heard, in order.
-HEARD: list[int] = []
+# Those that this process has received, in order.
+RECEIVED: list[int] = []
 
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Has a handler hear each of `STOPS`; off the main thread nothing is changed.
+    """Installs a handler for each of `STOPS`, in the main thread only.
 
-    A SIGHUP that is ignored stays so: it is what `nohup` is for. What was heard outside Python before it started
-    stays so too, since it couldn't be given back.
+    A SIGHUP that is ignored (by `nohup`) stays ignored. Handlers installed outside Python stay, since they could not
+    be restored.
 
     Yields:
-        What heard them before; it does again after the block.
+        The previous handlers, which are restored after the block.
     """
 
-    def hear(number: int, frame: FrameType | None) -> Any:
-        HEARD.append(number)
+    def receive(number: int, frame: FrameType | None) -> Any:
+        RECEIVED.append(number)
         return handler(number, frame)
 
     previous: dict[signal.Signals, Any] = {}
@@ -42,7 +42,7 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
         nohup = number.name == "SIGHUP" and before is signal.SIG_IGN
         with contextlib.suppress(ValueError):  # only the main thread may
             if not nohup and before is not None:
-                previous[number] = signal.signal(number, hear)
+                previous[number] = signal.signal(number, receive)
     try:
         yield previous
     finally:
@@ -57,27 +57,28 @@ def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Has what asks for a stop heard after the block: torch can't be imported again where its import was broken off."""
-    heard: list[int] = []
-    with handled(lambda number, _frame: heard.append(number)):
+    """Delays stop signals until after the block: an interrupted import of torch cannot be repeated."""
+    received: list[int] = []
+    with handled(lambda number, _frame: received.append(number)):
         yield
-    if heard:
-        signal.raise_signal(heard[0])
+    if received:
+        signal.raise_signal(received[0])
 
 
 def saved_step(folder: RunFolder) -> int | None:
     """The newest step that was saved, here or on the machine of rank 0; None where nothing was."""
     told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-    steps = _steps_here(folder) or [step for step in told if isinstance(step, int)]
+    steps = saved_steps(folder) or [step for step in told if isinstance(step, int)]
     return max(steps, default=None)
 
 
 def kept_step(folder: RunFolder) -> int | None:
     """The newest step that a checkpoint is left of; None where all were removed."""
-    return saved_step(folder) if _steps_here(folder) or _saves_elsewhere(folder) else None
+    return saved_step(folder) if saved_steps(folder) or _saves_elsewhere(folder) else None
 
 
-def _steps_here(folder: RunFolder) -> list[int]:
+def saved_steps(folder: RunFolder) -> list[int]:
+    """The steps of the checkpoints in a folder."""
     names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
     return [int(name) for name in names if name.isdecimal()]
 

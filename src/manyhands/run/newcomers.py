@@ -205,7 +205,7 @@ class Newcomers:
     def _later(self, one: Newcomer) -> None:
         """The next attempt comes after a pause that grows; a machine that was never there is told of at once."""
         if one.asked_for and one.link and not one.facts:
-            contact = explain_contact(one.machine, one.link.close(), one.link.said(), self._job.cluster)
+            contact = explain_contact(one.machine, one.link.close(), one.link.log_tail(), self._job.cluster)
             self.refuse(one, RefusedError(contact.what, mend=contact.mend))
             return
         one.close()
@@ -221,5 +221,5 @@ def _asked(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[A
 def _make_sure(one: Newcomer, link: AgentConnection) -> None:
     """Raises TimeoutError: a machine that was ready is lost again."""
     link.read()
-    if link.closed or (not link.here and time.monotonic() - link.heard > SILENT_S):
+    if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
         raise TimeoutError(f"{one.name} is lost again")

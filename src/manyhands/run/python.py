@@ -22,7 +22,7 @@ from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
-from manyhands.core.stops import HEARD
+from manyhands.core.stops import RECEIVED
 from manyhands.core.world import Membership
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
@@ -208,12 +208,12 @@ def fit(  # noqa: PLR0913 - all but three are named
         loaded, digests=lambda: objects.digests | load_worker("own_process").digest_of_objects(loaded.job, objects)
     )
     started = processes if processes is not None else loaded.job.cluster.processes or None
-    HEARD.clear()
+    RECEIVED.clear()
     outcome, elsewhere = _start(loaded.job, objects, processes, started, quiet=quiet)
     if elsewhere and objects.model is not None:
         load_worker("own_process").load_weights(objects.model, outcome.folder.path)
     if outcome.status == "stopped":
-        if signal.SIGINT in HEARD:
+        if signal.SIGINT in RECEIVED:
             raise KeyboardInterrupt(f"saved in {outcome.folder.path}; the same program resumes there")
         raise SystemExit(EXIT_SAVED)
     return Run(outcome.folder.path, outcome.status, objects.model)

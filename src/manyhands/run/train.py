@@ -233,10 +233,14 @@ def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
         if ending.interrupted == 1 and not job.run.script and stop_saved(folder) is not None:
             report_on(job, folder)
             return Outcome(folder, "stopped", EXIT_SAVED)
-        killed = ending.interrupted == 1 and -signal.SIGKILL in ending.failed.values()
-        if ending.interrupted and (ending.hung or not (ending.records or killed)):
-            # No process has failed or left a word where none had begun.
-            idle = ending.interrupted == 1 and not (ending.hung or ending.failed or ending.lost)
+        first, codes = ending.interrupted == 1, ending.failed.values()
+        # Workers that had not begun to train are ended by the stop's own signal. Their peers' failures follow from
+        # that, as they follow from a second stop, which kills.
+        unready, killed = first and -signal.SIGTERM in codes, first and -signal.SIGKILL in codes
+        follows = unready or ending.interrupted > 1
+        records = [record for record in ending.records.values() if not (follows and record.consequence)]
+        if ending.interrupted and (ending.hung or not (records or killed)):
+            idle = first and not (ending.hung or ending.lost) and (unready or not codes)
             error = interrupted(folder, ending.hung, idle=idle)
             report_on(job, folder)
             raise error

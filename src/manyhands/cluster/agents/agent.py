@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import gc
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -26,9 +27,8 @@ import platformdirs
 from filelock import Timeout
 
 from manyhands.cluster.agents.code_there import checked_files, write_code
-from manyhands.cluster.agents.early import import_early
-from manyhands.cluster.agents.head_watch import ended_with_head
 from manyhands.cluster.agents.mirror import Receiver, Sender
+from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD
 from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import (
     Bind,
@@ -67,7 +67,7 @@ from manyhands.core.private import private_files
 from manyhands.core.scratch import scratch
 from manyhands.core.short_spins import short_spins
 from manyhands.core.shown import say
-from manyhands.core.stops import saved_step
+from manyhands.core.stops import saved_steps
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.tunnel_ends import reach
 from manyhands.parallel.ports import listen
@@ -131,20 +131,21 @@ class Agent:
         self._tell_of_tunnels()
         alone = self.wire.remote and not (self.wire.open and self.wire.connected)
         if alone and not self._alone:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of ssh's end nobody reads any more
+            with Path(os.devnull).open("wb") as nothing:  # nobody reads the end of the lost connection
+                os.dup2(nothing.fileno(), 2)
         self._alone = alone
         return commands
 
     def _tell_of_tunnels(self) -> None:
         if not self._tunnel_told and (what := self._tunnels.ended()):
             self._tunnel_told = True
-            self.wire.tell(TunnelEnded(what))
+            self.wire.send(TunnelEnded(what))
 
     def send_records(self) -> bool:
         """Sends what is new in the run folder; True if there was something."""
         pieces = list(self._sender.news()) if self._sender else []
         for piece in pieces:
-            self.wire.tell(piece)
+            self.wire.send(piece)
         return bool(pieces)
 
     def _hello(self, request: Hello) -> Greeting:
@@ -152,9 +153,8 @@ class Agent:
 
         self.wire.remote = request.remote
         if request.remote and not self._socket:
-            with contextlib.suppress(
-                OSError
-            ):  # the temporary folder is full, or its path too long: no second connection
+            # No other connection is possible where the temporary folder is full or its path too long.
+            with contextlib.suppress(OSError):
                 self._socket = self.wire.listen(self._until_gone.enter_context(scratch("wire")))
         return Greeting(gather(request.wanted), self._socket)
 
@@ -190,11 +190,11 @@ class Agent:
                 found = self._claim(folder, request)
             if found is not None and request.records:
                 self._sender = Sender(path, request.held, output=request.output)
-        # Whoever made way has saved by now.
-        saved = saved_step(folder)
+        # A process that made way has saved by now. Steps in the records may be saved on another machine.
+        saved = max(saved_steps(folder), default=-1)
         return RunOpened(
             str(path), shared, folder.has_checkpoints(), found is None, found or "",
-            -1 if saved is None else saved, Receiver(path).held(), path in self._claimed, term,
+            saved, Receiver(path).held(), path in self._claimed, term,
         )  # fmt: skip
 
     def _look(self, request: LookAtRun) -> RunSeen:
@@ -272,7 +272,7 @@ class Agent:
 
     def _prepare(self, request: Prepare) -> Prepared:
         set_threads(request.threads, request.size)
-        with ended_with_head(0, self._until_gone.close), importing():
+        with self.wire.watched(self._until_gone.close), importing():
             from manyhands.cluster.agents.elastic import prepare
 
             return prepare(request.device)
@@ -282,7 +282,10 @@ class Agent:
         orders = request.orders
         set_threads(orders.threads, orders.meeting.sizes[orders.meeting.machine])
         gc.collect()  # what an earlier start has left, with its open files
-        with ended_with_head(0, self._until_gone.close), contextlib.nullcontext() if self._started else importing():
+        with (
+            self.wire.watched(self._until_gone.close),
+            contextlib.nullcontext() if self._started else importing(),
+        ):
             from manyhands.cluster.agents.elastic import preload, run
 
             preload(orders)
@@ -296,7 +299,7 @@ class Agent:
         if orders.term and raise_term(Path(orders.logs), mine) > mine:
             raise UserError("another head has taken the run over")
         self.wire.patient = orders.term > 0
-        ended = run(orders, self, listener)
+        ended = run(orders, self.wire, self.tick, listener)
         self.wire.patient = False
         self._tell_of_tunnels()
         while self.send_records():
@@ -317,6 +320,29 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def import_early() -> None:
+    """Imports what workers need before the job is known, then moves this agent's output to the launcher's log.
+
+    Ends this process where the launcher has ended or needs no agent.
+    """
+    # An import that fails here fails again where it is used, and is reported there.
+    with contextlib.suppress(Exception):
+        for name in (ELASTIC, PRELOAD, AHEAD):
+            importlib.import_module(name)
+    path = b""
+    while not path.endswith(b"\0"):
+        if not (read := os.read(0, 1)):  # no more than the path: what follows it are messages
+            os._exit(0)
+        path += read
+    log = os.open(os.fsdecode(path[:-1]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with open(2, "rb", closefd=False) as words:
+        words.seek(0)
+        output = words.read()
+    os.dup2(log, 2)
+    os.close(log)
+    os.write(2, output)
 
 
 def set_threads(threads: int, size: int) -> None:
@@ -343,12 +369,12 @@ def serve() -> None:
             if type(request) not in answers:
                 continue  # a wish to stop that came too late
             try:
-                wire.tell(answers[type(request)](request), number)
+                wire.send(answers[type(request)](request), number)
             except ManyhandsError as error:
-                wire.tell(RequestFailed(error.what, error.where, error.mend), number)
+                wire.send(RequestFailed(error.what, error.where, error.mend), number)
             except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
                 what = f"{type(error).__name__}: {error}"
-                wire.tell(RequestFailed(what, traceback=traceback.format_exc()), number)
+                wire.send(RequestFailed(what, traceback=traceback.format_exc()), number)
     # All is said and cleaned up. Python's own end would take torch down piece by piece, while the user waits for it.
     atexit._run_exitfuncs()
     sys.stderr.flush()

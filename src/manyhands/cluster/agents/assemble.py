@@ -168,7 +168,7 @@ def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsW
     for link, answer in zip(links, answers, strict=True):
         if isinstance(answer, LinkClosed):
             code = link.close()
-            crew.contacts[link.machine.name] = explain_contact(link.machine, code, link.said(), options)
+            crew.contacts[link.machine.name] = explain_contact(link.machine, code, link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
             crew.contacts[link.machine.name] = Contact("other-version", answer.what, answer.mend)
         elif isinstance(answer, RunError):

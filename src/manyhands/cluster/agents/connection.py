@@ -1,7 +1,6 @@
-"""The head's end of a conversation with the agent of one machine, over a pipe or over ssh.
+"""The launcher's end of its connection to the agent of one machine, over a pipe or over ssh.
 
-The head sends requests; the agent answers each, under its number, and tells of its own what happens. No port is opened
-for it.
+The agent answers each request under its number, and reports events under the number 0. No port is opened.
 """
 
 import contextlib
@@ -28,14 +27,14 @@ from manyhands.cluster.messages import (
 from manyhands.core.early_agent import SAFE
 from manyhands.core.errors import RunError, UserError
 
-# The other end is told so often that its head is there.
+# Interval of heartbeats.
 PULSE_S = 1.0
-# Who is silent for so long is given up. After a break of 8 s TCP sends anew after 12.6 s; the last word was up to a
-# pulse before the break, and busy machines take their time.
+# A peer that is silent for longer is given up. After a break of 8 s TCP retransmits after 12.6 s; the last heartbeat
+# was sent up to an interval before the break, and busy machines are slow.
 SILENT_S = 16.0
-# Passes a new connection on to the agent that is there; ends with this code where there is none any more.
+# Passes a new connection on to a running agent; its exit code where the agent has ended.
 RECONNECT, NO_AGENT = "manyhands.cluster.agents.wire", 3
-# Between two attempts at a new connection; and so long ssh has to say how the last one ended.
+# Between two attempts at a new connection; limit for the exit code of the last one's ssh.
 RECONNECT_S, ENDED_S = 1.0, 0.5
 SSH_FAILED = 255
 
@@ -45,63 +44,63 @@ class LinkClosed(RunError):  # noqa: N818 - a state that callers ask for, as oft
 
 
 class MisunderstoodError(RunError):
-    """What one end says is not what the other expects: they are of two versions."""
+    """The agent is of another version."""
 
 
 class AgentConnection:
-    """A conversation with one machine, over a new connection where the last one ends and the agent doesn't.
+    """A connection to one machine's agent. Reconnects where the connection is lost and the agent still runs.
 
     Attributes:
-        machine: who is there.
+        machine: the machine.
         here: True for this machine.
         process: the agent itself, or the ssh that leads to it.
         log: the file that its standard error goes to.
-        heard: when the last sign of it came, by the monotonic clock.
-        closed: True once nothing more can come.
-        connected: False from the end of a connection until the agent answers over another.
-        unsent: what waits until the machine takes it; one that is slow must not keep the head from the others.
-        connect_again: starts what leads to the machine anew, and runs these words of Python there; None where
-            nothing can.
+        last_received: time of the last message, or of the loss of a connection, by the monotonic clock.
+        closed: True once nothing more can be received.
+        connected: False from the loss of a connection until the agent answers over another.
+        unsent: bytes to send once the machine can take them, so that a slow one does not delay the others.
+        connect_again: starts another ssh to the machine, with these arguments for Python there; None where nothing
+            can.
     """
 
     def __init__(
         self, machine: Machine, process: subprocess.Popen[bytes], log: Path, *, here: bool, log_start: int = 0
     ) -> None:
         self.machine, self.process, self.log, self.here = machine, process, log, here
-        self.heard, self.closed = time.monotonic(), False
+        self.last_received, self.closed = time.monotonic(), False
         self.unsent = bytearray()
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
-        self._lines, self._kept, self._socket = Lines(), Unacknowledged(), ""
+        self._lines, self._unacknowledged, self._socket = Lines(), Unacknowledged(), ""
         self.connected = True
-        self._reconnect_at = 0.0  # the next attempt, where the last connection has ended
+        self._reconnect_at = 0.0  # time of the next attempt, where the last connection was lost
         self._asked, self._log_start, self._pulse_at = 0, log_start, 0.0
         _unblock(process)
 
     def fileno(self) -> int:
-        """Of what comes from the machine, for a selector."""
+        """The descriptor of the agent's output, for a selector."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
     def send(self, message: Message, number: int = 0) -> None:
-        """Sends a message, without waiting; one that can't be sent is noticed when nothing comes back."""
+        """Sends a message without waiting."""
         line = encode(message, number)
         if not isinstance(message, Alive):
-            self._kept.add(line)
+            self._unacknowledged.add(line)
         if self.connected:
             self.unsent += line
             self.flush()
 
     def pulse(self) -> None:
-        """Lets the machine know that its head is there, where it is time to; connects again, too."""
+        """Sends a heartbeat or reconnects, where one is due."""
         now = time.monotonic()
         if self._reconnect_at and not self.closed and now > self._reconnect_at:
             self._reconnect()
         if not self.closed and now > self._pulse_at:
             self._pulse_at = now + PULSE_S
-            self.send(Alive(self._kept.received))
+            self.send(Alive(self._unacknowledged.received))
 
     def flush(self) -> None:
-        """Sends what waits, as far as the machine takes it now."""
+        """Sends as much of `unsent` as the machine can take now."""
         assert self.process.stdin is not None
         try:
             while self.unsent and not self.process.stdin.closed:
@@ -113,7 +112,7 @@ class AgentConnection:
             self.unsent.clear()
 
     def read(self) -> list[tuple[int, Message]]:
-        """What has come, with its numbers, without waiting; sets `closed` at the end."""
+        """Returns the messages received so far with their numbers, without waiting; sets `closed` at the end."""
         messages: list[tuple[int, Message]] = []
         with contextlib.suppress(BlockingIOError):
             while self.readable:
@@ -121,7 +120,7 @@ class AgentConnection:
                 if not received or self._lines.too_long:
                     self._disconnect()
                     break
-                self.heard = time.monotonic()
+                self.last_received = time.monotonic()
                 for number, message in self._lines.take(received):
                     self._take(message)
                     if not isinstance(message, Alive):
@@ -130,32 +129,34 @@ class AgentConnection:
 
     @property
     def readable(self) -> bool:
-        """Whether anything can come just now."""
+        """Whether there is a connection to read from."""
         return not (self.closed or self._reconnect_at)
 
     def _take(self, message: Message) -> None:
-        """Keeps the account of what has come and what is to be sent again."""
+        """Counts a message; sends unacknowledged ones again over a new connection."""
         if not isinstance(message, Alive):
-            self._kept.received += 1
+            self._unacknowledged.received += 1
             if isinstance(message, Greeting):
                 self._socket = message.socket
             return
-        self._kept.acknowledge(message.received)
+        self._unacknowledged.acknowledge(message.received)
         if isinstance(message, Reconnected):
             self.connected = True
-            self.unsent += self._kept.lines()
+            self.unsent += self._unacknowledged.lines()
             self.flush()
 
     def _disconnect(self) -> None:
-        """The connection has ended; tries another one, unless the agent itself has ended or it is too late."""
+        """Schedules another connection, unless the agent itself has ended or the attempts have taken too long."""
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(ENDED_S)
-        by_itself = code is not None and 0 <= code != SSH_FAILED
-        late = time.monotonic() - self.heard > SILENT_S
+        now, by_itself = time.monotonic(), code is not None and 0 <= code != SSH_FAILED
+        if self.connected:  # an agent that imports torch has been silent until now
+            self.last_received = now
+        late = now - self.last_received > SILENT_S
         self.closed = by_itself or late or self._lines.too_long or not (self._socket and self.connect_again)
         if not self.closed:
-            self._reconnect_at = time.monotonic() + (0.0 if self.connected else RECONNECT_S)
+            self._reconnect_at = now + (0.0 if self.connected else RECONNECT_S)
             self.connected, self._lines = False, Lines()
             self.unsent.clear()
 
@@ -163,15 +164,15 @@ class AgentConnection:
         assert self.connect_again
         self.close(0.0)
         try:
-            self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._kept.received)))
-        except (UserError, OSError):  # no memory for a process, or no folder for its log, perhaps
+            self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._unacknowledged.received)))
+        except (UserError, OSError):  # such as no memory for a process
             self._disconnect()
             return
         _unblock(self.process)
         self.closed, self._reconnect_at = False, 0.0
 
     def ask(self, request: Request[A], timeout_s: float, others: Collection["AgentConnection"] = ()) -> A:
-        """Sends a request and waits for its answer; other machines are told meanwhile that their head is there.
+        """Sends a request and waits for its answer; the others receive heartbeats meanwhile.
 
         Raises:
             LinkClosed: the machine is gone or silent.
@@ -183,16 +184,16 @@ class AgentConnection:
         return answer
 
     def post(self, request: Message) -> int:
-        """Sends a request and returns its number, which the answer bears."""
+        """Sends a request and returns its number, which the answer repeats."""
         self._asked += 1
         self.send(request, self._asked)
         return self._asked
 
-    def said(self, last_lines: int = 8) -> str:
-        """The end of what it wrote to its standard error."""
+    def log_tail(self, last_lines: int = 8) -> str:
+        """Returns the last lines of its standard error."""
         with contextlib.suppress(OSError):
-            said = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-            return "\n".join(said.splitlines()[-last_lines:])
+            text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+            return "\n".join(text.splitlines()[-last_lines:])
         return ""
 
     def hang_up(self) -> None:
@@ -243,11 +244,11 @@ def ask_all(
         links: to the machines that are asked.
         requests: one for each of them.
         timeout_s: for all answers together.
-        others: machines that aren't asked now, and must not take their head's silence for its end.
+        others: machines that receive heartbeats meanwhile.
 
     Returns:
-        For each link its answer, or the error that stands in its place: LinkClosed where the machine is gone or
-        silent, RunError where the request failed there.
+        For each link its answer, or an error: LinkClosed where the machine is gone or silent, RunError where the
+        request failed there.
     """
     asked = {link: (link.post(request), request) for link, request in zip(links, requests, strict=True)}
     answers: dict[AgentConnection, A | RunError] = {}
@@ -266,7 +267,7 @@ def ask_all(
 
 
 def stir(links: Sequence[AgentConnection], patience_s: float) -> list[AgentConnection]:
-    """Waits until there is something to read or room to send; sends, and gives the links that can be read."""
+    """Waits until a link can be read or written; writes, and returns the links that can be read."""
     with selectors.DefaultSelector() as selector:
         for link in links:
             if link.readable:
@@ -281,8 +282,8 @@ def stir(links: Sequence[AgentConnection], patience_s: float) -> list[AgentConne
 
 
 def _gone(link: AgentConnection) -> LinkClosed:
-    said = link.said(1).strip()
-    return _closed(link, f"{link.machine.name} is lost{said and f': {said}'}")
+    tail = link.log_tail(1).strip()
+    return _closed(link, f"{link.machine.name} is lost{tail and f': {tail}'}")
 
 
 def _closed(link: AgentConnection, what: str) -> LinkClosed:
@@ -291,7 +292,7 @@ def _closed(link: AgentConnection, what: str) -> LinkClosed:
 
 
 def answer_to(link: AgentConnection, number: int, request: Request[A]) -> A | RunError | None:
-    """What has come as a request's answer, or the error in its place, without waiting; None while nothing has."""
+    """Returns the answer to a request, or an error, without waiting; None while neither has been received."""
     for answered, message in link.read():
         if answered == number and isinstance(message, request.answer):
             return cast(A, message)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
@@ -69,29 +69,17 @@ from manyhands.parallel.ports import loopback_interface
 POLL_S = 0.05
 # What asks this process to have the workers stop.
 ASKED = {*STOPS} - {signal.SIGINT}
-# Told so often that processes are leaving yet.
-TELL_S = 1.0
+# Interval of reports that processes are still leaving.
+REPORT_S = 1.0
 # Looks so often for the word of a later head.
 TERM_S = 0.5
 # A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
 STOP_S = 600.0
 # So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
 ALONE_S, ALONE_SAVING_S = 26.0, 30.0
+Tick = Callable[[], list[Message]]
 # What is shown of what a killed process wrote.
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
-
-
-class Head(Protocol):
-    """Who is obeyed while workers run."""
-
-    @property
-    def wire(self) -> Wire:
-        """The conversation."""
-        ...
-
-    def tick(self) -> list[Message]:
-        """What the head has commanded since the last call."""
-        ...
 
 
 class _Rendezvous(RendezvousHandler):
@@ -136,10 +124,10 @@ _Base = cast(Any, LocalElasticAgent)
 class ElasticAgent(_Base):
     """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the head."""
 
-    def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, head: Head) -> None:
-        self._orders, self._listener, self._head = orders, listener, head
+    def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, wire: Wire, tick: Tick) -> None:
+        self._orders, self._listener, self._wire, self._tick = orders, listener, wire, tick
         self._served: TCPStore | None = None
-        self._stopping_since, self._told_at = 0.0, 0.0
+        self._stopping_since, self._reported_at = 0.0, 0.0
         self._replaced_at, self._look_at = 0.0, 0.0
         self._scratch, self._pulses = Path(scratch), Pulses(Path(scratch), {})
         self._leaving = Leaving(self._scratch)
@@ -178,15 +166,15 @@ class ElasticAgent(_Base):
         for worker in worker_group.workers:
             log = Path(self._orders.logs) / f"{worker.global_rank}.log"
             self.log_starts[worker.global_rank] = log.stat().st_size if log.is_file() else 0
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        # A worker receives them once its own handlers are set, this process once it knows its workers.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
         context.close = functools.partial(_close_soon, context.close)
-        if not self._orders.script:
-            # `Event.set` waits without limit for a sleeping process that was killed.
-            context._worker_finished_event.set = functools.partial(
-                _wake, context._worker_finished_event, len(worker_group.workers)
-            )
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
             meeting, descriptor = self._orders.meeting, self._listener.detach()
@@ -194,17 +182,20 @@ class ElasticAgent(_Base):
                 meeting.address, meeting.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
             )
         self._pulses = Pulses(self._scratch, self._pids_by_rank())
-        self._head.wire.tell(WorkersStarted(self._orders.generation, self._pids()))
+        self._wire.send(WorkersStarted(self._orders.generation, self._pids()))
+        if self._stopping_since:
+            self._signal(signal.SIGTERM)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Tells the head which processes have ended by themselves before the base class ends the others."""
-        returned = self._returned()
+        """Reports workers that have ended, and decides how long the others are waited for."""
+        script, returned = bool(self._orders.script), self._returned()
         if len(returned) == len(self._ranks()):
             return self._let_go(returned)
         for worker, exit_code in zip(worker_group.workers, self._exit_codes(), strict=True):
-            # A process that is killed after it has returned has done its work.
-            if exit_code and worker.global_rank not in {*self.exits, *returned}:
+            # A worker that is killed after it has returned has done its work; one that exits before has not.
+            ended = exit_code if script else exit_code is not None
+            if exit_code is not None and ended and worker.global_rank not in {*self.exits, *returned}:
                 self.exits[worker.global_rank] = exit_code
                 record = self._scratch / f"{worker.global_rank}.json"
                 if exit_code == -signal.SIGKILL and not record.is_file():
@@ -212,12 +203,13 @@ class ElasticAgent(_Base):
                     if killed := self._memory.record(rank, self._pids_by_rank()[rank], self._pulses.last(rank)):
                         write_json(record, killed)
                 said = _failure_in(record) if record.is_file() else None
-                self._head.wire.tell(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
-        if self.exits and not self._orders.script:
+                self._wire.send(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
+        if script:
+            return super()._monitor_workers(worker_group)
+        if self.exits:
             self._leaving.begin()
-        if (self._leaving.begun and self._give_time(returned)) or (returned and not self.exits):
-            return RunResult(WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)
+        waits = self._leaving.begun and self._give_time(returned)
+        return RunResult(WorkerState.FAILED if self.exits and not waits else WorkerState.HEALTHY)
 
     def _returned(self) -> dict[int, Any]:
         """What processes of this machine have returned, by rank; each waits then until all have."""
@@ -232,7 +224,7 @@ class ElasticAgent(_Base):
     def _let_go(self, returned: dict[int, Any]) -> RunResult:
         """Lets the processes end, which have all returned; those that don't are killed when the agent is closed."""
         context: Any = self._pcontext
-        context._worker_finished_event.set()
+        _wake(context._worker_finished_event, len(returned))
         until = time.monotonic() + LEAVE_S
         for process in context._pc.processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -245,9 +237,9 @@ class ElasticAgent(_Base):
         if not (left and self._leaving.patient(left, self._pulses.usual_s)):
             self._signal(signal.SIGKILL)  # those too that have returned, for which torch would wait
             return False
-        if time.monotonic() > self._told_at + TELL_S:
-            self._told_at = time.monotonic()
-            self._head.wire.tell(StillLeaving())
+        if time.monotonic() > self._reported_at + REPORT_S:
+            self._reported_at = time.monotonic()
+            self._wire.send(StillLeaving())
         return True
 
     def _exit_codes(self) -> list[int | None]:
@@ -271,7 +263,7 @@ class ElasticAgent(_Base):
 
     def _obey(self) -> None:
         """Does what the head says; called on the main thread at every poll."""
-        for command in self._head.tick():
+        for command in self._tick():
             if isinstance(command, KillWorkers):
                 self._signal(signal.SIGKILL)
                 raise RendezvousGracefulExitError("killed")
@@ -284,7 +276,7 @@ class ElasticAgent(_Base):
             if isinstance(command, StopWorkers):
                 self.ask_to_stop()
         if seen := self._pulses.news(all_of_them=bool(self._stopping_since)):
-            self._head.wire.tell(WorkersSeen(platform.node(), seen))
+            self._wire.send(WorkersSeen(platform.node(), seen))
         if left_at := self._left_at():
             self.ask_to_stop()
         late = self._stopping_since and time.monotonic() - self._stopping_since > STOP_S
@@ -296,13 +288,13 @@ class ElasticAgent(_Base):
     def _left_at(self) -> float:
         """When the head was last heard of that has gone, or, of a detached run, was replaced; 0 while neither."""
         if not self._orders.term:
-            return 0.0 if self._head.wire.open else self._head.wire.heard
+            return 0.0 if self._wire.open else self._wire.last_received
         now = time.monotonic()
         if not self._replaced_at and now > self._look_at:
             self._look_at = now + TERM_S
             if term_in(Path(self._orders.logs)) > Term(self._orders.term, self._orders.generation):
                 self._replaced_at = now
-                self._head.wire.tell(HeadReplaced())
+                self._wire.send(HeadReplaced())
         return self._replaced_at
 
     def _too_long(self, left_at: float) -> bool:
@@ -381,8 +373,7 @@ def _result(agent: ElasticAgent, result: RunResult | None, scratch: str) -> Work
     records = [_failure_in(path) for path in Path(scratch).glob("*.json")]
     if result is None:
         return WorkersEnded(records=records)
-    failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    failed = {**failed, **(agent.exits if failed else {})}
+    failed = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
     spoke = {record.rank for record in records}
     words = {rank: _last_words(agent, rank) for rank in failed if rank not in spoke}
     return WorkersEnded(result.return_values, failed, words, records=records)
@@ -402,19 +393,20 @@ def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = N
 
 
 def _wake(event: Any, sleepers: int) -> None:
-    """Sets an event of multiprocessing as `Event.set` does, without its wait for the sleeping processes to wake up."""
+    """Sets an event of multiprocessing. `Event.set` would wait for each sleeper, which may have been killed."""
     event._flag.acquire(False)
     event._flag.release()
     for _ in range(sleepers):
         event._cond._wait_semaphore.release()
 
 
-def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEnded:
+def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> WorkersEnded:
     """Runs one generation of workers to its end.
 
     Args:
         orders: what to start.
-        head: who is obeyed meanwhile.
+        wire: the connection to the launcher.
+        tick: called often; returns the launcher's commands since the last call.
         listener: the socket that the store takes over; on the first machine.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
@@ -424,7 +416,7 @@ def run(orders: Orders, head: Head, listener: socket.socket | None) -> WorkersEn
     held = hold_as_agent(Path(orders.logs), orders.meeting.machine, orders.generation)
     with scratch_folder("agent") as scratch, held:
         try:
-            agent = ElasticAgent(orders, listener, str(scratch), head)
+            agent = ElasticAgent(orders, listener, str(scratch), wire, tick)
             for number in ASKED:
                 signal.signal(number, agent.ask_to_stop)
             return _result(agent, cast(RunResult | None, agent.run()), str(scratch))

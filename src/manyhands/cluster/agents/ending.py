@@ -28,6 +28,7 @@ class Ending:
     hosts: dict[int, str] = field(default_factory=dict[int, str])
     # machine's name to what is known of its end, where the machine or its agent has gone
     lost: dict[str, str] = field(default_factory=dict[str, str])
+    paused_s: float = 0.0  # for how long the launcher itself was stopped, if machines were lost by that
     cut: str = ""  # what is told of a tunnel between machines that has ended
     # rank to why it was ended by its head, since it hung
     evicted: dict[int, str] = field(default_factory=dict[int, str])
@@ -58,7 +59,8 @@ def first_cause(ending: Ending) -> Failure | None:
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
         return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
     if ending.lost:
-        return _lost(*next(iter(ending.lost.items())))
+        mend = "was the launcher suspended, or this computer asleep? --detach runs do not need it"
+        return _lost(*next(iter(ending.lost.items())), mend if ending.paused_s else "")
     if ending.cut:
         return _lost("", ending.cut, "are both machines, and the line between them, up?")
     silent = [rank for rank in ending.failed if rank not in ending.records]
@@ -89,7 +91,7 @@ def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> F
         rank=rank,
         host=host,
         pid=0,
-        error=PROCESS_ENDED if exit_code <= 0 else SystemExit.__name__,
+        error=PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__,
         what=why or f"rank {rank} {how_it_ended(exit_code)}",
         mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
         excerpt=said and f"rank {rank} wrote last:\n{said}",
@@ -101,4 +103,4 @@ def how_it_ended(exit_code: int) -> str:
     with contextlib.suppress(ValueError):
         if exit_code < 0:
             return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+    return f"ended with exit code {exit_code}{'' if exit_code else ' before it returned'}"

@@ -19,14 +19,14 @@ PR_SET_PDEATHSIG = 1
 
 def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     """Makes this process, which the agent has forked or spawned, one of the run's; gives what its task needs."""
-    rank = begin(scratch, orders.logs, agent)
-    os.environ[PULSE_FILE] = str(pulse_path(Path(scratch), rank))
-    if orders.meeting.devices:
-        os.environ[DEVICE_INDEX] = str(orders.meeting.devices[int(os.environ["LOCAL_RANK"])])
     for number in (*STOPS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     # A scheduler's word to all processes of a job; the agent passes it on as it does the others.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    rank = begin(scratch, orders.logs, agent)
+    os.environ[PULSE_FILE] = str(pulse_path(Path(scratch), rank))
+    if orders.meeting.devices:
+        os.environ[DEVICE_INDEX] = str(orders.meeting.devices[int(os.environ["LOCAL_RANK"])])
     _set_threads()
     return orders.argument
 
@@ -53,6 +53,7 @@ def begin(scratch: str, logs: str, agent: int) -> int:
     _die_with_parent(agent)
     os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
     _write_to(Path(logs) / f"{rank}.log")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked by the agent while it starts its workers
     return rank
 
 

@@ -15,14 +15,14 @@ from manyhands.core.records import Failure
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """A heartbeat: the head is there; the agent answers with another. So many messages have been received."""
+    """A heartbeat, which the agent answers with another; `received` acknowledges messages by their number."""
 
     received: int = 0
 
 
 @dataclass(frozen=True)
 class Reconnected(Alive):
-    """The first message over a new connection to the same agent: what was sent since may be lost, and is sent again."""
+    """The first message over a new connection to the same agent; unacknowledged messages follow."""
 
 
 @dataclass(frozen=True)

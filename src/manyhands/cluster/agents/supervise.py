@@ -1,8 +1,7 @@
 """Watches the agents of all machines from their head: passes on Ctrl-C, and waits for the end."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +36,8 @@ START_S = 300.0
 KILL_S = 10.0
 # A process that hangs is known by then; one that is well has heard the wish to stop, and is given the time it needs.
 HEAR_S = 2.0
-# It looks ten times a second; so long between two looks somebody stopped it, or put its machine to sleep.
-STOOD_STILL_S = 3.0
+# The launcher looks ten times a second; after a longer gap it was itself stopped, or its machine slept.
+PAUSED_S = 3.0
 # Who is silent for so long when the user waits for the end is named.
 AWAITED_S = 4.0
 # When one machine's processes have failed the others' see it by themselves. They are killed so long after their agents,
@@ -90,15 +89,17 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
     The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
     processes fail, or the machine is lost, the other machines' are ended too.
     """
-    head = _Head(links, watch)
+    head, signals = _Head(links, watch), list[int]()
     try:
-        with _signals_counted() as signals:
+        with handled(lambda number, _frame: signals.append(number)):
             for link, order in zip(links, orders, strict=True):
-                link.heard = time.monotonic()
+                link.last_received = time.monotonic()
                 link.post(StartWorkers(order))
             while head.running:
-                for link in stir(links, POLL_S):
-                    head.hear(link)
+                ready = stir(links, POLL_S)
+                head.notice_pause()
+                for link in ready:
+                    head.receive(link)
                 head.obey(len(signals))
                 head.look()
                 watch.on_tick()
@@ -123,10 +124,10 @@ class _Head:
         self._kill_at = self._end_at = float("inf")
         self._told_failure = False
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
-        self._looked_at = time.monotonic()
+        self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
-    def hear(self, link: AgentConnection) -> None:
-        """Takes in what a machine says."""
+    def receive(self, link: AgentConnection) -> None:
+        """Handles the messages of a machine, and its loss."""
         for _, message in link.read():
             self._take(link, message)
         if link.closed and link in self.running:
@@ -182,13 +183,11 @@ class _Head:
         for link in self._links:  # also those whose processes have ended, which the next start needs
             if link.connected == (link in self._apart):
                 (self._apart.discard if link.connected else self._apart.add)(link)
-                how = "is back" if link.connected else "has ended; connecting again"
-                self._watch.on_warning(f"the connection to {link.machine.name} {how}")
+                how = "reconnected to" if link.connected else "lost the connection to"
+                self._watch.on_warning(f"{how} {link.machine.name}{'' if link.connected else '; reconnecting'}")
             link.pulse()
             link.flush()
         now = time.monotonic()
-        self._forgive(now - self._looked_at)
-        self._looked_at = now
         self._give_up_silent(now)
         self._say_who_is_awaited(now)
         if self._watch.stalls and (stands := self._stalls.to_say()):
@@ -207,24 +206,27 @@ class _Head:
             for link in self.running:
                 link.process.kill()
 
-    def _forgive(self, passed_s: float) -> None:
-        """Machines answer this process: while it stood still itself, silence was not theirs."""
-        if passed_s > STOOD_STILL_S:
+    def notice_pause(self) -> None:
+        """Gives machines their time again where this process was itself stopped."""
+        now = time.monotonic()
+        paused_s, self._looked_at = now - self._looked_at, now
+        if paused_s > PAUSED_S:
+            self._paused_s, self._paused_at = paused_s, now
             for link in self.running:
-                link.heard = min(link.heard + passed_s, time.monotonic())
+                link.last_received = min(link.last_received + paused_s, now)
 
     def _give_up_silent(self, now: float) -> None:
         for link in self._long_silent(now):
-            self.hear(link)  # what has come while this process stood still
+            self.receive(link)  # messages that arrived while this process was stopped
         for link in self._long_silent(now):
-            self._lose(link, f"it has been silent for {now - link.heard:.0f} s")
+            self._lose(link, f"it has been silent for {now - link.last_received:.0f} s")
 
     def _long_silent(self, now: float) -> list[AgentConnection]:
         patience_s = {link: SILENT_S if link in self._started else START_S for link in self.running if not link.here}
-        return [link for link, longest_s in patience_s.items() if now - link.heard > longest_s]
+        return [link for link, longest_s in patience_s.items() if now - link.last_received > longest_s]
 
     def _silent(self, now: float) -> list[AgentConnection]:
-        return [link for link in self.running if not link.here and now - link.heard > AWAITED_S]
+        return [link for link in self.running if not link.here and now - link.last_received > AWAITED_S]
 
     def _say_who_is_awaited(self, now: float) -> None:
         """Where a machine doesn't answer the wish to stop, or is lost, the user hears whom all wait for."""
@@ -297,8 +299,11 @@ class _Head:
         if link.here:
             self.ending.broken = f"it {how_it_ended(code)}"
         else:
-            said = link.said(1).strip() or f"ssh {how_it_ended(code)}"
-            self.ending.lost[link.machine.name] = how = how or f"the connection ended ({said})"
+            if self._paused_s > SILENT_S > time.monotonic() - self._paused_at:
+                self.ending.paused_s = self._paused_s
+                how = f"its agent gave up the launcher, which was itself stopped for {self._paused_s:.0f} s"
+            tail = link.log_tail(1).strip() or f"ssh {how_it_ended(code)}"
+            self.ending.lost[link.machine.name] = how = how or f"the connection ended ({tail})"
             if not self.ending.interrupted:
                 self._told_failure = True
                 self._watch.on_warning(f"{link.machine.name} is lost: {how}; cleaning up")
@@ -318,11 +323,3 @@ class _Head:
         elif not ended.returned and not ended.failed and not (ending.interrupted or ending.regrouped):
             ending.broken = f"the processes were ended ({ended.ended_by})"
         self._gone(link)
-
-
-@contextlib.contextmanager
-def _signals_counted() -> Iterator[list[int]]:
-    """Collects what asks for a stop instead of being ended by it."""
-    seen: list[int] = []
-    with handled(lambda number, _frame: seen.append(number)):
-        yield seen

@@ -1,7 +1,7 @@
-"""A machine's end of the conversation; read without waiting and without a thread, since workers are forked.
+"""The agent's end of its connection to the launcher. Starts no thread, since workers are forked.
 
-Where the connection ends and the head may still be there, a new one comes through a Unix socket: started as
-`python -m manyhands.cluster.agents.wire SOCKET RECEIVED` over ssh, this module hands its own standard streams over.
+A lost connection is replaced through a Unix socket: `python -m manyhands.cluster.agents.wire SOCKET RECEIVED`, run over
+ssh, passes its own standard streams to the agent.
 """
 
 import contextlib
@@ -9,54 +9,107 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from manyhands.cluster.agents.connection import NO_AGENT, SILENT_S
 from manyhands.cluster.agents.protocol import Alive, Reconnected
 from manyhands.cluster.messages import Lines, Message, Misunderstood, Unacknowledged, encode
 
-# What passes a connection on has sent it by then.
-HAND_OVER_S = 2.0
-# The second direction of a connection may end a moment after the first.
+# Limit for receiving the streams of a new connection.
+PASS_ON_S = 2.0
+# The second direction of a lost connection may end a moment after the first.
 ENDED_MS = 200
+# A closed pipe hangs up; of sshd's socket only one direction is closed.
+_ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
 class Wire:
-    """Standard input, and what takes the answers."""
+    """Reads requests from standard input and writes answers to `output`.
+
+    Attributes:
+        open: False once the launcher has closed its end or has been silent for too long.
+        connected: False while a lost connection can be replaced.
+        last_received: time of the last message, or of the loss of a connection, by the monotonic clock.
+        remote: True where the launcher is on another machine, so that its silence means something.
+        patient: True where a silent launcher may return, because the run does not depend on it.
+    """
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
-        self._come: deque[tuple[int, Message]] = deque()
-        self._kept = Unacknowledged()
+        self._received: deque[tuple[int, Message]] = deque()
+        self._unacknowledged = Unacknowledged()
         self._listener: socket.socket | None = None
-        self._passed_on: socket.socket | None = None  # to who has passed the connection on, and ends with it
-        self.open = True  # False once the head has closed its end, or has been silent for too long
-        self.connected = True  # False where the connection has ended, and the head may come over another
-        self.heard = time.monotonic()  # when the head was last heard of
-        self.remote = False  # True where the head is on another machine, so that its silence means something
-        self.patient = False  # a head that is silent may come back; nothing waits for it meanwhile
+        self._passed_by: socket.socket | None = None  # to the process that passed the connection on; ends it
+        self.open = self.connected = True
+        self.last_received = time.monotonic()
+        self.remote = self.patient = False
 
     @property
     def silent(self) -> bool:
-        """True where the head hasn't been heard of for too long; sshd may not notice for hours that it has gone."""
-        return self.remote and time.monotonic() - self.heard > SILENT_S
+        """True where the launcher has sent nothing for too long; sshd may take hours to notice a dead client."""
+        return self.remote and time.monotonic() - self.last_received > SILENT_S
+
+    def _lost(self) -> bool:
+        """Whether a connection that has ended can be replaced: a launcher that leaves closes one direction only."""
+        poll = select.poll()
+        poll.register(self._output, 0)
+        return bool(self._listener and self.remote and poll.poll(ENDED_MS))
+
+    @contextlib.contextmanager
+    def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
+        """Ends this process when the launcher closes the connection, or does not replace one that was lost.
+
+        For a block that reads nothing, such as an import of torch. Workers can be forked after it: its thread has
+        ended. `clean_up` is called before the process ends.
+        """
+        ours, over = socket.socketpair()
+
+        def watch() -> None:
+            poll = select.poll()
+            poll.register(0, _ENDED)
+            poll.register(over, select.POLLIN)
+            if over.fileno() in dict(poll.poll()):
+                return
+            listener = self._listener
+            if listener and self._lost() and select.select([listener, over], [], [], SILENT_S)[0]:
+                return  # the new connection is accepted after the block
+            clean_up()
+            os._exit(1)
+
+        thread = threading.Thread(target=watch, name="watches the launcher", daemon=True)
+        with ours, over:
+            thread.start()
+            try:
+                yield
+            finally:
+                ours.send(b".")
+                thread.join()
 
     def listen(self, folder: Path) -> str:
-        """Lets new connections of the same head come in, by a socket in a folder of this user alone; gives its path."""
+        """Accepts new connections of the same launcher at a socket in a private folder; returns its path."""
         path = str(folder / "agent")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen()
         self._listener = listener
+        # A worker that held them would keep a connection's process alive, and a dead agent's socket open.
+        os.register_at_fork(after_in_child=self._close_sockets)
         return path
 
-    def tell(self, message: Message, number: int = 0) -> None:
-        """Sends a message, an answer with its request's number; a head that is gone hears nothing."""
+    def _close_sockets(self) -> None:
+        for each in (self._listener, self._passed_by):
+            if each:
+                each.close()
+
+    def send(self, message: Message, number: int = 0) -> None:
+        """Sends a message; an answer has its request's number. Does nothing once the launcher is gone."""
         line = encode(message, number)
         if self._listener and not isinstance(message, Alive):
-            self._kept.add(line)
+            self._unacknowledged.add(line)
         if self.connected:
             self._write(line)
 
@@ -67,13 +120,13 @@ class Wire:
                 data = data[os.write(self._output, data[: select.PIPE_BUF]) :]
 
     def _has_room(self) -> bool:
-        """Waits until the head takes something; one that is elsewhere and takes nothing for too long is gone."""
+        """Waits until the launcher can take more; a remote one that takes nothing for too long is gone."""
         while self.open and not select.select([], [self._output], [], SILENT_S)[1]:
             self.open = not self.remote
         return self.open
 
     def wait(self) -> tuple[int, Message] | None:
-        """The next request and its number, or None when the head is gone."""
+        """Returns the next request and its number, or None once the launcher is gone."""
         while self.open:
             request = self._next()
             if request is not None:
@@ -82,7 +135,7 @@ class Wire:
         return None
 
     def poll(self) -> list[Message]:
-        """What has come, without waiting."""
+        """Returns the messages received so far, without waiting."""
         self._fill(0)
         found: list[Message] = []
         while (request := self._next()) is not None:
@@ -90,13 +143,13 @@ class Wire:
         return found
 
     def _next(self) -> tuple[int, Message] | None:
-        while self._come:
-            number, message = self._come.popleft()
+        while self._received:
+            number, message = self._received.popleft()
             if isinstance(message, Misunderstood):
-                self.tell(message, number)
+                self.send(message, number)
             elif isinstance(message, Alive):
-                self._kept.acknowledge(message.received)
-                self.tell(Alive(self._kept.received))
+                self._unacknowledged.acknowledge(message.received)
+                self.send(Alive(self._unacknowledged.received))
             else:
                 return number, message
         return None
@@ -114,41 +167,39 @@ class Wire:
             if not received:
                 self._disconnect()
                 continue
-            come = self._lines.take(received)
-            self._kept.received += sum(not isinstance(message, Alive) for _, message in come)
-            self._come += come
-            self.heard = time.monotonic()
+            messages = self._lines.take(received)
+            self._unacknowledged.received += sum(not isinstance(message, Alive) for _, message in messages)
+            self._received += messages
+            self.last_received = time.monotonic()
         if self.silent and not self.patient:
             self.open = False
 
     def _disconnect(self) -> None:
-        """A head that leaves closes one direction; where both have ended the connection has."""
-        poll = select.poll()
-        poll.register(self._output, 0)
-        self.connected = self.open = False
-        if self._listener and self.remote and poll.poll(ENDED_MS):
-            self.open = True
-        if self._passed_on:
-            self._passed_on.close()
+        self.connected, self.open = False, self._lost()
+        if self.open:  # nothing was read while this agent imported torch
+            self.last_received = time.monotonic()
+        if self._passed_by:
+            self._passed_by.close()
 
     def _reconnect(self, listener: socket.socket) -> None:
-        """Takes a connection over, and sends again what the head hasn't received."""
-        passed_on, _ = listener.accept()
-        passed_on.settimeout(HAND_OVER_S)
+        """Accepts a new connection, and sends again what the launcher has not received."""
+        passed_by, _ = listener.accept()
+        passed_by.settimeout(PASS_ON_S)
         with contextlib.suppress(OSError, ValueError):
-            count, descriptors, _, _ = socket.recv_fds(passed_on, 16, 3)
+            count, descriptors, _, _ = socket.recv_fds(passed_by, 16, 3)
             for descriptor, own in zip(descriptors, (0, self._output, 2), strict=True):
                 os.dup2(descriptor, own)
                 os.close(descriptor)
-            if self._passed_on:
-                self._passed_on.close()
-            self._passed_on, self._lines, self.connected, self.heard = passed_on, Lines(), True, time.monotonic()
-            self._kept.acknowledge(int(count))
-            self._write(encode(Reconnected(self._kept.received)) + self._kept.lines())
+            if self._passed_by:
+                self._passed_by.close()
+            self._passed_by, self._lines, self.connected = passed_by, Lines(), True
+            self.last_received = time.monotonic()
+            self._unacknowledged.acknowledge(int(count))
+            self._write(encode(Reconnected(self._unacknowledged.received)) + self._unacknowledged.lines())
 
 
 def pass_on(path: str, received: str) -> int:
-    """Hands this process's standard streams to the agent that listens there, and waits until it is done with them."""
+    """Passes this process's standard streams to the agent at `path`, and waits until the agent closes them."""
     with socket.socket(socket.AF_UNIX) as agent:
         try:
             agent.connect(path)
