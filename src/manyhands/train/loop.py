@@ -125,6 +125,8 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         extra=trainer.telling,
         replaced=bad,
     )
+    if differing := trainer.update.differing_buffers():
+        trainer.on_differing_buffers(differing)
     if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     _record(trainer, status, order.steps_per_epoch)
