@@ -181,6 +181,44 @@ def test_what_can_not_be_trained_is_refused_in_one_sentence(net, told, tmp_path)
         build(job, RunFolder(tmp_path), World(), "single", Objects(net))
 
 
+def _build_frozen(world):
+    """Of two processes one has nothing to train, as a piece of a network on a mesh may."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).requires_grad_(world.is_main)
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(UserError) as caught:
+        build(job, RunFolder(Path(folder)), world, "hybrid", Objects(net))
+    return caught.value.what
+
+
+def test_all_processes_refuse_a_network_of_which_one_has_nothing_to_train():
+    told = "the network has no parameter that can be trained on rank 1: all are frozen"
+    assert run_on_ranks(_build_frozen, 2) == [told, told]
+
+
+def _largest_losses(output, labels):
+    return nn.functional.cross_entropy(output, labels, reduction="none").topk(4).values.mean()
+
+
+class _OutOfMemory(nn.Linear):
+    """Has no memory for any number of samples, and notes these numbers."""
+
+    def __init__(self):
+        super().__init__(64, 5)
+        self.tried = []
+
+    def forward(self, images):
+        self.tried.append(len(images))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_trial_that_runs_out_of_memory_is_not_tried_with_more_samples(tmp_path):
+    net = _OutOfMemory()
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    with pytest.raises(torch.OutOfMemoryError):
+        build(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=_largest_losses))
+    assert net.tried == [8]
+
+
 def test_what_the_refusal_of_complex_parameters_advises_trains(tmp_path):
     net = _Spectral(torch.view_as_real(torch.ones(8, 5, dtype=torch.cfloat)).clone())
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 1}, environment={}).job

@@ -88,7 +88,7 @@ def build(
     if not found:
         look_first(model, job, samples, world)
     elif grid is None:
-        refuse_other_head(found.snapshot.model, model, len(classes), str(found.path))
+        refuse_other_head(found.snapshot, model, len(classes), str(found.path))
     plain, count = is_cross_entropy(job, objects), len(classes)
     under = put_under_mode(
         BeforeMode(job, model, samples, mode, world, journal, loss_fn, plain, count, plan, grid, found)
@@ -251,7 +251,7 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     if isinstance(trainer.update.set_rates, OwnScheduler) and found.snapshot.state.get("schedule"):
         with reading_of(where):
             trainer.update.set_rates.go_on(found.snapshot.state["schedule"], trainer.progress.step)
-    for note in (*found.notes, *filter(None, [anew])):
+    for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew])):
         trainer.journal.event("warning", note, trainer.progress.step)
     step = trainer.progress.step
     told = f"goes on from step {step} of {where}"

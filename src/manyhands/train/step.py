@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class UnderWay:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The network's buffers by name, except those of BatchNorm groups."""
-        return {name: module._buffers[key] for name, (module, key) in self._places.items()}
+        return {name: cast(Tensor, module._buffers[key]) for name, (module, key) in self._places.items()}
 
     def begin(self) -> None:
         """Keeps what an update may change before its end."""
