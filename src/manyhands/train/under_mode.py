@@ -32,6 +32,9 @@ from manyhands.train.recover import Resumable
 from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_step
 from manyhands.train.state import split_state
 
+# Seconds a sample from which on it is worth saying how long an update takes.
+_SLOW_S = 0.1
+
 
 @dataclass(frozen=True)
 class UnderMode:
@@ -141,12 +144,16 @@ def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
         mend = (f"have the data set or the network shape x; --sync {EXACT} tries nothing",)
         raise UserError(what, "session.prepare", mend) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
+    sample_s = max(gather_plain(found.sample_s, world))
+    if before.loss_fn and sample_s > _SLOW_S and world.device == "cpu":
+        again = rehearse(rehearsal, before.classes, count, world)  # the first pass also sets things up
+        sample_s = max(gather_plain(again.sample_s, world))
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
         told = f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant"
         before.journal.event("warning", told, 0)
-    return RehearsalResult(unused, draws, found.outputs, count)
+    return RehearsalResult(unused, draws, found.outputs, count, sample_s)
 
 
 def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> ChosenSync:
