@@ -169,7 +169,7 @@ def test_a_class_without_an_evaluation_sample_is_a_warning_with_quiet_too(named,
     if named:
         train.classes = test.classes = ["ant", "wasp", "fly", "bee"]
     manyhands.fit(nets.Net(4), train, test, epochs=1, batch=10, **QUIET)
-    missing = f"no test sample, so the evaluation says nothing about them: {'bee' if named else '3'}"
+    missing = f"no test sample, so no evaluation covers them: {'bee' if named else '3'}"
     assert f"1 of 4 classes have {missing}" in [event["message"] for event in told("warning")]
     assert missing in capsys.readouterr().err
 

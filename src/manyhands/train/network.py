@@ -1,4 +1,4 @@
-"""The network of a job: built on its device, with the weights that it begins with."""
+"""The network of a job, built on its device with its initial weights."""
 
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
 
 
 def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
-    """Refuses to go on with another tool's network that tells other classes apart than the data has.
+    """Refuses to resume another tool's network whose number of outputs isn't the data's number of classes.
 
     Raises:
         UserError: it fits but for its last layer.
@@ -109,9 +109,9 @@ def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where:
         outputs = len(saved[head[0]])
         mend = (
             f"begin with its weights and a new last layer: --model.weights {where}",
-            f"or go on with all its outputs: --set model.num_classes={outputs}",
+            f"or resume with all its outputs: --set model.num_classes={outputs}",
         )
-        raise UserError(f"this network tells {outputs:,} classes apart, and the data has {classes:,}", where, mend)
+        raise UserError(f"this network has {outputs:,} outputs, and the data has {classes:,} classes", where, mend)
 
 
 def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:

@@ -93,10 +93,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def copied(value: Any, *, keep: bool = True) -> Any:
-    """The same on the CPU, which nothing that goes on changes; what torch has spread is whole then: a collective.
-
-    Who doesn't `keep` it takes part, and has no tensor.
-    """
+    """Copies tensors to the CPU. Sharded ones are gathered by a collective; without `keep` this process gets none."""
     if isinstance(value, Tensor):
         tensor = whole(value.detach())
         return tensor.to("cpu", copy=True) if keep else None

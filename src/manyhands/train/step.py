@@ -20,7 +20,7 @@ from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss, explain_piece
+from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss
 from manyhands.train.draws import draws_from_torch_alone, seed_generators
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import LossFn, something
@@ -376,10 +376,8 @@ class Updater:
         return finite
 
     def _refuse(self, finite: bool, update: UpdateShare, step: int) -> None:
-        if not finite and (self.network.together or self.loss_fn is None):
-            raise explain_piece(self.network.inner, self.world, step)
         if not finite:
-            raise explain_gradient(self, update, step)
+            raise explain_gradient(self, update, step, alone=self.network.together or self.loss_fn is None)
 
 
 def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:

@@ -78,7 +78,7 @@ class BeforeMode:
 
 
 def put_under_mode(before: BeforeMode) -> UnderMode:
-    """Proves that all start from the same, settles how they will agree, and has the network run; a collective.
+    """Verifies that all processes start from the same network, selects the sync method and applies the mode.
 
     Raises:
         UserError: network, data, mode and sync method don't fit together.
