@@ -18,11 +18,14 @@ from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import ALONE, NetworkLayout
 from manyhands.checkpoint.reshard import merge, reshard
 from manyhands.checkpoint.save import save
-from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.core.errors import UserError
+from manyhands.core.folder import NOWHERE
+from manyhands.core.journal import Journal
 from manyhands.core.layouts import TensorLayout
-from manyhands.train.state import fit_snapshot, fitted
+from manyhands.train.network import begin_with
+from manyhands.train.state import fit_snapshot, load_snapshot
 
 
 def network() -> nn.Module:
@@ -82,7 +85,7 @@ def test_old_main_py_had_no_scheduler_and_wraps_only_the_features_of_vgg(tmp_pat
     weights = {"features.module.0.weight": torch.ones(2), "classifier.0.weight": torch.zeros(2)}
     torch.save({"epoch": 1, "arch": "vgg11", "state_dict": weights, "best_acc1": 0}, tmp_path / "model_best.pth.tar")
     read = read_foreign(tmp_path / "model_best.pth.tar")
-    assert list(fitted(read.model, ["features.0.weight", "classifier.0.weight"])) == [
+    assert list(fitted(read, ["features.0.weight", "classifier.0.weight"]).model) == [
         "features.0.weight", "classifier.0.weight"
     ]  # fmt: skip
     assert read.optimizer is None
@@ -168,6 +171,31 @@ def test_weights_from_before_torch_counted_batches_are_read(tmp_path: Path):
     assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_weights_from_before_torch_counted_batches_are_split(tmp_path: Path, suffix: str):
+    model, file = network(), tmp_path / f"w{suffix}"
+    write = torch.save if suffix == ".pth" else save_file
+    write({f"module.{n}": one for n, one in model.state_dict().items() if "num_batches" not in n}, file)
+    layouts = {n: TensorLayout(tuple(one.shape), tuple(one.shape)) for n, one in model.state_dict().items()}
+    reshard(open_checkpoint(file, wanted=layouts), tmp_path / "cut", NetworkLayout(ALONE, layouts))
+    again = load(tmp_path / "cut").model
+    assert all(torch.equal(one, again[name]) for name, one in model.state_dict().items())
+
+
+class NotStrict(nn.Linear):
+    """A network whose `load_state_dict` takes no `strict`."""
+
+    def load_state_dict(self, state_dict):
+        return super().load_state_dict(state_dict)
+
+
+def test_a_network_with_a_load_state_dict_of_its_own_is_called_as_plainly_as_possible(tmp_path: Path):
+    model, other = NotStrict(2, 2), NotStrict(2, 2)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    load_snapshot(read_foreign(tmp_path / "w.pth"), other, "here")
+    assert torch.equal(model.weight, other.weight)
+
+
 class Remembers(nn.Linear):
     """Whose state is more than tensors."""
 
@@ -191,8 +219,38 @@ def test_extra_state_of_modules_is_read_from_other_files_and_merged_into_them(tm
     other[0].scales = None
     other.load_state_dict(fit_snapshot(load(save(tmp_path, 1, read)), other, "here"))
     assert other[0].scales == model[0].scales
-    with pytest.raises(UserError, match=r"0\._extra_state is not in the network"):
-        fit_snapshot(read, nn.Sequential(nn.Linear(2, 2)), "here")
+    layouts = {
+        f"0.{n}": TensorLayout(tuple(one.shape), tuple(one.shape)) for n, one in nn.Linear(2, 2).state_dict().items()
+    }
+    split = open_checkpoint(tmp_path / "w.pth", wanted=layouts)
+    assert list(split.state["extra_state"]) == ["0._extra_state"]
+
+
+def test_extra_state_gets_its_name_with_the_weights_and_one_that_the_network_lacks_is_left_out(tmp_path: Path):
+    model, other, lacks = (nn.Sequential(kind()) for kind in (Remembers, Remembers, lambda: nn.Linear(2, 2)))
+    model[0].scales = {"largest": 3.0}
+    state = {f"backbone.{name}": one for name, one in model.state_dict().items()}
+    torch.save(state, tmp_path / "w.pth")
+    torch.save(state | {"backbone.0._extra_state": torch.ones(3)}, tmp_path / "tensor.pth")
+    journal = Notes(NOWHERE, 0)
+    begin_with(other, tmp_path / "w.pth", 2, journal)
+    assert other[0].scales == {"largest": 3.0}
+    assert journal.notes == []
+    for file in ("w.pth", "tensor.pth"):
+        begin_with(lacks, tmp_path / file, 2, journal)
+        assert journal.notes.pop() == "0._extra_state: left out, since the network has no such extra state"
+        assert torch.equal(lacks[0].weight, model[0].weight)
+
+
+class Notes(Journal):
+    """Keeps what it is told."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.notes = []
+
+    def event(self, kind, message="", step=None, **_data):
+        self.notes.append(message)
 
 
 def test_an_optimizer_of_another_network_is_refused():

@@ -150,8 +150,15 @@ def test_a_network_of_float64_computes_in_float64(settings):
     Path("double.py").write_text(
         "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()\n"
     )
-    with pytest.raises(UserError, match=r"1\.weight is float64, and the precision is fp32"):
+    with pytest.raises(UserError, match="the network is float64, and the precision is fp32"):
         manyhands.fit("double.py:net", tiny(), epochs=1, batch=20, precision="fp32", **{**QUIET, "out": "other"})
+    Path("mixed.py").write_text(
+        "import torch\nfrom torch import nn\n\nclass Mixed(nn.Sequential):\n"
+        "    def forward(self, x):\n        return super().forward(x) * self.scale\n\n"
+        "net = Mixed(nn.Flatten(), nn.Linear(64, 10))\nnet.scale = nn.Parameter(torch.ones((), dtype=torch.double))\n"
+    )
+    manyhands.fit("mixed.py:net", tiny(), epochs=1, batch=20, precision="fp32", **{**QUIET, "out": "mixed"})
+    assert manyhands.predict("mixed", [images[0]])
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_pa
     with pytest.raises(UserError, match="the checkpoint is of another network") as raised:
         manyhands.fit("mlp", colours(2, 8), out=tmp_path / "x", model__weights=str(run.path), **options)
     assert "--out" not in " ".join(raised.value.mend)
-    with pytest.raises(UserError, match="tells 3 classes apart, and the data has 2") as raised:
+    with pytest.raises(UserError, match="has 3 outputs, and the data has 2 classes") as raised:
         manyhands.fit(
             "cnn", colours(2, 8), out=tmp_path / "y", checkpoint__resume=str(tmp_path / "three.pth"), **options
         )

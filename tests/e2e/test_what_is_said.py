@@ -1,5 +1,6 @@
 """What a run says of itself: its speed, its data, and what a user should know of both."""
 
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -60,6 +61,37 @@ def test_a_run_says_first_what_is_trained_on_what(capfd):
     assert line.endswith(setup["message"].replace("\n", " | "))
     page = Path("run/report.html").read_text()
     assert all(f"<div>{line}</div>" in page.partition("<dl>")[0] for line in setup["message"].split("\n"))
+
+
+class Slow(nets.Net):
+    """Takes a fifth of a second at each call, and two seconds at the first."""
+
+    calls = 0
+
+    def act(self):
+        self.calls += 1
+        time.sleep(2 if self.calls == 1 else 0.24)
+
+
+def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_update():
+    manyhands.fit(Slow(), tiny(1000), epochs=1, batch=30, train__max_steps=1, **QUIET)
+    notes = [event["message"] for event in told("note") if "is expected to take" in event["message"]]
+    assert len(notes) == 1
+    update, epoch = re.fullmatch(
+        r"an update is expected to take about ([\d.]+) s, and an epoch (\d+) min", notes[0]
+    ).groups()
+    assert 3 <= float(update) < 10
+    assert 1 <= int(epoch) < 6
+    assert told("note")[-1]["time"] < told("first-step")[0]["time"]
+
+
+def test_what_is_trained_on_is_said_before_anything_is_timed(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    network = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 10))
+    manyhands.fit(network, tiny(40), epochs=1, batch=9, **QUIET | {"precision": "auto"})
+    kinds = [event["message"].split(" ")[0] for event in read_lines(Path("run/events.jsonl")) if event.get("message")]
+    assert kinds.count("data:") == 1
+    assert kinds.index("data:") < kinds.index("timing")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +169,7 @@ def test_a_class_without_an_evaluation_sample_is_a_warning_with_quiet_too(named,
     if named:
         train.classes = test.classes = ["ant", "wasp", "fly", "bee"]
     manyhands.fit(nets.Net(4), train, test, epochs=1, batch=10, **QUIET)
-    missing = f"no test sample, so the evaluation says nothing about them: {'bee' if named else '3'}"
+    missing = f"no test sample, so no evaluation covers them: {'bee' if named else '3'}"
     assert f"1 of 4 classes have {missing}" in [event["message"] for event in told("warning")]
     assert missing in capsys.readouterr().err
 

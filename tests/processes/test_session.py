@@ -346,6 +346,16 @@ def test_who_leaves_an_epoch_early_goes_on_with_the_next(size):
     assert len(set(found[0][1])) == 3
 
 
+def test_a_loop_of_ones_own_says_first_what_is_trained_on(capsys):
+    s, net = _session(World()), _network()
+    s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=17)
+    s.close()
+    data, network, training = capsys.readouterr().err.splitlines()[:3]
+    assert data.startswith(f"manyhands: data: TensorDataset, {len(_data())} training samples, ")
+    assert network == f"network: Sequential, {sum(one.numel() for one in net.parameters()):,} parameters"
+    assert training.endswith("batch 17, SGD at learning rate 0.1, processes 1, device cpu")
+
+
 def test_a_plain_mistake_is_said_in_words():
     s, net = _session(World()), _network().double()
     with pytest.raises(UserError, match=r"call session\.prepare"):

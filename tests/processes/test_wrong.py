@@ -27,7 +27,6 @@ class Net(nn.Module):
     def __init__(self, wrong, rank):
         super().__init__()
         self.linear = nn.Linear(64, 5)
-        self.register_buffer("memory", torch.zeros(3))
         self.wrong, self.rank, self.passes = wrong, rank, 0
 
     def forward(self, images):
@@ -35,7 +34,7 @@ class Net(nn.Module):
         self.passes += self.training
         if self.passes >= 4 and self.rank == 1:
             if self.wrong == "drift":
-                self.memory += 1
+                self.linear.bias.data += 1
             elif self.wrong == "loss":
                 outputs = outputs * float("nan")
             elif self.wrong == "gradient":
@@ -78,23 +77,31 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
 
 def test_a_drifted_replica_is_named_with_its_tensor():
     for what, where in run_on_ranks(_fit, 3, "drift", False):
-        assert "memory" in what
-        assert where == "rank 1, memory"
+        assert "drifted apart: linear.bias" in what
+        assert where == "rank 1, linear.bias"
 
 
 class _Centred(nn.Module):
-    """Keeps a mean of its own samples."""
+    """Keeps a mean of its own samples; starts late to write into one buffer and to replace another."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(1))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("late", torch.zeros(3, dtype=torch.int16))
+        self.register_buffer("replaced", torch.zeros(1))
+        self.register_buffer("constant", torch.ones(5, dtype=torch.bool))
+        self.passes = 0
 
     def forward(self, values):
         if self.training:
+            self.passes += 1
             with torch.no_grad():
                 self.mean.lerp_(values.mean(), 0.1)
                 self.seen += len(values)
+                if self.passes > 4:
+                    self.late += (values[:, 0, 0, 0] > 0).sum().to(torch.int16)
+                    self.replaced = 0.9 * self.replaced + values.mean()
         return values - self.mean
 
 
@@ -104,6 +111,7 @@ def _fit_moving(world, mode, samples):
         nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), _Centred(), nn.Flatten(), nn.Linear(144, 5)
     )
     with tempfile.TemporaryDirectory() as folder:
+        RunFolder(Path(folder)).ranks.mkdir()
         trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
         give_account(trainer, [own_environment(world)] * world.size, {})
         fit(trainer)
@@ -117,7 +125,9 @@ def test_buffers_that_each_process_moves_by_its_own_samples_are_kept_equal_and_n
     (first, exceptions), (second, _) = run_on_ranks(_fit_moving, 2, mode, 40)
     assert first == second
     assert first["2.seen"] > 0
-    assert any("1.running_mean" in one and "takes rank 0's values" in one for one in exceptions)
+    assert first["2.replaced"] != [0]
+    (exception,) = exceptions
+    assert exception.startswith("1.running_mean, 1.running_var, 2.mean and 3 more buffers: updated from")
 
 
 def test_one_process_alone_names_no_buffers():
@@ -169,6 +179,44 @@ def test_what_can_not_be_trained_is_refused_in_one_sentence(net, told, tmp_path)
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with pytest.raises(UserError, match=told):
         build(job, RunFolder(tmp_path), World(), "single", Objects(net))
+
+
+def _build_frozen(world):
+    """Of two processes one has nothing to train, as a piece of a network on a mesh may."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).requires_grad_(world.is_main)
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(UserError) as caught:
+        build(job, RunFolder(Path(folder)), world, "hybrid", Objects(net))
+    return caught.value.what
+
+
+def test_all_processes_refuse_a_network_of_which_one_has_nothing_to_train():
+    told = "the network has no parameter that can be trained on rank 1: all are frozen"
+    assert run_on_ranks(_build_frozen, 2) == [told, told]
+
+
+def _largest_losses(output, labels):
+    return nn.functional.cross_entropy(output, labels, reduction="none").topk(4).values.mean()
+
+
+class _OutOfMemory(nn.Linear):
+    """Has no memory for any number of samples, and notes these numbers."""
+
+    def __init__(self):
+        super().__init__(64, 5)
+        self.tried = []
+
+    def forward(self, images):
+        self.tried.append(len(images))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_trial_that_runs_out_of_memory_is_not_tried_with_more_samples(tmp_path):
+    net = _OutOfMemory()
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    with pytest.raises(torch.OutOfMemoryError):
+        build(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=_largest_losses))
+    assert net.tried == [8]
 
 
 def test_what_the_refusal_of_complex_parameters_advises_trains(tmp_path):

@@ -179,16 +179,22 @@ def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]
         wanted: the names in the network's state dict; none if they aren't known.
 
     Returns:
-        The network's name for each name in the file; one that doesn't fit stays as it is.
+        The network's name for each name in the file. A tensor that doesn't fit keeps its name; extra state, which
+        `wanted` need not have, is renamed along with the tensors.
     """
     found, most = dict[str, str](), -1
     for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):
         for form in _shorter_forms([name for name in saved if name != _AVERAGES or name in wanted or not wanted]):
-            fits = {name: known.get(short, name) for name, short in form.items()}
+            fits = {name: known.get(short, short if is_extra(name) else name) for name, short in form.items()}
             count = sum(name in wanted for name in fits.values())
             if count > most and len(set(fits.values())) == len(fits):
                 found, most = fits, count
     return found
+
+
+def is_extra(name: str) -> bool:
+    """Whether a name in a state dict is that of a module's extra state."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _unwrapped(name: str) -> str:

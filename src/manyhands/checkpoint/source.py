@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.described import fit_names, is_pickled, open_description
+from manyhands.checkpoint.described import is_pickled, open_description
 from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.pieces import ALONE, MODEL, OPTIMIZER, NetworkLayout
-from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.checkpoint.stored import FileTensors, StoredTensors, in_memory
 from manyhands.checkpoint.tensors import EXTRA_STATE, parameter_names, unflatten
 from manyhands.checkpoint.verify import torn
@@ -89,13 +89,15 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
     if is_pickled(path):
         return _open_foreign(path, wanted)
     found = open_description(path, verified=verified, wanted=wanted)
+    if path.is_file() and not found.kinds[MODEL].entries.keys() >= set(wanted):
+        return _open_foreign(path, wanted)
     kinds = {kind: FileTensors(*placed) for kind, placed in found.kinds.items()}
     return Source(path, found.form, kinds[MODEL], kinds.get(OPTIMIZER), found.branches, found.state, found.mesh)
 
 
 def _open_foreign(path: Path, wanted: Collection[str]) -> Source:
-    read = read_foreign(path)
+    read = fitted(read_foreign(path), wanted)
     notes = ("its optimizer's state is left out, since it numbers the parameters",) if read.optimizer else ()
-    model = {name: read.model[key] for key, name in fit_names(read.model, wanted).items()}
     state = {EXTRA_STATE: read.state[EXTRA_STATE]} if EXTRA_STATE in read.state else {}
-    return Source(path, "pth", in_memory(model), state=state, notes=notes)
+    form = "pth" if is_pickled(path) else "safetensors"
+    return Source(path, form, in_memory(read.model), state=state, notes=notes)

@@ -7,11 +7,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from manyhands.checkpoint.described import written_order
+from manyhands.checkpoint.described import is_extra, written_order
 from manyhands.core.outside import UnreadableError
 
 EXTRA_STATE = "extra_state"  # in a snapshot's state: what modules' `get_extra_state` gives
-_EXTRA = "_extra_state"  # torch's last component of its name in a state dict
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
 
@@ -51,7 +50,7 @@ def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
     """
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
-        if not isinstance(name, str) or not (isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA):
+        if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
             raise TypeError(f"{name} is a {type(value).__name__}")
         if not isinstance(value, Tensor):
             found[name] = flatten(value, name, inner)

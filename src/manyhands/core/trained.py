@@ -4,10 +4,10 @@ The run folder has it as network.json, and each checkpoint in its plain state. S
 without the data that they were learnt from.
 """
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -47,18 +47,20 @@ class Pictures(BaseModel):
 
 
 # What networks of this process were trained on.
-_PICTURES: WeakKeyDictionary[Any, Pictures] = WeakKeyDictionary()
+_PICTURES: dict[int, Pictures] = {}  # by the network's id, since a class may compare or hash its objects by value
 
 
 def note_pictures(network: Any, pictures: Pictures) -> None:
     """Remembers, for this process, how the pictures that a network is trained on become numbers."""
-    _PICTURES[network] = pictures
+    if id(network) not in _PICTURES:
+        weakref.finalize(network, _PICTURES.pop, id(network))
+    _PICTURES[id(network)] = pictures
 
 
 def noted_pictures(network: Any) -> Pictures | None:
     """Returns what `note_pictures` noted for a network, or for the one that DDP or torch.compile has wrapped in it."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
-    return next((_PICTURES[each] for each in inner if each is not None and each in _PICTURES), None)
+    return next((_PICTURES[id(each)] for each in inner if id(each) in _PICTURES), None)
 
 
 class TrainedNetwork(BaseModel):

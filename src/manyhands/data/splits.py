@@ -151,7 +151,8 @@ def take(source: Source, samples: Tensor) -> Source:
     return replace(source, dataset=part, labels=labels)
 
 
-def describe_samples(train: int, test: int, classes: Sequence[str], what: str = "pictures") -> str:
-    """How many samples and which classes there are, for one line."""
+def describe_samples(train: int, test: int | None, classes: Sequence[str], what: str = "pictures") -> str:
+    """How many samples and which classes there are, for one line; `test` is None where nothing is evaluated."""
     names = textwrap.shorten(", ".join(map(plain, classes)), 72, placeholder=" …")
-    return f"{train:,} training and {test:,} evaluation {what}, {len(classes):,} classes: {names}"
+    evaluated = "" if test is None else f" and {test:,} evaluation"
+    return f"{train:,} training{evaluated} {what}" + (f", {len(classes):,} classes: {names}" if classes else "")

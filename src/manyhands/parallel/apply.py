@@ -103,16 +103,8 @@ def compare_replicas(
     Gives the first tensor that differs and the ranks that differ from the first holder (rank 0, of what isn't cut), or
     None when all are equal.
     """
-    return next(iter(differing_replicas(named, world, network).items()), None)
-
-
-def differing_replicas(
-    named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
-) -> dict[str, list[int]]:
-    """All tensors that `compare_replicas` could give, each with the ranks that differ."""
     if world.alone or not named:
-        return {}
-    found: dict[str, list[int]] = {}
+        return None
     mine = checksums(list(named.values())).to(world.device)
     everybody = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(everybody, mine)
@@ -122,8 +114,8 @@ def differing_replicas(
             r for r, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[first[r]][number])
         ]
         if different:
-            found[name] = different
-    return found
+            return name, different
+    return None
 
 
 def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:

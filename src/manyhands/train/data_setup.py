@@ -135,10 +135,7 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 
 def missing_classes(splits: Splits) -> list[str]:
-    """A sentence for each split that lacks classes of which the others or the data set's list of names know.
-
-    A class without a training sample can't be learnt, and one without an evaluation sample is in no figure.
-    """
+    """Returns a sentence for each split that lacks classes of the other splits or of the data set's list of names."""
     counts = {word: source.labels.bincount() for word, source in splits.named() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
@@ -149,7 +146,7 @@ def missing_classes(splits: Splits) -> list[str]:
         expected = known if word == "training" else present.get("training", known)
         if missing := sorted(expected - seen):
             shown = ", ".join(names[number] for number in missing[:5]) + (" …" if len(missing) > 5 else "")
-            effect = "" if word == "training" else ", so the evaluation says nothing about them"
+            effect = "" if word == "training" else ", so no evaluation covers them"
             sentences.append(f"{len(missing):,} of {len(known):,} classes have no {word} sample{effect}: {shown}")
     return sentences
 

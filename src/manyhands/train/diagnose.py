@@ -47,12 +47,7 @@ def explain_left_out(
         return RunError(what, where, tuple(mend))
     if network.sharded and not closely:  # torch would add what is computed once more to the next update
         return RunError("a gradient is not finite", f"step {step}", MEND)
-    if not network.together:
-        return explain_gradient(updater, update, step)
-    piece = _bad_gradient(network.inner)
-    names: dict[int, str] = told(updater.synchronizer, piece, world)
-    rank = next((rank for rank, name in names.items() if name), world.rank)
-    return _of_gradient(names[rank], rank, step)
+    return explain_gradient(updater, update, step)
 
 
 def explain_loss(
@@ -100,39 +95,22 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
     return found[0] if found else "the loss itself, from finite outputs"
 
 
-def explain_gradient(updater: "Updater", update: UpdateShare, step: int) -> RunError:
-    """The error for a gradient that is not finite; every process that updates with it looks at its own part.
+def explain_gradient(updater: "Updater", update: UpdateShare, step: int, *, alone: bool = False) -> RunError:
+    """The error for a gradient that is not finite; all processes that share gradients call it.
 
-    Those that share gradients all are here; where each machine trains by itself, its own alone.
+    `alone`: only this process calls it, since the others may hold nothing of that parameter.
     """
-    updater.optimizer.zero_grad(set_to_none=True)
-    updater.add_gradients(update, step, averages=False)
-    mine = ""
-    for name, parameter in updater.network.inner.named_parameters():
-        if parameter.grad is not None and not _finite(parameter.grad):
-            mine = f"the gradient of {name} is {_kind(parameter.grad)}"
-            break
-    everybody: dict[int, str] = told(updater.synchronizer, mine, updater.world)
+    if updater.loss_fn and not updater.network.together:
+        updater.optimizer.zero_grad(set_to_none=True)
+        updater.add_gradients(update, step, averages=False)
+    found = ((name, one.grad) for name, one in updater.network.inner.named_parameters())
+    mine = next((f"the gradient of {n} is {_kind(g)}" for n, g in found if g is not None and not _finite(g)), "")
+    everybody: dict[int, str] = {updater.world.rank: mine}
+    if not alone:
+        everybody = told(updater.synchronizer, mine, updater.world)
     rank = next((rank for rank, text in everybody.items() if text), min(everybody))
     what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
     return RunError(what, f"rank {rank}, step {step}", MEND)
-
-
-def explain_piece(model: nn.Module, world: World, step: int) -> RunError:
-    """The error for a gradient that is not finite, of a cut network, or where the user computes the loss.
-
-    Other processes may hold nothing of that parameter, so this one says it without them.
-    """
-    return _of_gradient(_bad_gradient(model), world.rank, step)
-
-
-def _bad_gradient(model: nn.Module) -> str:
-    """The name of the first parameter whose gradient isn't finite here; empty for none."""
-    return next((n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)), "")
-
-
-def _of_gradient(name: str, rank: int, step: int) -> RunError:
-    return RunError(f"the gradient of {name} is not finite", f"rank {rank}, step {step}", MEND)
 
 
 def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -> RunError:

@@ -40,7 +40,7 @@ from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.network import make_model, without_first_weights
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.recover import Resumable, find_state, outputs_of
-from manyhands.train.state import fit_snapshot, restore
+from manyhands.train.state import load_snapshot, restore
 from manyhands.train.trained import PICTURES, job_of_record, need_network, pixels_of, silent
 
 
@@ -198,7 +198,7 @@ def _split_network(subject: Subject, world: World, objects: Objects, request: Mo
 
 def _network(subject: Subject, world: World, objects: Objects, snapshot: Snapshot, where: str) -> nn.Module:
     model = make_model(subject.job, subject.pixels, subject.num_classes, world, objects, silent())
-    model.load_state_dict(fit_snapshot(snapshot, model, where), strict=False)
+    load_snapshot(snapshot, model, where)
     return model.eval()
 
 

@@ -18,7 +18,7 @@ def exceptions(trainer: Trainer) -> list[str]:
     """The exceptions from "the same at any number of processes" that are in force."""
     loss_fn = trainer.update.loss_fn
     loss = [loss_fn.dependent] if loss_fn and loss_fn.dependent else []
-    return [*loss, *_of_norms(trainer), *of_buffers(trainer), *_of_draws(trainer), *_of_sync(trainer)]
+    return [*loss, *_of_norms(trainer), *_of_draws(trainer), *_of_sync(trainer)]
 
 
 def _of_norms(trainer: Trainer) -> list[str]:
@@ -37,12 +37,10 @@ def _of_norms(trainer: Trainer) -> list[str]:
     return []
 
 
-def of_buffers(trainer: Trainer) -> list[str]:
-    """Buffers that processes don't move alike, which are known after the first update."""
-    found = list(trainer.update.shared_buffers or ())
-    more = f" and {len(found) - 3} more buffers" if len(found) > 3 else ""
-    told = f"{', '.join(found[:3])}{more}: each process moves them by its own samples, and takes rank 0's values."
-    return [told] if found else []
+def exception_of_buffers(names: list[str]) -> str:
+    """The exception for buffers that processes update differently."""
+    more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}: updated from each process's own samples; all processes use rank 0's values."
 
 
 def _of_draws(trainer: Trainer) -> list[str]:

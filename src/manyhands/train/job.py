@@ -2,23 +2,29 @@
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.going_on import going_on
 from manyhands.core.journal import Journal
+from manyhands.core.layouts import TensorLayout
+from manyhands.core.quantities import short_time
 from manyhands.core.shown import plain
 from manyhands.core.world import World
+from manyhands.data.order import Order
 from manyhands.data.splits import Splits, describe_samples
+from manyhands.models.build import settle
 from manyhands.parallel.apply import one_process, takes_mesh
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plan import Plan
 from manyhands.train.compiled import compiled
-from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples
+from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples, pixels_for
 from manyhands.train.evaluators import evaluate_as_shared, make_evaluator, make_tester
 from manyhands.train.feed import Feed
 from manyhands.train.loss import LossFn, make_loss_fn
@@ -49,8 +55,11 @@ from manyhands.train.trained import describe_trained
 from manyhands.train.trainer import Trainer, seconds_between_saves
 from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
 
+# An epoch that takes longer is announced.
+_LONG_EPOCH_S = 60.0
 
-def build(
+
+def build(  # noqa: PLR0913 - everything that meets in a run
     job: Job,
     folder: RunFolder,
     world: World,
@@ -58,6 +67,8 @@ def build(
     objects: Objects | None = None,
     plan: Plan | None = None,
     splits: Splits | None = None,
+    *,
+    header: bool = True,
 ) -> Trainer:
     """Builds all parts; a collective where there are several processes.
 
@@ -69,6 +80,7 @@ def build(
         objects: what the user brings instead of names.
         plan: how ops are split, for modes that follow a plan.
         splits: the job's data, where that was opened before.
+        header: record what is trained on; False where that is recorded already.
 
     Raises:
         UserError: data, model and job don't fit together.
@@ -87,7 +99,7 @@ def build(
     if not found:
         look_first(model, job, samples, world)
     elif grid is None:
-        refuse_other_head(found.snapshot.model, model, len(classes), str(found.path))
+        refuse_other_head(found.snapshot, model, len(classes), str(found.path))
     plain, count = is_cross_entropy(job, objects), len(classes)
     under = put_under_mode(
         BeforeMode(job, model, samples, mode, world, journal, loss_fn, plain, count, plan, grid, found)
@@ -144,7 +156,11 @@ def build(
         release=lambda: under.release(samples),
         bad_pictures=set(samples.splits.skipped),
     )
-    _record_setup(trainer, samples, objects)
+    if header:
+        known = journal, job, world, samples.splits, samples.classes, objects, model, network.layouts
+        record_setup(*known, optimizer=optimizer)
+    if world.device == "cpu":  # an accelerator's pass over two samples says little about an update
+        trainer.heart.expected_s = _say_expected(rehearsed.sample_s, trainer)
     if found:
         resume(trainer, found)
     return compiled(suit(trainer))
@@ -213,25 +229,66 @@ def _name_all(classes: tuple[str, ...], outputs: int, journal: Journal) -> tuple
     return name_outputs(classes, outputs)
 
 
-def _record_setup(trainer: Trainer, samples: DataSetup, objects: Objects) -> None:
-    """Records what is trained on what, in three lines: the first ones on the screen, in a log and in the report."""
-    job, network, order = trainer.job, trainer.network, trainer.feed.order
-    shapes = {name: layout.shape for name, layout in network.layouts.items()}
-    parameters = sum(math.prod(shapes.get(name, each.shape)) for name, each in network.inner.named_parameters())
-    what = "samples" if samples.pixels.own else "pictures"
+def record_setup(  # noqa: PLR0913 - everything that a user should know first
+    journal: Journal,
+    job: Job,
+    world: World,
+    splits: Splits,
+    classes: Sequence[str],
+    objects: Objects,
+    model: nn.Module,
+    layouts: Mapping[str, TensorLayout] = {},
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    own_loop: bool = False,
+) -> None:
+    """Records what is trained on what, in three lines: the first ones on the screen, in a log and in the report.
+
+    Args:
+        journal: records it.
+        job: what the user asked for.
+        world: who takes part.
+        splits: the data.
+        classes: their names.
+        objects: what the user brought instead of names.
+        model: the network.
+        layouts: of the parameters that this process has pieces of.
+        optimizer: the user's own, where it is made already.
+        own_loop: the user's own loop decides how many epochs there are, and what is evaluated.
+    """
+    order, options = (
+        Order(len(splits.train), min(job.train.batch, len(splits.train)), 0, job.train.drop_last),
+        job.train,
+    )
+    parameters = sum(math.prod(layouts.get(name, each).shape) for name, each in model.named_parameters())
+    named = (
+        job.model.name if objects.model is not None else settle(job.model, pixels_for(job, splits, objects).size).name
+    )
     data = job.data.name if objects.train_set is None else type(objects.train_set).__name__
-    counted = describe_samples(order.length, len(samples.splits.test), samples.classes, what)
-    optimizer = trainer.update.optimizer
-    name = job.train.optimizer if job.train.built_in else type(optimizer).__name__
-    rate = job.train.lr if job.train.built_in else largest_rate(optimizer)
+    tested = None if own_loop else len(splits.test)
+    counted = describe_samples(len(splits.train), tested, classes, "samples" if splits.pixels.own else "pictures")
+    kind, rate = plain(options.optimizer), f" at learning rate {options.lr:g}" if options.built_in else ""
+    if optimizer and (own_loop or not options.built_in):
+        kind, rate = type(optimizer).__name__, f" at learning rate {largest_rate(optimizer):g}"
+    epochs = "" if own_loop else f"epochs {options.epochs}, "
     lines = (
         f"data: {plain(data)}, {counted}",
-        f"network: {plain(trainer.trained.name)}, {parameters:,} parameters",
-        f"training: epochs {job.train.epochs}, updates an epoch {order.steps_per_epoch:,}, "
-        f"batch {min(job.train.batch, order.length):,}, {name} at learning rate {rate:g}, "
-        f"processes {trainer.world.size}, device {trainer.world.device.partition(':')[0]}",
+        f"network: {plain(named)}, {parameters:,} parameters",
+        f"training: {epochs}updates an epoch {order.steps_per_epoch:,}, batch {order.batch:,}, {kind}{rate}, "
+        f"processes {world.size}, device {world.device.partition(':')[0]}",
     )
-    trainer.journal.event("setup", "\n".join(lines))
+    journal.event("setup", "\n".join(lines))
+
+
+def _say_expected(sample_s: float, trainer: Trainer) -> float:
+    """Seconds that an update is expected to take, by the trial step; a note says so of a long update or epoch."""
+    order = trainer.feed.order
+    update_s = sample_s * order.batch / trainer.world.size
+    epoch_s = update_s * order.steps_per_epoch
+    if epoch_s >= _LONG_EPOCH_S:
+        told = f"an update is expected to take about {short_time(update_s)}, and an epoch {epoch_s / 60:,.0f} min"
+        trainer.journal.event("note", told)
+    return update_s
 
 
 def resume(trainer: Trainer, found: Resumable) -> None:
@@ -250,7 +307,7 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     if isinstance(trainer.update.set_rates, OwnScheduler) and found.snapshot.state.get("schedule"):
         with reading_of(where):
             trainer.update.set_rates.go_on(found.snapshot.state["schedule"], trainer.progress.step)
-    for note in (*found.notes, *filter(None, [anew])):
+    for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew])):
         trainer.journal.event("warning", note, trainer.progress.step)
     step = trainer.progress.step
     told = f"goes on from step {step} of {where}"

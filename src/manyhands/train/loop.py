@@ -160,6 +160,8 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
         tell_of_fewest(trainer)
+    if differing := trainer.update.differing_buffers():
+        trainer.on_differing_buffers(differing)
     if status.replaced:
         tell_of_replaced(trainer)
     if status.tell:

@@ -1,4 +1,4 @@
-"""The network of a job: built on its device, with the weights that it begins with."""
+"""The network of a job, built on its device with its initial weights."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from manyhands.checkpoint.find import choose
 from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.load import load
-from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.journal import Journal
@@ -20,7 +20,7 @@ from manyhands.models.build import build_model, describe, settle
 from manyhands.models.first_look import LOOKED_AT, LooksFirst
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects, make_loader
-from manyhands.train.state import fit_snapshot, fitted, split_state
+from manyhands.train.state import load_snapshot, split_state
 
 
 def make_model(
@@ -38,8 +38,8 @@ def make_model(
         begin_with(model, Path(job.model.weights).expanduser(), classes, journal)
     if job.train.precision == "fp64":
         model = model.double()
-    elif double := [name for name, one in model.named_parameters() if one.dtype == torch.float64]:
-        what = f"{double[0]} is float64, and the precision is {job.train.precision}"
+    elif {one.dtype for one in model.parameters()} == {torch.float64}:
+        what = f"the network is float64, and the precision is {job.train.precision}"
         raise UserError(what, "train.precision", ("--set train.precision=fp64", "or make the network float32"))
     model = model.to(world.device)
     if job.train.channels_last is True:
@@ -81,36 +81,37 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
     path, passed_over = choose(reference, "best")
     for note in passed_over:
         journal.event("warning", note)
-    snapshot, (live, _) = read_any(path), split_state(model)
-    snapshot.model = saved = fitted(snapshot.model, live)
+    snapshot, (live, _) = fitted(read_any(path), model.state_dict()), split_state(model)
+    saved = snapshot.model
     head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
         journal.event("note", f"{', '.join(head)}: new, since {path.name} is for {outputs:,} classes, not {classes:,}")
         saved.update({name: live[name] for name in head})
     try:
-        state = fit_snapshot(snapshot, model, "model.weights")
+        load_snapshot(snapshot, model, "model.weights", renames=False)
     except UserError as error:
         mend = ("name the network that these weights are of", "its last layer alone may be of other classes")
         raise UserError(error.what, f"model.weights: {path}", mend) from None
-    model.load_state_dict(state, strict=False)
+    for note in snapshot.notes:
+        journal.event("note", note)
 
 
-def refuse_other_head(saved: dict[str, Tensor], model: nn.Module, classes: int, where: str) -> None:
-    """Refuses to go on with another tool's network that tells other classes apart than the data has.
+def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
+    """Refuses to resume another tool's network whose number of outputs isn't the data's number of classes.
 
     Raises:
         UserError: it fits but for its last layer.
     """
-    saved, live = fitted(saved, model.state_dict()), split_state(model)[0]
+    saved, live = fitted(snapshot, model.state_dict()).model, split_state(model)[0]
     head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
         mend = (
             f"begin with its weights and a new last layer: --model.weights {where}",
-            f"or go on with all its outputs: --set model.num_classes={outputs}",
+            f"or resume with all its outputs: --set model.num_classes={outputs}",
         )
-        raise UserError(f"this network tells {outputs:,} classes apart, and the data has {classes:,}", where, mend)
+        raise UserError(f"this network has {outputs:,} outputs, and the data has {classes:,} classes", where, mend)
 
 
 def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:

@@ -69,15 +69,15 @@ def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Gives fused SGD its momentum, which it would otherwise begin with in uninitialized memory.
+    """Initializes fused SGD's momentum, which torch leaves uninitialized if the first update is skipped.
 
-    See `optimize.start_state`. Raises UserError: with dampening, momentum of zero isn't what torch begins with.
+    See `optimize.start_state`. Raises UserError: with dampening, torch doesn't start from a momentum of zero.
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if not (group["fused"] and group["momentum"]):
             continue
         if group["dampening"]:
-            what = "fused SGD with dampening begins with uninitialized momentum where its first update is skipped"
+            what = "fused SGD with dampening starts from uninitialized momentum if its first update is skipped"
             raise UserError(what, _WHERE, ("leave fused=True out", "or dampening"))
         for parameter in group["params"]:
             if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:

@@ -31,7 +31,7 @@ from manyhands.train.choose_sync import check_combination
 from manyhands.train.compiled import keep_compiled
 from manyhands.train.data_setup import open_samples
 from manyhands.train.feed import Feed
-from manyhands.train.job import refuse_uncuttable, resume, set_determinism
+from manyhands.train.job import record_setup, refuse_uncuttable, resume, set_determinism
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_own, mark_own
@@ -51,7 +51,7 @@ from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
 
 # The key of a checkpoint's state for what a session alone knows.
 SESSION = "session"
-_SAID = {"note", "warning", "resumed", "stall", "sync", "changed", "stopped"}
+_SAID = {"setup", "note", "warning", "resumed", "stall", "sync", "changed", "stopped"}
 PlanLike = Plan | str | Path | Mapping[str, str]
 
 
@@ -189,11 +189,19 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         own_loop=True,
         release=lambda: under.release(samples),
     )
+    known = journal, job, world, samples.splits, samples.classes, objects, model, network.layouts
+    record_setup(*known, optimizer=own.optimizer, own_loop=True)
+    noted = _start(trainer, found, own)
+    return suit(trainer), noted
+
+
+def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str, Any]:
+    """Puts the trainer where it was, if it was anywhere; what the session had noted then."""
     noted = _go_on(trainer, found, own) if found else {}
     CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
     trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
-    return suit(trainer), noted
+    return noted
 
 
 def _the_users_own(_step: int) -> None:

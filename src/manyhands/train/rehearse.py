@@ -55,6 +55,7 @@ class RehearsalResult:
     draws: bool  # True where its training pass or its loss draws random numbers
     outputs: int = 0  # how many it has; at least as many as there are classes. 0: it wasn't tried
     count: int = 2  # samples that it was tried on
+    sample_s: float = 0.0  # seconds a sample took
 
 
 def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:
@@ -78,15 +79,17 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
             )
 
     with left_as_it_was(model, rehearsal.groups), drawing(seed, device) as drawn:
+        started = now(world)
         with watching(rehearsal.groups.layers) as seen:
             given = rehearsal.gradients(world).forward_backward(
                 whole_batch(batch.images, batch.labels), count, heed=check
             )
+        took_s = now(world) - started
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]
         # Of an output of the user's own kind, in which no tensors are found, nothing is learnt.
         unused = [] if len(unused) == len(trained) else unused
-        found = RehearsalResult(unused, drawn(), given.logits.shape[1])
+        found = RehearsalResult(unused, drawn(), given.logits.shape[1], count, took_s / count)
         settle_rows(model, seen, batch.images)
         return found
 

@@ -3,15 +3,15 @@
 import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.described import fit_names
-from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.described import is_extra
+from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.stored import in_memory
 from manyhands.checkpoint.tensors import EXTRA_STATE, flatten, plain_extra_state, unflatten
@@ -20,8 +20,6 @@ from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.spread import whole
 from manyhands.train.sharded_state import restore_optimizer, restore_pieces
-
-_COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
 
 
 @dataclass
@@ -95,10 +93,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def copied(value: Any, *, keep: bool = True) -> Any:
-    """The same on the CPU, which nothing that goes on changes; what torch has spread is whole then: a collective.
-
-    Who doesn't `keep` it takes part, and has no tensor.
-    """
+    """Copies tensors to the CPU. Sharded ones are gathered by a collective; without `keep` this process gets none."""
     if isinstance(value, Tensor):
         tensor = whole(value.detach())
         return tensor.to("cpu", copy=True) if keep else None
@@ -160,19 +155,21 @@ def restore(
     progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})
     if network.layouts:
         live = {name: layout.shape for name, layout in network.layouts.items()}
-        opened = source or _in_memory(replace(snapshot, model=fitted(snapshot.model, live)))
+        snapshot = snapshot if source else fitted(snapshot, live)
+        opened = source or _in_memory(snapshot)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        network.inner.load_state_dict(extra_state(snapshot, where), strict=False)
+        if extra := _known(extra_state(snapshot, where), network.inner.state_dict(), snapshot.notes):
+            network.inner.load_state_dict(extra, strict=False)
         return progress, restore_pieces(opened, network, optimizer)
     # Our own optimizer state goes by the parameters' names.
     renames = optimizer is None or bool(snapshot.state.get("foreign"))
-    state = fit_snapshot(snapshot, network.inner, where, renames=renames)
     if network.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+        state = fit_snapshot(snapshot, network.inner, where, renames=renames)
         set_model_state_dict(network.inner, state, options=StateDictOptions(full_state_dict=True, strict=False))
     else:
-        network.inner.load_state_dict(state, strict=False)
+        load_snapshot(snapshot, network.inner, where, renames=renames)
     if optimizer and snapshot.optimizer:
         return progress, restore_optimizer(snapshot.optimizer, network, optimizer)
     return progress, ""
@@ -186,13 +183,23 @@ def _in_memory(snapshot: Snapshot) -> Source:
     return Source(Path(), "whole", in_memory(snapshot.model), optimizer, branches, snapshot.state)
 
 
+def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> None:
+    """Gives a network on this process alone its tensors and extra state. Raises as `fit_snapshot` does."""
+    state = fit_snapshot(snapshot, model, where, renames=renames)
+    # A network's own `load_state_dict` may not know `strict`, which is only needed where extra state isn't saved.
+    incomplete = model.state_dict().keys() - state.keys()
+    model.load_state_dict(state, **({"strict": False} if incomplete else {}))
+
+
 def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
-    """What a snapshot holds of a network, for `load_state_dict(…, strict=False)`: all tensors, and the extra state.
+    """A network's state dict as a snapshot has it. Extra state that the network lacks is left out, with a note.
 
     `renames`: names may differ as `fit_names` says. Raises UserError: the snapshot is of another network.
     """
-    live, saved = model.state_dict(), {**snapshot.model, **extra_state(snapshot, where)}
-    saved = fitted(saved, live) if renames else saved
+    live, fit = model.state_dict(), snapshot
+    if renames:
+        fit = fitted(snapshot, live)
+    saved = _known({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
     live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
     shapes, others = [
         {name: tuple(getattr(one, "shape", ())) for name, one in state.items()} for state in (saved, live)
@@ -201,11 +208,12 @@ def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: b
     return saved
 
 
-def fitted(saved: Mapping[str, Any], live: Collection[str]) -> dict[str, Any]:
-    """Saved values by the network's own names; counters that torch didn't save before 0.4.1 are zero."""
-    renamed = {name: saved[key] for key, name in fit_names(saved, live).items()}
-    counters = [name for name in live if name.endswith(_COUNTER) and name.removesuffix(_COUNTER) + _MEAN in renamed]
-    return {**{name: torch.zeros((), dtype=torch.int64) for name in counters}, **renamed}
+def _known(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) -> dict[str, Any]:
+    """The saved values without extra state that the network lacks, which a note names."""
+    unknown = [name for name in saved if is_extra(name) and name not in live]
+    if unknown:
+        notes.append(f"{', '.join(unknown[:3])}: left out, since the network has no such extra state")
+    return {name: one for name, one in saved.items() if name not in unknown}
 
 
 def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,11 @@ from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMPUTE, UPDATE
 from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
-from manyhands.parallel.apply import differing_replicas
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss, explain_piece
+from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss
 from manyhands.train.draws import draws_from_torch_alone, seed_generators
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import LossFn, something
@@ -101,14 +100,24 @@ class UnderWay:
 
     def __init__(self, network: ParallelNetwork) -> None:
         ours = {id(one) for layer in network.norms.layers for one in layer.buffers(recurse=False)}
-        self.named = {name: one for name, one in network.inner.named_buffers() if id(one) not in ours}
-        self._buffers = list(self.named.values())
-        self._before: list[Tensor] = []
+        # The module and the key of each: modules may replace a buffer instead of writing into it.
+        self._places = {
+            f"{prefix}.{key}".lstrip("."): (module, key)
+            for prefix, module in network.inner.named_modules()
+            for key, one in module._buffers.items()
+            if one is not None and id(one) not in ours
+        }
+        self._before: dict[str, Tensor] = {}
         self.begun = self.in_pieces = False
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The network's buffers by name, except those of BatchNorm groups."""
+        return {name: cast(Tensor, module._buffers[key]) for name, (module, key) in self._places.items()}
 
     def begin(self) -> None:
         """Keeps what an update may change before its end."""
-        self.begun, self._before = True, [one.clone() for one in self._buffers]
+        self.begun, self._before = True, {name: one.clone() for name, one in self.buffers.items()}
 
     def end(self) -> None:
         """The update is whole."""
@@ -117,8 +126,8 @@ class UnderWay:
     def undo(self) -> None:
         """Puts back what an update has changed that isn't whole."""
         if self.begun:
-            for buffer, before in zip(self._buffers, self._before, strict=True):
-                buffer.copy_(before)
+            for name, buffer in self.buffers.items():
+                buffer.copy_(self._before[name])
 
 
 class Updater:
@@ -167,7 +176,12 @@ class Updater:
         )
         self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
         self.under_way = UnderWay(network)
-        self.shared_buffers: dict[str, Tensor] | None = None  # see `_share_buffers`; None before the first update
+        self._shared_buffers: list[str] = []
+        if not world.alone and not self.synchronizer.own_statistics:
+            cut = {name for name, layout in network.layouts.items() if layout.cuts}
+            shared = network.inner.state_dict().keys() - cut
+            self._shared_buffers = [name for name in self.under_way.buffers if name in shared]
+        self._differing = torch.zeros(len(self._shared_buffers), dtype=torch.int32, device=world.device)
         # Seeding the others' generators costs a small network a fiftieth of its update.
         by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
         self._torch_alone = by_us and draws_from_torch_alone(network.inner)
@@ -225,19 +239,23 @@ class Updater:
         CLOCK.to(COMPUTE)
 
     def _share_buffers(self) -> None:
-        """Gives all processes rank 0's buffers that each moves by its own samples, such as InstanceNorm's; as DDP does.
-
-        These are the ones that differ after the first update; a collective.
-        """
-        if self.world.alone or self.synchronizer.own_statistics:
+        """Broadcasts rank 0's buffers, as DDP does, since modules may update them from the samples of a process."""
+        if not self._shared_buffers:
             return
-        if self.shared_buffers is None:
-            saved, layouts = self.network.inner.state_dict().keys(), self.network.layouts
-            cut = {name for name, layout in layouts.items() if layout.cuts}
-            named = {name: one for name, one in self.under_way.named.items() if name in saved - cut}
-            self.shared_buffers = {name: named[name] for name in differing_replicas(named, self.world)}
-        for buffer in self.shared_buffers.values():
-            dist.broadcast(buffer, src=0)
+        named = self.under_way.buffers
+        buffers = [named[name] for name in self._shared_buffers]
+        mine = [one.reshape(-1).view(torch.uint8) for one in buffers]
+        shared = torch.cat(mine)
+        dist.broadcast(shared, src=0)
+        for number, (own, value) in enumerate(zip(mine, shared.split([len(one) for one in mine]), strict=True)):
+            self._differing[number] |= (own != value).any()
+            buffers[number].copy_(value.clone().view(buffers[number].dtype).view_as(buffers[number]))
+
+    def differing_buffers(self) -> list[str]:
+        """Names of the buffers that processes have updated differently before they took rank 0's; a collective."""
+        if self._shared_buffers:
+            dist.all_reduce(self._differing, dist.ReduceOp.MAX)
+        return [name for name, one in zip(self._shared_buffers, self._differing.tolist(), strict=True) if one]
 
     def add_gradients(
         self, update: UpdateShare, step: int, *, averages: bool = True, before_last: Callable[[], None] = lambda: None
@@ -358,10 +376,8 @@ class Updater:
         return finite
 
     def _refuse(self, finite: bool, update: UpdateShare, step: int) -> None:
-        if not finite and (self.network.together or self.loss_fn is None):
-            raise explain_piece(self.network.inner, self.world, step)
         if not finite:
-            raise explain_gradient(self, update, step)
+            raise explain_gradient(self, update, step, alone=self.network.together or self.loss_fn is None)
 
 
 def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:

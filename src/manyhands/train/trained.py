@@ -28,7 +28,7 @@ from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects
 from manyhands.train.network import make_model, read_any
 from manyhands.train.same_data import digest_data
-from manyhands.train.state import fit_snapshot
+from manyhands.train.state import load_snapshot
 
 # Options that say what pictures become.
 PICTURES = ("image_size", "channels", "mean", "std")
@@ -144,7 +144,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     world, pixels = World(device=device), pixels_of(record.pictures)
     grid = Grid(Mesh(tuple((name, 1) for name in record.axes)), world) if record.axes else None
     network = make_model(job_of_record(Job(), record), pixels, record.num_classes, world, objects, silent(), grid)
-    network.load_state_dict(fit_snapshot(snapshot, network, where), strict=False)
+    load_snapshot(snapshot, network, where)
     note_pictures(network, record.pictures)
     dtype = torch.float64 if record.double else torch.float32
     return Trained(network.eval(), Transform(pixels, device, dtype), record.classes)

@@ -72,6 +72,7 @@ class Trainer:
     epoch_mean: EpochMean = field(default_factory=EpochMean)  # of the epoch that goes on
     test: Callable[..., Evaluation] | None = None  # evaluates what was held out; None where nothing was
     on_first_update: Callable[[], None] | None = None  # called once, when this session has trained its first update
+    on_differing_buffers: Callable[[list[str]], None] = lambda _: None  # called with their names, once there are some
     at_epoch_end: AtEpochEnd | None = None  # the user's own function, for rank 0
     evaluated: EvaluationMetrics | None = None  # the last evaluation of this session
     own_loop: bool = False  # the user's own loop ends epochs and evaluates

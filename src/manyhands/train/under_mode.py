@@ -31,6 +31,9 @@ from manyhands.train.recover import Resumable
 from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_step
 from manyhands.train.state import split_state
 
+# Seconds a sample from which on it is worth saying how long an update takes.
+_SLOW_S = 0.1
+
 
 @dataclass(frozen=True)
 class UnderMode:
@@ -74,13 +77,13 @@ class BeforeMode:
 
 
 def put_under_mode(before: BeforeMode) -> UnderMode:
-    """Proves that all start from the same, settles how they will agree, and has the network run; a collective.
+    """Verifies that all processes start from the same network, selects the sync method and applies the mode.
 
     Raises:
         UserError: network, data, mode and sync method don't fit together.
     """
     model, world, plan = before.model, before.world, before.plan
-    _refuse_untrainable(model)
+    _refuse_untrainable(model, world)
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(before.mode) else leave_batch_norms()
     if plan:
         _start_equal(before)
@@ -97,45 +100,59 @@ def put_under_mode(before: BeforeMode) -> UnderMode:
     return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, rehearsed, restore_norms)
 
 
-def _refuse_untrainable(model: nn.Module) -> None:
-    """Raises UserError: nothing can be trained, or a parameter is complex, which fused optimizers and modes refuse."""
+def _refuse_untrainable(model: nn.Module, world: World) -> None:
+    """Raises UserError, on all processes alike, where a process has nothing to train, or a complex parameter.
+
+    Fused optimizers and modes refuse complex parameters; those of a network on a mesh may differ between processes.
+    """
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    if not trained:
+    mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
+    everybody = gather_plain(mine, world)
+    if not all(trains for trains, _ in everybody):
+        where = (
+            f" on rank {[trains for trains, _ in everybody].index(False)}" if any(one for one, _ in everybody) else ""
+        )
         mend = ("unfreeze what is to be trained: parameter.requires_grad_(True)", "manyhands eval needs no training")
-        raise UserError("the network has no parameter that can be trained: all are frozen", "the network", mend)
-    if name := next((name for name, one in trained.items() if one.is_complex()), ""):
+        raise UserError(f"the network has no parameter that can be trained{where}: all are frozen", "the network", mend)
+    if name := next(filter(None, (name for _, name in everybody)), ""):
         mend = ("keep real pairs: nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward",)
         raise UserError(f"the parameter {name} is complex, and only real ones can be trained", "the network", mend)
 
 
-def _rehearsed(before: BeforeMode, rehearsal: Rehearsal, count: int = 2) -> RehearsalResult:
-    """Tries the network on `count` samples; a collective, since all must find the same."""
-    samples, world = before.samples, before.world
+def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
+    """Tries the network on two samples, or with a custom loss, which may need more, on a process's micro-batch.
+
+    A collective, since all must find the same.
+    """
+    samples, world, train = before.samples, before.world, before.job.train
+    count = 2
+    if before.loss_fn and before.loss_fn.own:
+        count = max(count, train.micro_batch or train.batch // world.size)
     count, layers = min(count, len(samples.splits.train)), rehearsal.groups.layers
     if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
         find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return RehearsalResult([], draws=False)
-    train = before.job.train
     try:
         found = rehearse(rehearsal, before.classes, count, world)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if before.loss_fn:
-            in_one_pass = min(train.micro_batch or train.batch // world.size, len(samples.splits.train))
-            if before.loss_fn.own is None or in_one_pass <= count:
-                raise
-            return _rehearsed(before, rehearsal, in_one_pass)  # a loss of the user's own may need more samples
+            raise
         method = before.job.sync.method
         what = f"sync.method = {method} tries the network on two samples first, as model(x), which failed: {error}"
         mend = (f"have the data set or the network shape x; --sync {EXACT} tries nothing",)
         raise UserError(what, "session.prepare", mend) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
+    sample_s = max(gather_plain(found.sample_s, world))
+    if before.loss_fn and sample_s > _SLOW_S and world.device == "cpu":
+        again = rehearse(rehearsal, before.classes, count, world)  # the first pass also sets things up
+        sample_s = max(gather_plain(again.sample_s, world))
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
         told = f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant"
         before.journal.event("warning", told, 0)
-    return RehearsalResult(unused, draws, found.outputs, count)
+    return RehearsalResult(unused, draws, found.outputs, count, sample_s)
 
 
 def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> ChosenSync:

@@ -35,7 +35,7 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     Raises:
         UserError: options were changed, and no update is left that they could act on.
     """
-    from manyhands.train.exceptions import of_buffers
+    from manyhands.train.exceptions import exception_of_buffers
 
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained = folder.has_trained()
@@ -45,6 +45,7 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     if trainer.done():
         refuse_idle(folder, changes, step, trainer.total_steps)
     plan = plan_of(trainer)
+    known = len(plan.exceptions)
     became = resolved(trainer, plan)
     job, own = job_text(trainer.job, became), environment(trainer.world, ranks)
 
@@ -55,10 +56,11 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
             folder.plan, plan.model_copy(update={**about, "resolved": became | about.get("resolved", {})})
         )
 
-    def note_buffers() -> None:
-        for told in of_buffers(trainer):
-            plan.exceptions.append(told)
-            journal.event("note", told, step)
+    def note_buffers(names: list[str]) -> None:
+        told = exception_of_buffers(names)
+        if told not in plan.exceptions:
+            plan.exceptions[known:] = [told]
+            journal.event("note", told, trainer.progress.step)
             journal.file(write_files)
 
     def write_on_first_update() -> None:
@@ -67,14 +69,13 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
             journal.event("changed", told, step, option=change.key, old=change.old, new=change.new)
         journal.file(lambda: replace_job(folder, job))
         journal.file(write_files)
-        note_buffers()
 
     if trained:
         trainer.on_first_update = write_on_first_update
     else:
         write_job(folder, job)
         write_files()
-        trainer.on_first_update = note_buffers
+    trainer.on_differing_buffers = note_buffers
 
 
 def tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:

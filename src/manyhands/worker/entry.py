@@ -162,12 +162,13 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         if world.device == "cpu" and job.cluster.device == "auto":
             _tell_of_unused_accelerators(Journal(folder, world.rank))
     objects = load_objects(argument)
-    settled = _settle_measured(job, folder, world, mode, objects)
+    measurements: list[Any] = []  # those that the header was recorded for
+    settled = _settle_measured(job, folder, world, mode, objects, measurements)
     job, decided = settled.job, settled.about
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
-    trainer = build(job, folder, world, mode, objects, followed, settled.splits)
+    trainer = build(job, folder, world, mode, objects, followed, settled.splits, header=not measurements)
     trainer.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
     for note in (*settled.said, *about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         trainer.journal.event("note", note)
@@ -186,15 +187,24 @@ def _tell_of_unused_accelerators(journal: Journal) -> None:
         journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
 
 
-def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> Any:
+def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:
     """`SettledPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
+    from manyhands.train.data_setup import class_names
+    from manyhands.train.job import record_setup
     from manyhands.train.objects import Objects
     from manyhands.worker.precision import SettledPrecision, settle_precision
 
     say, objects = functools.partial(Journal(folder, world.rank).event, "note"), objects or Objects()
+
+    def announce(measurement: Any, text: str) -> None:
+        measurements.append(measurement)
+        splits, names = measurement.splits, class_names(job, measurement.splits)
+        record_setup(Journal(folder, world.rank), job, world, splits, names, objects, measurement.network())
+        say(text)
+
     if not job.train.measured_precision:
         return SettledPrecision(job)
-    return settle_precision(job, folder, world, mode, objects, say=say)
+    return settle_precision(job, folder, world, mode, objects, say=announce)
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:

@@ -24,7 +24,7 @@ from manyhands.train.objects import Objects
 from manyhands.train.predict import Guesses, guess
 from manyhands.train.same_data import digest_data
 from manyhands.train.session import Session
-from manyhands.train.state import fit_snapshot
+from manyhands.train.state import load_snapshot
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
@@ -92,7 +92,7 @@ def load_weights(model: nn.Module, run: Path) -> None:
     """Gives a network the last weights of a run, and notes what it was trained on."""
     path = resolve(run, "last")
     snapshot = load(path)
-    model.load_state_dict(fit_snapshot(snapshot, model, str(path)), strict=False)
+    load_snapshot(snapshot, model, str(path))
     if record := find_record(path, snapshot.state):
         note_pictures(model, record.pictures)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def settle_precision(
     objects: Objects,
     *,
     measure: bool = True,
-    say: Callable[[str], object] = lambda _: None,
+    say: Callable[["Measurement", str], object] = lambda *_: None,
 ) -> SettledPrecision:
     """The job with what its "auto" for precision and layout becomes; a collective.
 
@@ -89,7 +90,7 @@ def settle_precision(
         mode: the parallel mode in force.
         objects: what the user brings instead of names.
         measure: False where nothing may be timed; what is known counts.
-        say: is told before something is timed here.
+        say: called with the measurement and a sentence before something is timed here.
     """
     kept = broadcast_plain(_kept(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(kept, _values(job), strict=True)))
@@ -103,7 +104,8 @@ def settle_precision(
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
         variants = wished.variants(bf16=all(one.bf16 for one in everybody))
-        found = measured(measurement, mine, variants, say if measure else None).as_plain()
+        announce = functools.partial(say, measurement) if measure else None
+        found = measured(measurement, mine, variants, announce).as_plain()
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
     taken, said = choose_variant(wished, kinds)
     settled = _with(job, taken.precision, taken.channels_last)
