@@ -4,9 +4,11 @@ import json
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -17,11 +19,13 @@ from hypothesis import strategies as st
 from manyhands.cli.ps import ps
 from manyhands.core.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
-from manyhands.core.folder import FolderWatch, RunFolder
+from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, append, write_json
 from manyhands.core.registry import Running, goes_on, headless, registered, registry_folder, running, signal_head
+from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
 from manyhands.report.now import as_object, look
 from manyhands.run.find import find_reference, find_start
+from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.profile import read_named
 from manyhands.run.watch import find_run, find_running, matches, without_last
 
@@ -298,43 +302,82 @@ def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """A run folder and what is made of each look at it."""
-    monkeypatch.setattr("manyhands.core.folder._LOOK_S", 0.0)
+    """A run folder and what is said of each look at it."""
+    monkeypatch.setattr("manyhands.run.folder_watch.LOOK_S", 0.0)
     folder = RunFolder(tmp_path / "run")
     folder.failures.mkdir(parents=True)
     folder.job.write_text("[data]\n")
-    watch = FolderWatch(folder)
-    assert watch.look() == ("", False)
-    return folder, watch
+    folder.plan.write_text("{}")
+    said = []
+    watch = FolderWatch(folder.path, said.append)
+
+    def look():
+        said.clear()
+        watch.look()
+        return said
+
+    assert look() == []
+    return folder, look
 
 
 def test_a_run_folder_that_is_moved_is_written_on_in_its_new_place(watched, tmp_path):
-    folder, watch = watched
+    folder, look = watched
     with registered(folder.path):
         (moved := RunFolder(tmp_path / "elsewhere")).path.mkdir()
         folder.path.rename(moved.path / "new")
         folder.checkpoints.mkdir(parents=True)  # by a process that saves before anyone has noticed
-        said, lost = watch.look()
-        assert (f"was moved to {moved.path}/new" in said, lost) == (True, False)
+        (said,) = look()
+        assert f"was moved to {moved.path}/new" in said
         append(folder.events, Event(time=1.0, kind="saved"))
         assert (moved.path / "new" / "events.jsonl").is_file()
         assert (moved.path / "new" / "written-while-moved-1" / "checkpoints").is_dir()
-        assert watch.look() == ("", False)
+        assert look() == []
         assert {entry.run for entry in running()} == {str(moved.path / "new")}
         assert find_running(str(moved.path / "new")).pid == find_running(str(folder.path)).pid == os.getpid()
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_run_folder_that_is_deleted_is_made_anew_and_what_is_lost_is_said(watched, whole):
-    folder, watch = watched
+@pytest.mark.parametrize("left", ["nothing", "the folder", "a job file that was written again"])
+def test_a_run_folder_that_is_deleted_is_made_again_and_the_run_is_asked_once_to_stop(watched, left):
+    folder, look = watched
     folder.job.write_text("[model]\n")
-    watch.look()
-    shutil.rmtree(folder.ranks)
-    folder.job.unlink()
-    if whole:
-        folder.path.rmdir()
-    said, lost = watch.look()
-    assert ("was deleted" in said, lost) == (True, True)
-    assert folder.job.read_text() == "[model]\n"
+    look()
+    shutil.rmtree(folder.path)
+    if left != "nothing":
+        folder.path.mkdir()
+    if left.startswith("a job"):
+        folder.job.write_text("[model]\n")
+    asked = []
+    with handled(lambda number, _frame: asked.append(number)):
+        (said,) = look()
+        assert "was deleted" in said
+        assert folder.job.read_text() == "[model]\n"
+        assert folder.failures.is_dir()
+        assert look() == []
+        shutil.rmtree(folder.ranks)  # by the same command, which takes its time
+        folder.plan.unlink()
+        assert look() == []
+    assert asked == [signal.SIGTERM]
     assert folder.failures.is_dir()
-    assert watch.look() == ("", False)
+
+
+@pytest.mark.parametrize("name", ["job.toml", "plan.json", "ranks"])
+def test_one_missing_file_of_a_run_folder_does_not_end_the_run(watched, name):
+    folder, look = watched
+    path = folder.path / name
+    path.rmdir() if name == "ranks" and not (folder.failures.rmdir()) else path.unlink()
+    with handled(lambda *_: pytest.fail("asked to stop")):
+        assert [f"{name} was deleted" in said for said in look()] == [True] * (name == "job.toml")
+        assert folder.exists()
+        assert look() == []
+
+
+def test_a_stop_is_requested_of_the_innermost_block_from_any_thread_and_of_none_that_could_not_save():
+    asked = []
+    assert not request_stop()
+    with ended_like_ctrl_c():
+        assert not request_stop()
+        with handled(lambda number, _frame: asked.append(number)):
+            thread = threading.Thread(target=request_stop)
+            thread.start()
+            thread.join()
+    assert asked == [signal.SIGTERM]

@@ -39,7 +39,6 @@ from manyhands.core.errors import (
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import (
     NOWHERE,
-    FolderWatch,
     RunFolder,
     free_run_folder,
     new_run_folder,
@@ -63,6 +62,7 @@ from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
 from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, stop_saved
+from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
@@ -189,27 +189,18 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 
 def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
     """What a run's screen wants to hear of while its head watches."""
+    folder = FolderWatch(screen.folder, lambda text: screen.say(text, "WARNING"))
+
+    def tick() -> None:
+        folder.look()
+        on_tick()
+
     return Watch(
-        follow_folder(screen, on_tick),
+        tick,
         lambda: screen.say(stopping(job, STOPPING)),
         lambda how: screen.say(how, "WARNING"),
         evicts=job.cluster.recovers,
     )
-
-
-def follow_folder(screen: Screen, on_tick: Callable[[], None]) -> Callable[[], None]:
-    """`on_tick` after a look at the run folder, which the user may have moved; the run stops where it was deleted."""
-    watched = FolderWatch(RunFolder(screen.folder))
-
-    def tick() -> None:
-        said, lost = watched.look()
-        if said:
-            screen.say(said, "WARNING")
-        if lost:
-            os.kill(os.getpid(), signal.SIGTERM)
-        on_tick()
-
-    return tick
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
@@ -413,10 +404,11 @@ class _ScreenThread:
         self._thread.start()
 
     def _draw(self) -> None:
-        draw = follow_folder(self._screen, self._screen.update)
+        folder = FolderWatch(self._screen.folder, lambda text: self._screen.say(text, "WARNING"))
         while not self._over.wait(0.25):
+            folder.look()
             with suppress(OSError):
-                draw()
+                self._screen.update()
 
     def close(self) -> None:
         """Draws what came last and gives the terminal back."""
