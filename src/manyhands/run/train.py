@@ -61,7 +61,7 @@ from manyhands.data.known import refuse_no_folder
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, stop_saved
+from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, starts_and_stops, stop_saved
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
@@ -118,7 +118,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         meeting = Meeting(meeting.sizes, devices=meeting.devices)
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
-        more = {"met": several, **_hand_over(objects, private)}
+        more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
             # Where no head watches all processes nobody starts them again; who stands still may yet go on.
@@ -128,7 +128,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
                 ending = supervise_once([here.link()], [here.orders(recovery)], watch)
                 while not several and recovery.again(ending):
                     ending = supervise_once([here.link()], [here.orders(recovery)], watch)
-        return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
+        return replace(conclude(job, folder, ending, earlier), is_main=meeting.machine == 0)
 
 
 def _refuse_missing(job: Job) -> None:
@@ -203,15 +203,15 @@ def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
     )
 
 
-def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
-    """Report, exit code, or the first cause of a failure."""
+def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
+    """Report, exit code, or the first cause of a failure; for `earlier` see `stop_saved`."""
     if job.run.script:
         note_end(job, folder, ending)
     if not ending.ok:
         if ending.refused:
             note_head(job, folder, ending.refused)
             raise ending.refused
-        if ending.interrupted == 1 and not job.run.script and stop_saved(folder) is not None:
+        if ending.interrupted == 1 and not job.run.script and stop_saved(folder, earlier) is not None:
             report_on(job, folder)
             return Outcome(folder, "stopped", EXIT_SAVED)
         killed = ending.interrupted == 1 and -signal.SIGKILL in ending.failed.values()
