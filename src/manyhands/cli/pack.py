@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from manyhands.data.packed import PackedSet
-    from manyhands.run.pack import PackForecast, PackOutcome
+    from manyhands.run.pack import PackOutcome
 
 
 def pack(  # noqa: PLR0913 - one argument for each flag
@@ -24,21 +24,18 @@ def pack(  # noqa: PLR0913 - one argument for each flag
     quality: Annotated[int, Parameter(help="of the JPEGs that --size makes, 1 to 95; 0: 90")] = 0,
     to: Annotated[Path | None, Parameter(help="where to; without, FOLDER.pack, which train takes by itself")] = None,
     processes: Annotated[int, Parameter(help="that pack at once; 0: by the cores")] = 0,
-    dry_run: Annotated[bool, Parameter(negative="", help="only say what it would save, by some pictures")] = False,
     check: Annotated[bool, Parameter(negative="", help="read all of the packed copy and compare digests")] = False,
     replace: Annotated[bool, Parameter(negative="", help="make a packed copy that is there already anew")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
 ) -> int:
     """Make one packed copy of a folder of pictures, in tar files, for fast reading; goes on after an interruption."""
-    from manyhands.run.pack import check_pack, forecast, request_of
+    from manyhands.run.pack import check_pack, request_of
     from manyhands.run.pack import pack as make
 
     folder, to = folder.expanduser(), to and to.expanduser()
     request = None if check else request_of(folder, to, size, quality)
     if request is None:
         content, lines = _checked(check_pack(folder, to))
-    elif dry_run:
-        content, lines = _forecast(forecast(request), request.target)
     else:
         began = time.perf_counter()
         outcome = make(request, processes=processes, replaced=replace, progress=_Progress())
@@ -53,15 +50,6 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 
 def _checked(found: "PackedSet") -> tuple[dict[str, Any], list[str]]:
     return _described(found), [f"{found.folder} is whole: {_counts(found)}"]
-
-
-def _forecast(guess: "PackForecast", target: Path) -> tuple[dict[str, Any], list[str]]:
-    return vars(guess), [
-        f"{guess.pictures:,} pictures: {_size(guess.folder_bytes)} now, {_size(guess.pack_bytes)} packed",
-        f"reading one: {guess.folder_ms:.2f} ms now, {guess.pack_ms:.2f} ms packed, of {guess.tried} tried",
-        *_unreadable(guess.bad, guess.tried),
-        f"nothing is written yet; it would go to {target}",
-    ]
 
 
 def _packed(outcome: "PackOutcome", seconds: float) -> tuple[dict[str, Any], list[str]]:

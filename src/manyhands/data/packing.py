@@ -80,26 +80,6 @@ class _Contents:
         return PictureFile(row, self.path(row), int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
 
 
-@dataclass(frozen=True)
-class PackEstimate:
-    """What a packed copy would be, by some of its pictures."""
-
-    pictures: int
-    folder_bytes: int
-    members: tuple[PictureFile, ...]  # those that were tried
-    packed: tuple[bytes, ...]  # what became of them
-    bad: tuple[str, ...]  # of those that were tried, what can't be read
-
-    @property
-    def ratio(self) -> float:
-        """Of the pictures' bytes packed to those now."""
-        return sum(map(len, self.packed)) / max(1, sum(member.size_bytes for member in self.members))
-
-    @property
-    def pack_bytes(self) -> int:
-        return round(self.folder_bytes * self.ratio) + _TAR_ADDS * self.pictures
-
-
 def read_contents(root: Path) -> _Contents:
     """Lists a folder as training does. Raises UserError: it can't be used, or a picture is missing."""
     listings = list_parts(root)
@@ -119,13 +99,11 @@ def read_contents(root: Path) -> _Contents:
     return contents
 
 
-def estimate(contents: _Contents, request: PackRequest) -> PackEstimate:
-    """Packs some pictures, spread over the folder, in memory."""
+def _ratio(contents: _Contents, request: PackRequest) -> float:
+    """Bytes of packed pictures to those now, by some that are spread over the folder."""
     chosen = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
-    tried = [packed_picture(member, request.size, request.quality) for member in chosen]
-    packed = tuple(content for _, content, _ in tried)
-    bad = tuple(member.path for member, (*_, readable) in zip(chosen, tried, strict=True) if not readable)
-    return PackEstimate(len(contents.sizes), int(contents.sizes.sum()), tuple(chosen), packed, bad)
+    packed_bytes = sum(len(packed_picture(member, request.size, request.quality)[1]) for member in chosen)
+    return packed_bytes / max(1, sum(member.size_bytes for member in chosen))
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
@@ -197,7 +175,7 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
     if begun is None or begun.get("key") != key or not isinstance(begun.get("ratio"), float):
         for path in (*filter(_is_ours, request.target.glob("*.tar")), *request.target.glob(".*.tar*")):
             path.unlink(missing_ok=True)
-        begun = {"key": key, "ratio": estimate(contents, request).ratio if request.size else 1.0}
+        begun = {"key": key, "ratio": _ratio(contents, request) if request.size else 1.0}
         _write_json(request.target / _BEGUN, begun)
     for path in request.target.glob(".*.part"):
         path.unlink(missing_ok=True)

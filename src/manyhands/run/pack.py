@@ -1,33 +1,18 @@
 """Makes a packed copy of a folder of pictures, says what it would be, or checks one."""
 
 import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.core.cores import cores
 from manyhands.core.errors import UserError
 from manyhands.core.stops import ended_like_ctrl_c
-from manyhands.data.decode import CorruptImageError, decode
 from manyhands.data.pack_choice import place_of_pack
 from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, open_pack
-from manyhands.data.packing import PackRequest, estimate, is_up_to_date, make_pack, read_contents
+from manyhands.data.packing import PackRequest, is_up_to_date, make_pack, read_contents
 
 USUAL_QUALITY, MOST_QUALITY = 90, 95
-
-
-@dataclass(frozen=True)
-class PackForecast:
-    """What a packed copy would be."""
-
-    pictures: int
-    tried: int  # pictures that were packed to say so
-    folder_bytes: int
-    pack_bytes: int
-    folder_ms: float  # to read and decode one of those pictures, in one process
-    pack_ms: float
-    bad: tuple[str, ...]  # of those that were tried, what can't be read
 
 
 @dataclass(frozen=True)
@@ -69,32 +54,6 @@ def pack(
     with ended_like_ctrl_c():
         packed, bad = make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
         return PackOutcome(packed, made=True, bad=bad)
-
-
-def forecast(request: PackRequest) -> PackForecast:
-    """Packs some pictures in memory and reads them; writes nothing. Raises UserError: the folder can't be used."""
-    contents = read_contents(request.root)
-    found = estimate(contents, request)
-    paths = [member.path for member in found.members]
-    folder_s = _seconds(paths, [None] * len(paths))
-    pack_s = _seconds(paths, found.packed)
-    per_ms = 1e3 / len(paths)
-    sizes = found.folder_bytes, found.pack_bytes
-    return PackForecast(found.pictures, len(paths), *sizes, folder_s * per_ms, pack_s * per_ms, found.bad)
-
-
-def _seconds(paths: list[str], contents: Sequence[bytes | None]) -> float:
-    """To decode them, where they can be: the quickest of three times."""
-    taken: list[float] = []
-    for _ in range(3):
-        began = time.perf_counter()
-        for path, content in zip(paths, contents, strict=True):
-            try:
-                decode(path, 3, content)
-            except CorruptImageError:
-                continue
-        taken.append(time.perf_counter() - began)
-    return min(taken)
 
 
 def check_pack(folder: Path, target: Path | None) -> PackedSet:
