@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -221,3 +223,17 @@ def test_a_run_folder_moved_or_deleted_while_training_costs_no_update(every, wha
     assert "no checkpoint at step" not in ended.err
     step = events(here / "run", "stopped")[-1]["step"]
     assert finish(start("resume", "run", "--set", f"train.max_steps={step + 1}")).code == 0
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_too_few_open_files_are_said_in_one_sentence_or_the_limit_is_raised(hard, here):
+    limit = "ulimit -n 18" if hard else "ulimit -S -n 18"
+    words = ["train", "digits", "mlp", "--epochs", "1", "-n", "1", *QUICK]
+    ended = subprocess.run(
+        ["bash", "-c", f'{limit}; exec "$@"', "bash", sys.executable, "-m", "manyhands", *words],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == (2 if hard else 0), ended.stderr
+    if hard:
+        assert_one_screen(ended.stderr)
+        assert "may open 18 files here" in ended.stderr

@@ -24,7 +24,7 @@ from manyhands.cluster.rendezvous import Participation, RankOutsideError, partic
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
 from manyhands.core.claim import claim, new_holder, run_id, set_run_id
-from manyhands.core.early_agent import end_early
+from manyhands.core.early_agent import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.core.errors import (
     EXIT_DOCTOR,
     EXIT_FAILED,
@@ -110,6 +110,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
     meeting = participation.meeting or Meeting((participation.processes,))
     several = len(meeting.sizes) > 1
+    _refuse_few_files(max(1, participation.processes))
     if not several:
         _refuse_missing(job)
     if several:
@@ -129,6 +130,14 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
                 while not several and recovery.again(ending):
                     ending = supervise_once([here.link()], [here.orders(recovery)], watch)
         return replace(conclude(job, folder, ending, earlier), is_main=meeting.machine == 0)
+
+
+def _refuse_few_files(processes: int) -> None:
+    """Raises UserError where the system lets a process open too few files for a run."""
+    needed = FILES + FILES_EACH * processes
+    if (most := raise_file_limit(needed)) < needed:
+        mend = (f"ulimit -n {needed}, in a shell whose hard limit allows it",)
+        raise UserError(f"a process may open {most} files here, and this run needs {needed}", "ulimit -n", mend)
 
 
 def _refuse_missing(job: Job) -> None:
