@@ -237,7 +237,7 @@ def _go_on(run: RunData) -> str:
     step = kept_step(run.folder)
     if step is None:
         if any(event.kind == "saved" for event in run.events):
-            return f"no checkpoint is left in {run.folder.checkpoints}: restore one, or train from the start with another --out"
+            return f"no checkpoint is left in {run.folder.checkpoints}: restore one, or give another --out"
         return "nothing was saved yet: the same command begins anew"
     return f"{going_on(run.folder.path)} goes on from step {step}"
 
