@@ -245,14 +245,14 @@ def place_by_flags(monkeypatch, environment, flags, file=None):
 @pytest.mark.parametrize(
     ("environment", "flags", "said"),
     [
-        (ALONE, {"cluster.processes": 2}, "-n 2 can't be followed: RANK, WORLD_SIZE, LOCAL_RANK"),
+        (ALONE, {"cluster.processes": 2}, "-n 2 contradicts RANK, WORLD_SIZE, LOCAL_RANK"),
         (TORCHRUN, {"cluster.processes": 2}, "process 1 of 3, one of 3 on this machine"),
-        (step(1, (1, 1)), {"cluster.processes": 2}, "-n 2 can't be followed: SLURM_PROCID"),
+        (step(1, (1, 1)), {"cluster.processes": 2}, "-n 2 contradicts SLURM_PROCID"),
         ({**ALONE, "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 4}, "process 0 of 2"),
         ({**WORKER, "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 3}, "process 1 of 3"),
-        (ALONE, {"cluster.file": "hosts.txt"}, "--cluster can't be followed: RANK"),
-        (ALONE, {"cluster.hosts": ["n1", "n2"]}, "--hosts can't be followed: RANK"),
-        (ALONE, {"cluster.rank_table": "table.json"}, "--rank-table can't be followed: RANK"),
+        (ALONE, {"cluster.file": "hosts.txt"}, "--cluster contradicts RANK"),
+        (ALONE, {"cluster.hosts": ["n1", "n2"]}, "--hosts contradicts RANK"),
+        (ALONE, {"cluster.rank_table": "table.json"}, "--rank-table contradicts RANK"),
     ],
 )  # fmt: skip
 def test_a_flag_that_a_launchers_variables_contradict_is_refused(environment, flags, said, monkeypatch):
@@ -279,5 +279,5 @@ def test_a_files_number_gives_way_to_the_launchers(monkeypatch, tmp_path):
 def test_a_number_that_a_description_contradicts_is_refused(monkeypatch, tmp_path):
     (tmp_path / "hosts").write_text(f"192.0.2.77 slots=3\n{HERE} slots=3\n")
     flags = {"cluster.file": str(tmp_path / "hosts"), "cluster.processes": 2}
-    with pytest.raises(UserError, match=r"-n 2 can't be followed: --cluster .*hosts say: 3 on this machine"):
+    with pytest.raises(UserError, match=r"-n 2 contradicts --cluster .*hosts: 3 on this machine"):
         place_by_flags(monkeypatch, {}, flags)

@@ -27,7 +27,7 @@ from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.registry import Running
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled, kept_step, saved_step
 from manyhands.report.read import read_run
-from manyhands.run.diary import ends_noted, interrupted, note_replaced
+from manyhands.run.diary import ends_noted, interrupted, note_replaced, starts_and_stops
 from manyhands.run.train import conclude, failure_of
 from manyhands.run.why import explained
 from tests.e2e.command import finish, running, wait_until
@@ -280,6 +280,15 @@ def test_a_stop_at_any_moment_of_the_start_is_no_failure(tmp_path, monkeypatch):
             process.send_signal(signal.SIGTERM)
             ended = finish(process)
         assert ended.code in (75, 130), (tenths, ended)
+
+
+def test_an_earlier_commands_stop_is_not_taken_for_that_of_processes_that_failed_before_they_had_started(tmp_path):
+    folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
+    (folder.checkpoints / "step-00000300").mkdir(parents=True)
+    for kind, step in (("started", None), ("stopping", 300), ("stopped", 300)):
+        append(folder.events, Event(time=1.0, kind=kind, step=step))
+    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL"):
+        conclude(job, folder, Ending(interrupted=1, failed={1: -9}), len(starts_and_stops(folder)))
 
 
 def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(tmp_path):

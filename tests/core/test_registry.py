@@ -4,9 +4,11 @@ import json
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -17,13 +19,18 @@ from hypothesis import strategies as st
 from manyhands.cli.ps import ps
 from manyhands.core.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
-from manyhands.core.folder import FolderWatch, RunFolder
+from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, append, write_json
 from manyhands.core.registry import Running, goes_on, headless, registered, registry_folder, running, signal_head
+from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
 from manyhands.report.now import as_object, look
-from manyhands.run.find import find_reference, find_start
+from manyhands.run.find import find_reference, find_run, find_start, head_of_active, named_by
+from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.profile import read_named
-from manyhands.run.watch import find_run, find_running, matches, without_last
+
+
+def find_running(word):
+    return head_of_active(find_run(word, active=True))
 
 
 def record(run, *, pid=None, created=None, host=None, command=("x",)):
@@ -160,30 +167,27 @@ NAMES = st.lists(st.text("ab-1", min_size=1, max_size=5), min_size=1, max_size=8
 
 @given(names=NAMES, data=st.data())
 def test_the_strictest_reading_wins(names, data):
-    runs = [record(f"/nowhere/{name}") for name in names]
-    chosen = data.draw(st.sampled_from(runs))
-    assert matches(chosen.run, runs) == [chosen]
-    assert matches(chosen.name, runs) == [chosen]
-    begun = chosen.name[: data.draw(st.integers(1, len(chosen.name)))]
-    found = matches(begun, runs)
+    chosen = data.draw(st.sampled_from(names))
+    assert named_by(chosen, names) == [chosen]
+    begun = chosen[: data.draw(st.integers(1, len(chosen)))]
+    found = named_by(begun, names)
     assert found
-    assert all(entry.name.startswith(begun) for entry in found)
-    assert begun not in names or [entry.name for entry in found] == [begun]
-    assert matches("", runs) == []
+    assert all(name.startswith(begun) for name in found)
+    assert begun not in names or found == [begun]
+    assert named_by("", names) == []
 
 
 @given(names=NAMES, data=st.data())
 def test_any_part_of_a_name_is_enough_where_one_run_has_it(names, data):
-    runs = [record(f"/nowhere/{name}") for name in names]
     first = data.draw(st.integers(0, len(names[0]) - 1))
     part = names[0][first : data.draw(st.integers(first + 1, len(names[0])))]
-    found = [entry.name for entry in matches(part, runs)]
+    found = named_by(part, names)
     assert found
     assert all(part in name for name in found)
     if sum(part in name for name in names) == 1:
         assert found == [names[0]]
-    begins = [name for name in names if name.startswith(part)]
-    assert [entry.name for entry in matches(part, runs, parts=False)] == ([part] if part in names else begins)
+    begins = sorted(name for name in names if name.startswith(part))
+    assert named_by(part, names, parts=False) == ([part] if part in names else begins)
 
 
 def ended(run, started):
@@ -213,10 +217,10 @@ def test_ended_runs_are_found_by_a_part_of_their_names_or_as_the_last(tmp_path, 
     running_run = ended(tmp_path / "far" / "away", 4000)
     put(record(running_run))
     assert find_run("last").path == running_run
-    assert find_running(without_last("last")).run == str(running_run)
+    assert find_running("last").run == str(running_run)
     ended(tmp_path / "runs" / "newest", 5000)
     with pytest.raises(UserError, match="the run isn't going on"):
-        find_running(without_last("last"))
+        find_running("last")
     ended(tmp_path / "last", 100)
     assert find_run("last").path.resolve() == tmp_path / "last"
 
@@ -235,6 +239,18 @@ def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
     (ended / "job.toml").touch()
     with pytest.raises(UserError, match="isn't going on"):
         find_running(str(ended))
+
+
+def test_the_head_of_a_run_is_the_one_here_and_a_run_that_works_comes_before_ended_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended(tmp_path / "runs" / "digits-old", 1000)
+    put(record(tmp_path / "digits-new", host="gone-1"))
+    put(record(tmp_path / "digits-new", host="gone-2"))
+    assert find_running("digits").name == "digits-new"
+    put(record(tmp_path / "digits-new"))
+    assert find_running("digits").here
+    with pytest.raises(UserError, match="may mean 2 runs"):
+        find_run("digits")
 
 
 def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_path, monkeypatch):
@@ -262,30 +278,6 @@ def test_a_run_without_records_yet_is_starting(tmp_path):
         assert (about["step"], about["top1"], about["processes"]) == (None, None, None)
 
 
-def test_a_run_that_is_gone_with_its_machine_is_forgotten_by_its_name_and_none_of_here(tmp_path, capsys):
-    put(record(tmp_path / "pets", host="gone-1"))
-    put(record(tmp_path / "pets", host="gone-2"))
-    put(record(tmp_path / "mine"))
-    assert ps() == 0
-    assert "manyhands ps --forget RUN" in capsys.readouterr().err
-    assert ps(forget="pets") == 0
-    assert [entry.name for entry in running()] == ["mine"]
-    for word in ("pets", "mine"):
-        with pytest.raises(UserError, match="on another machine"):
-            ps(forget=word)
-
-
-def test_a_run_that_wrote_something_just_now_is_not_forgotten(tmp_path):
-    (tmp_path / "pets").mkdir()
-    entry = record(tmp_path / "pets", host="gone")
-    put(entry)
-    with pytest.raises(UserError, match="so it may go on"):
-        ps(forget="pets")
-    put(entry.model_copy(update={"time": time.time() - 3600}))
-    assert ps(forget="pets") == 0
-    assert running() == []
-
-
 def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
     with registered(tmp_path / "run"):
         (found,) = running()
@@ -298,43 +290,82 @@ def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """A run folder and what is made of each look at it."""
-    monkeypatch.setattr("manyhands.core.folder._LOOK_S", 0.0)
+    """A run folder and what is said of each look at it."""
+    monkeypatch.setattr("manyhands.run.folder_watch.LOOK_S", 0.0)
     folder = RunFolder(tmp_path / "run")
     folder.failures.mkdir(parents=True)
     folder.job.write_text("[data]\n")
-    watch = FolderWatch(folder)
-    assert watch.look() == ("", False)
-    return folder, watch
+    folder.plan.write_text("{}")
+    said = []
+    watch = FolderWatch(folder.path, said.append)
+
+    def look():
+        said.clear()
+        watch.look()
+        return said
+
+    assert look() == []
+    return folder, look
 
 
 def test_a_run_folder_that_is_moved_is_written_on_in_its_new_place(watched, tmp_path):
-    folder, watch = watched
+    folder, look = watched
     with registered(folder.path):
         (moved := RunFolder(tmp_path / "elsewhere")).path.mkdir()
         folder.path.rename(moved.path / "new")
         folder.checkpoints.mkdir(parents=True)  # by a process that saves before anyone has noticed
-        said, lost = watch.look()
-        assert (f"was moved to {moved.path}/new" in said, lost) == (True, False)
+        (said,) = look()
+        assert f"was moved to {moved.path}/new" in said
         append(folder.events, Event(time=1.0, kind="saved"))
         assert (moved.path / "new" / "events.jsonl").is_file()
         assert (moved.path / "new" / "written-while-moved-1" / "checkpoints").is_dir()
-        assert watch.look() == ("", False)
+        assert look() == []
         assert {entry.run for entry in running()} == {str(moved.path / "new")}
         assert find_running(str(moved.path / "new")).pid == find_running(str(folder.path)).pid == os.getpid()
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_run_folder_that_is_deleted_is_made_anew_and_what_is_lost_is_said(watched, whole):
-    folder, watch = watched
+@pytest.mark.parametrize("left", ["nothing", "the folder", "a job file that was written again"])
+def test_a_run_folder_that_is_deleted_is_made_again_and_the_run_is_asked_once_to_stop(watched, left):
+    folder, look = watched
     folder.job.write_text("[model]\n")
-    watch.look()
-    shutil.rmtree(folder.ranks)
-    folder.job.unlink()
-    if whole:
-        folder.path.rmdir()
-    said, lost = watch.look()
-    assert ("was deleted" in said, lost) == (True, True)
-    assert folder.job.read_text() == "[model]\n"
+    look()
+    shutil.rmtree(folder.path)
+    if left != "nothing":
+        folder.path.mkdir()
+    if left.startswith("a job"):
+        folder.job.write_text("[model]\n")
+    asked = []
+    with handled(lambda number, _frame: asked.append(number)):
+        (said,) = look()
+        assert "was deleted" in said
+        assert folder.job.read_text() == "[model]\n"
+        assert folder.failures.is_dir()
+        assert look() == []
+        shutil.rmtree(folder.ranks)  # by the same command, which takes its time
+        folder.plan.unlink()
+        assert look() == []
+    assert asked == [signal.SIGTERM]
     assert folder.failures.is_dir()
-    assert watch.look() == ("", False)
+
+
+@pytest.mark.parametrize("name", ["job.toml", "plan.json", "ranks"])
+def test_one_missing_file_of_a_run_folder_does_not_end_the_run(watched, name):
+    folder, look = watched
+    path = folder.path / name
+    path.rmdir() if name == "ranks" and not (folder.failures.rmdir()) else path.unlink()
+    with handled(lambda *_: pytest.fail("asked to stop")):
+        assert [f"{name} was deleted" in said for said in look()] == [True] * (name == "job.toml")
+        assert folder.exists()
+        assert look() == []
+
+
+def test_a_stop_is_requested_of_the_innermost_block_from_any_thread_and_of_none_that_could_not_save():
+    asked = []
+    assert not request_stop()
+    with ended_like_ctrl_c():
+        assert not request_stop()
+        with handled(lambda number, _frame: asked.append(number)):
+            thread = threading.Thread(target=request_stop)
+            thread.start()
+            thread.join()
+    assert asked == [signal.SIGTERM]

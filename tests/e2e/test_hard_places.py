@@ -3,7 +3,10 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -199,17 +202,38 @@ def test_loader_processes_of_earlier_starts_leave_nothing(here):
 
 
 @pytest.mark.slow
-def test_a_run_folder_moved_while_training_costs_no_update(here):
-    job = ["synthetic:60000x1x8x8x10", "mlp", "--epochs", "100000", "--set", "checkpoint.every=3s", *QUICK]
+@pytest.mark.parametrize("what", ["moved", "deleted"])
+@pytest.mark.parametrize("every", ["1steps", "20steps"])
+def test_a_run_folder_moved_or_deleted_while_training_costs_no_update(every, what, here):
+    job = ["synthetic:60000x1x8x8x10", "mlp", "--epochs", "100000", "--set", f"checkpoint.every={every}", *QUICK]
     with running("train", *job, "-n", "1", "--out", "run") as process:
         wait_until(lambda: events(here / "run", "saved"), process)
-        (here / "run").rename(here / "new")
-        wait_until(lambda: (here / "run").is_symlink(), process)
-        saved = len(events(here / "new", "saved"))
-        wait_until(lambda: len(events(here / "new", "saved")) > saved, process)
-        process.terminate()
+        if what == "moved":
+            (here / "run").rename(here / "new")
+            wait_until(lambda: (here / "run").is_symlink(), process)
+            saved = len(events(here / "new", "saved"))
+            wait_until(lambda: len(events(here / "new", "saved")) > saved, process)
+            process.terminate()
+        else:
+            # As rm -rf: what can't be removed, since a save adds files meanwhile, is passed over.
+            shutil.rmtree(here / "run", ignore_errors=True)
         ended = finish(process)
     assert ended.code == EXIT_SAVED, ended.err
-    assert "run was moved" in ended.err
+    assert f"run was {what}" in ended.err
+    assert "no checkpoint at step" not in ended.err
     step = events(here / "run", "stopped")[-1]["step"]
     assert finish(start("resume", "run", "--set", f"train.max_steps={step + 1}")).code == 0
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_too_few_open_files_are_said_in_one_sentence_or_the_limit_is_raised(hard, here):
+    limit = "ulimit -n 18" if hard else "ulimit -S -n 18"
+    words = ["train", "digits", "mlp", "--epochs", "1", "-n", "1", *QUICK]
+    ended = subprocess.run(
+        ["bash", "-c", f'{limit}; exec "$@"', "bash", sys.executable, "-m", "manyhands", *words],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == (2 if hard else 0), ended.stderr
+    if hard:
+        assert_one_screen(ended.stderr)
+        assert "may open 18 files here" in ended.stderr

@@ -69,7 +69,7 @@ def test_an_altered_shard_ends_training_with_one_screen(folder):
 
 
 @pytest.mark.slow
-def test_what_is_there_is_not_overwritten(folder):
+def test_a_packed_copy_is_not_overwritten(folder):
     did("pack", folder, "--size", 20)
     assert "another packed copy" in refused("pack", folder)
     ended = did("train", folder, *JOB, cwd=folder.parent)

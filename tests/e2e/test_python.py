@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.run.python import _as_arguments
 from tests.e2e import nets
 from tests.e2e.command import environment, events, run
 
@@ -123,6 +124,36 @@ def test_hints_of_fit_are_arguments():
     with pytest.raises(UserError, match=r"output is \[2, 4\]") as raised:
         manyhands.fit(nets.Net(num_classes=4), tiny(), **QUIET)
     assert raised.value.mend[1] == "model__num_classes=4 if that is meant"
+
+
+@pytest.mark.parametrize(
+    ("hint", "in_python"),
+    [
+        ("give --out another folder", 'give out="another folder"'),
+        ("or another --out", "or another out=…"),
+        ("or give --out a folder on another disk", 'or give out="a folder on another disk"'),
+        ("--parallel data --sync allreduce", 'parallel__mode="data" sync__method="allreduce"'),
+        ("--batch 40 or more", "batch=40 or more"),
+        ("--set train.micro_batch=8: the batch stays 32", "micro_batch=8: the batch stays 32"),
+        ("--set 'train.metrics=[\"file.py:x\"]'", 'metrics=["file.py:x"]'),
+        ("--data.skip-corrupt leaves it out", "data__skip_corrupt=True leaves it out"),
+        ("--backend gloo, which copies", 'cluster__backend="gloo", which copies'),
+        ("--set train.compile=false", "compile=False"),
+        ("or -n 4", "or processes=4"),
+        ("manyhands resume x --epochs 4", "manyhands resume x --epochs 4"),
+    ],
+)
+def test_flags_in_hints_are_arguments_in_python(hint, in_python):
+    assert _as_arguments(hint) == in_python
+
+
+def test_hints_of_a_session_are_arguments():
+    (folder := Path("held")).mkdir()
+    (folder / "job.toml").touch()
+    with pytest.raises(UserError) as raised, manyhands.session(out=folder, checkpoint__resume="never"):
+        pass
+    assert raised.value.where == "out"
+    assert raised.value.mend == ('checkpoint__resume="auto"', "or another out=…")
 
 
 def of_four(output, labels):

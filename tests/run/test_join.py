@@ -12,7 +12,7 @@ from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.machines import machines_of, with_machines
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
-from manyhands.run.join import SOCKET, front_door, join_here, seen_at
+from manyhands.run.join import SOCKET, front_door, join_here
 
 
 @pytest.fixture(params=["short", "long"])
@@ -20,6 +20,7 @@ def folder(request, tmp_path):
     """Also one whose path is longer than the system takes for a socket."""
     made = tmp_path / ("run" if request.param == "short" else "/".join(["x" * 100] * 3))
     made.mkdir(parents=True)
+    (made / "job.toml").touch()
     return made
 
 
@@ -108,15 +109,6 @@ def test_a_run_without_a_head_says_so(folder):
     (folder / SOCKET).touch()
     with pytest.raises(UserError, match="has no head that answers"):
         join_here(str(folder), "n4")
-
-
-@pytest.mark.parametrize(
-    ("name", "seen"),
-    [("localhost", "me@localhost"), ("no-such-machine.invalid", "me@127.0.0.1"), ("", "me@127.0.0.1")],
-)
-def test_a_machine_that_asks_is_called_by_its_name_where_that_leads_to_it(name, seen, monkeypatch):
-    monkeypatch.setenv("SSH_CONNECTION", "127.0.0.1 40000 127.0.0.1 22")
-    assert seen_at(f"me@{name}") == seen
 
 
 @pytest.mark.parametrize("joined", ["n3", "me@n3", "n3:2", "me@[fd00::3]", "[fd00::3]:2", "ssh://me@[fd00::3]:2222"])

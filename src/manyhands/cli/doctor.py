@@ -26,7 +26,6 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on each machine")] = None,
     interface: Interface = None,
     set_: Settings = None,
-    picture: Annotated[Path | None, Parameter(help="draw the speed of each link into this PNG file")] = None,
     exposure: Annotated[
         bool, Parameter(negative="", help="only what is open to whom, now and once a job runs")
     ] = False,
@@ -56,12 +55,6 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     if exposure:
         return _expose(job, as_json=as_json)
     diagnosis = diagnose(job, say)
-    if picture and not diagnosis.survey.mbps:
-        say("no picture is drawn, for nothing could be measured between machines")
-    elif picture:
-        from manyhands.report.links import draw_links
-
-        draw_links(diagnosis.survey.hosts, diagnosis.survey.mbps, diagnosis.survey.latency_ms, picture)
     if as_json:
         show_json(diagnosis.as_json())
     else:

@@ -53,7 +53,7 @@ Pretrained = Annotated[bool | None, Parameter(negative="", help="start from torc
 Compile = Annotated[bool | None, Parameter(name="--compile", negative="", help="torch.compile the network")]
 Device = Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")]
 Out = Annotated[str | None, Parameter(help="run folder; an unfinished run there goes on")]
-Resume = Annotated[str | None, Parameter(help="auto, never, or a run, last, a checkpoint or .pth.tar to go on from")]
+Resume = Annotated[str | None, Parameter(help="auto, never, or a run, last, a checkpoint or .pth.tar to resume from")]
 Interface = Annotated[str | None, Parameter(help="network interface between the machines; found by trying; or ssh")]
 Hostfile = Annotated[str | None, Parameter(help="a file of hosts: n1 slots=4 a line")]
 Settings = Annotated[

@@ -19,8 +19,8 @@ def logs(
     set_: Settings = None,
 ) -> int:
     """Show what the processes of a run wrote."""
+    from manyhands.run.find import find_run
     from manyhands.run.logs import show_logs
-    from manyhands.run.watch import find_run
 
     if last < 0:
         raise UserError(f"--last is a number of lines, found {last}", "--last", ("--last 20",))

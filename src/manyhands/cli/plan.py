@@ -47,10 +47,6 @@ def plan(  # noqa: PLR0913 - one argument for each flag
         Literal["search", "data"], Parameter(help="what isn't pinned is searched, or shares out samples")
     ] = "search",
     no_measure: Annotated[bool, Parameter(negative="", help="estimate; run nothing")] = False,
-    grow_batch: Annotated[
-        bool, Parameter(negative="", help="of a range: each process brings a batch of its own, so that updates grow")
-    ] = False,
-    price: Annotated[float | None, Parameter(help="of a range: of a process for an hour")] = None,
     out: Annotated[
         Path | None,
         Parameter(help="where the plan goes, its picture beside it; default: plan.json; of a range: the picture, .svg"),
@@ -96,12 +92,9 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     first, last = _counts(processes)
     if first != last:
         alone = {"--mesh": mesh, "--pin": pin, "--memory": memory, "--verify": verify}
-        wishes = {"first": first, "last": last, "grow_batch": grow_batch, "price": price, "measure": not no_measure}
+        wishes = {"first": first, "last": last, "measure": not no_measure}
         wishes |= {"link": link or "", "device_model": device_model or ""}
         return _grow(flags, job_file, wishes, alone, out, force=force, as_json=as_json)
-    if grow_batch or price is not None:
-        what = "--price and --grow-batch are for a range of processes"
-        raise UserError(what, "--world-size", ("--world-size 1..1024", "or leave them out"))
     wishes = (last, mesh, pin, memory, link, fill, not no_measure, device_model)
     return _new(flags, job_file, wishes, out or Path("plan.json"), force=force, verify=verify, as_json=as_json)
 

@@ -16,26 +16,19 @@ if TYPE_CHECKING:
     from manyhands.report.now import Now
 
 NO_LAUNCHER = "no launcher"
+# A head on another machine that has written nothing for so long may have gone with it.
+SILENT_S = 60.0
 HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
 
 def ps(
     *,
-    forget: Annotated[
-        str | None, Parameter(help="take a run off the list whose head is on another machine, and gone with it")
-    ] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON array")] = False,
 ) -> int:
     """List the runs that go on: where, since when, how far."""
-    from manyhands.core.registry import headless, running
+    from manyhands.core.registry import headless, registry_folder, running
     from manyhands.report.now import as_object, look
 
-    if forget:
-        from manyhands.run.watch import forget_elsewhere
-
-        for record in forget_elsewhere(forget):
-            show(f"{plain(record.run)} on {plain(record.host)} isn't listed any more")
-        return 0
     found = [(record, look(record)) for record in running()]
     left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]
     found += left
@@ -50,7 +43,7 @@ def ps(
     for row in rows:
         show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if any(not record.here for record, _ in found):
-        say("a machine that is gone can't take its runs off this list: manyhands ps --forget RUN does")
+        say(f"a machine that is gone can't take its runs off this list: remove their files in {registry_folder()}")
     if left:
         say(f"{NO_LAUNCHER}: manyhands stop RUN has the processes save and end; manyhands why RUN says more")
     return 0
@@ -90,7 +83,6 @@ def _machines(record: "Running") -> list[str]:
 def _silent(now: "Now") -> str:
     """What tells that a machine that can't be asked may be down."""
     from manyhands.report.words import duration
-    from manyhands.run.watch import SILENT_S
 
     silent_s = time.time() - now.heard if now.heard else 0.0
     return f", silent for {duration(silent_s)}" if silent_s > SILENT_S else ""

@@ -1,6 +1,5 @@
 """manyhands stop."""
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -16,21 +15,19 @@ def stop(
     now: Annotated[bool, Parameter(negative="", help="end it at once; what isn't saved is lost")] = False,
 ) -> int:
     """Have a run that goes on save and stop, and wait for it."""
-    from manyhands.core.folder import RunFolder
     from manyhands.core.going_on import going_on
     from manyhands.core.stops import saved_step
-    from manyhands.run.watch import find_running, stop_headless, stop_run, without_last
+    from manyhands.run.find import find_run, head_of_active
+    from manyhands.run.stop import stop_headless, stop_run
 
-    run = without_last(run)
+    folder = find_run(run, active=True)
     try:
-        headless = stop_headless(run, say, now=now)
-        record = None if headless else find_running(run)
-        end = stop_run(record, say, now=now) if record else None
+        headless = stop_headless(folder, say, now=now)
+        end = None if headless else stop_run(head_of_active(folder), say, now=now)
     except KeyboardInterrupt:
         say("the run was asked to stop and will; this command only waited for it")
         raise
-    path = headless or Path(record.run if record else run)
-    saved = saved_step(RunFolder(path))
+    path, saved = folder.path, saved_step(folder)
     if headless and saved is None and not now:
         show(f"the processes of {path} have saved and left; what they saved is on other machines of the run")
         return EXIT_OK

@@ -93,7 +93,7 @@ def refuse_unfollowed(options: ClusterOptions, found: Participation) -> None:
     if member and not unknown:
         said += f", one of {member.local_size} on this machine"
     raise UserError(
-        f"{unfollowed[0]} can't be followed: {', '.join(names) or origins['size']} say: {said}",
+        f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {said}",
         "environment" if names else origins["size"],
         (
             f"leave out {' and '.join(unfollowed)}, where this is so",

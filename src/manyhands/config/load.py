@@ -270,11 +270,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
 
 def _as_declared(key: str, value: Any) -> Any:
     """A word stays a word: an option declared as text accepts what a flag parsed as a number."""
-    section, _, name = key.partition(".")
-    inner = Job.model_fields[section].annotation
-    if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-        return value
-    declared = inner.model_fields[name].annotation
+    declared = _declared(key)
     if declared is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, list) and tuple in {declared, getattr(declared, "__origin__", None)}:
@@ -349,6 +345,11 @@ def _declared(key: str) -> Any:
     if not (isinstance(inner, type) and issubclass(inner, BaseModel)) or name not in inner.model_fields:
         return None
     return inner.model_fields[name].annotation
+
+
+def is_switch(key: str) -> bool:
+    """True for an option that is true or false; a key without a section is one of train's."""
+    return _declared(key if "." in key else f"train.{key}") is bool
 
 
 def _kinds(declared: Any) -> list[str]:

@@ -5,6 +5,7 @@ Nothing here imports anything of manyhands: it is the first thing that a command
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ _STARTED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_R
 # With these words, or a script of the user's, nothing of ours is trained, or in this process.
 _WITHOUT = ("-h", "--help", "--dry-run", "--show-config", "--init")
 
+# Open files that a command and its agent need, and for each process; with 18 the agent hangs.
+FILES, FILES_EACH = 48, 8
+
 _untaken: list["subprocess.Popen[bytes]"] = []
 
 
@@ -28,8 +32,19 @@ def start_early(words: Sequence[str]) -> None:
     trains = words[:1] == ["train"] and not any(name in os.environ for name in _STARTED)
     if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT for word in words):
         return
+    if raise_file_limit(FILES + FILES_EACH) < FILES + FILES_EACH:
+        return
     with contextlib.suppress(OSError):  # then it is started once the job is known, where the error is told
         _untaken.append(_start())
+
+
+def raise_file_limit(needed: int) -> int:
+    """Raises this process's limit on open files to `needed`, or as far as the system allows; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return needed if soft == resource.RLIM_INFINITY else soft
 
 
 def _start() -> "subprocess.Popen[bytes]":

@@ -2,13 +2,11 @@
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
 import re
 import shutil
 import time
-import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,8 +16,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
 
 _FULL_BYTES = 64 << 10
-# How often a run's folder is looked at, and how long a job file may be away while it is replaced.
-_LOOK_S, _REPLACING_S = 1.0, 0.05
+# A folder that was moved has a link in its old place by then; see `run.folder_watch`.
+_LINKED_S, _POLL_S = 5.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,13 @@ class RunFolder:
         """True when the folder holds a run (its job file is written first)."""
         return self.job.is_file()
 
+    def wait_for_link(self) -> bool:
+        """Waits for the link that the head of a run puts in the place of a moved run folder; True once it is there."""
+        until = time.monotonic() + _LINKED_S
+        while not self.exists() and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return self.exists()
+
     def has_trained(self) -> bool:
         """True when at least one update was recorded, or an evaluation."""
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -118,81 +123,6 @@ NOWHERE = RunFolder(Path(os.devnull))
 def holds_run(path: Path) -> bool:
     """True for a folder that a run is or was kept in."""
     return (path / "job.toml").is_file() and (path / "ranks").is_dir()
-
-
-class FolderWatch:
-    """Finds out that a run folder was renamed or deleted while its run trains.
-
-    A renamed folder gets a link in its old place, so that all processes write into the new one. In place of a deleted
-    one a new folder is made with the same small files, so that the run can save and be resumed.
-
-    Args:
-        folder: the run folder.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder, self._path = folder, folder.path.absolute()
-        self._kept: dict[Path, bytes] = {}
-        self._looked = 0.0
-        self._reopen()
-
-    def look(self) -> tuple[str, bool]:
-        """Returns what has happened since the last call, or an empty string; and whether records are lost.
-
-        A file system that doesn't answer is asked again later.
-        """
-        if time.monotonic() - self._looked < _LOOK_S:
-            return "", False
-        self._looked = time.monotonic()
-        with contextlib.suppress(OSError):
-            return self._compare()
-        return "", False
-
-    def _compare(self) -> tuple[str, bool]:
-        files = (self._folder.job, self._folder.plan, self._folder.network, self._folder.environment)
-        if not (in_place := self._in_place()):
-            time.sleep(_REPLACING_S)  # a job file is away for a moment while it is replaced
-            in_place = self._in_place()
-        if in_place:
-            self._kept |= {self._path / file.name: file.read_bytes() for file in files if file.is_file()}
-            return "", False
-        place = self._place()
-        if place is None:
-            for folder in (self._path, self._path / "ranks" / "failures"):
-                folder.mkdir(parents=True, exist_ok=True)
-            for file, content in self._kept.items():
-                file.write_bytes(content)
-            self._close()
-            self._reopen()
-            return f"{self._folder.path} was deleted: what was recorded and saved in it is lost", True
-        if self._path.is_symlink():
-            self._path.unlink()
-        elif self._path.exists():  # made again by a process that was saving, or by another run
-            self._path.rename(free_name(place, "written-while-moved"))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.symlink_to(place)
-        return (
-            f"{self._folder.path} was moved to {place}: the run continues there, and a link is in its old place",
-            False,
-        )
-
-    def _in_place(self) -> bool:
-        """True where the path leads to the folder that was opened, and its records are there."""
-        return self._folder.exists() and os.path.samestat(self._path.stat(), os.fstat(self._open))
-
-    def _reopen(self) -> None:
-        self._open = os.open(self._path, os.O_RDONLY)
-        self._close = weakref.finalize(self, os.close, self._open)
-
-    def _place(self) -> Path | None:
-        """Where the opened folder is now; None where it was deleted or emptied."""
-        on_macos: int | None = getattr(fcntl, "F_GETPATH", None)
-        if on_macos is not None:
-            found = Path(os.fsdecode(fcntl.fcntl(self._open, on_macos, bytes(1024)).rstrip(b"\0")))
-        else:
-            found = Path(f"/proc/self/fd/{self._open}").readlink()
-        holds = found != self._path and holds_run(found)
-        return found if holds and os.path.samestat(found.stat(), os.fstat(self._open)) else None
 
 
 def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:

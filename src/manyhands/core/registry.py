@@ -146,15 +146,16 @@ def _listed() -> tuple[list[Running], list[Running]]:
     return sorted(headed, key=lambda record: record.time), list(newest.values())
 
 
-def forget(records: Iterable[Running]) -> None:
-    """Takes records off the list, of heads that are gone with their machines."""
-    for record in records:
-        _path(record).unlink(missing_ok=True)
+def head_of(run: Path) -> Running | None:
+    """The head of the run in a folder: of several, one here and the newest, as another may be lost with its machine."""
+    heads = [record for record in running() if record.run == str(run.resolve())]
+    return max(heads, key=lambda record: (record.here, record.time), default=None)
 
 
 def headed_here(run: Path) -> bool:
     """True where a process of this machine is the head of the run in a folder."""
-    return any(record.here and record.run == str(run.resolve()) for record in running())
+    head = head_of(run)
+    return bool(head and head.here)
 
 
 def goes_on(record: Running) -> bool:

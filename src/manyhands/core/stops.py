@@ -19,6 +19,8 @@ Handler = Callable[[int, FrameType | None], Any]
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 # Those that this process has received, in order.
 RECEIVED: list[int] = []
+# Handlers of the open blocks, innermost last; a block off the main thread has one too.
+_OPEN: list[Handler] = []
 
 
 @contextlib.contextmanager
@@ -43,11 +45,21 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
         with contextlib.suppress(ValueError):  # only the main thread may
             if not nohup and before is not None:
                 previous[number] = signal.signal(number, receive)
+    _OPEN.append(handler)
     try:
         yield previous
     finally:
+        _OPEN.remove(handler)
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def request_stop() -> bool:
+    """Asks the innermost block for a stop as SIGTERM does, from any thread; False while nothing there could save."""
+    if not _OPEN or _OPEN[-1] is signal.default_int_handler:
+        return False
+    _OPEN[-1](signal.SIGTERM, None)
+    return True
 
 
 def ended_like_ctrl_c() -> contextlib.AbstractContextManager[object]:

@@ -35,19 +35,18 @@ def growth_table(rows: Rows) -> Table:
     """A line for each number of processes."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     heads = ("processes", "samples each", "step ms", "compute", "images/s", "efficiency", "s an epoch")
-    costs = ("process-hours", "price") if "price" in rows[0] else ("process-hours",)
-    for name in (*heads, *costs):
+    for name in (*heads, "process-hours"):
         table.add_column(name, justify="right")
     table.add_column("gradients")
     for row in rows:
         numbers = (row["step_ms"], row["compute_ms"], row["images_per_s"])
-        spent = (row["epoch_s"], row["process_hours"], *([row["price"]] if "price" in row else []))
         table.add_row(
             str(row["processes"]),
             str(row["samples"]),
             *map(_short, numbers),
             f"{row['efficiency']:.0%}",
-            *map(_short, spent),
+            _short(row["epoch_s"]),
+            _short(row["process_hours"]),
             Text(row["sync"]),
         )
     return table
@@ -80,9 +79,8 @@ def _figure(rows: Rows, title: str) -> "Figure":
     efficiency.plot(counts, [100 * row["efficiency"] for row in rows], "o-", color=GREEN, markersize=4)
     efficiency.set_ylim(bottom=0)
     efficiency.set_title("efficiency, %")
-    key = "price" if "price" in rows[0] else "process_hours"
-    cost.plot(counts, [row[key] for row in rows], "o-", color=VERMILION, markersize=4)
-    cost.set_title("price of an epoch" if key == "price" else "process-hours of an epoch")
+    cost.plot(counts, [row["process_hours"] for row in rows], "o-", color=VERMILION, markersize=4)
+    cost.set_title("process-hours of an epoch")
     for axes in (speed, cost):
         axes.set_yscale("log")
         # Mathematical text is off; so powers of ten are written out.

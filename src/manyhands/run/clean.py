@@ -21,7 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.registry import running
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.data.places import cache_folder
-from manyhands.run.watch import find_run
+from manyhands.run.find import find_run
 
 # What a process writes to for longer than this has no writer any more.
 OLD_S = 24 * 3600.0

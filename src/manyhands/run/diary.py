@@ -3,6 +3,7 @@
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
@@ -24,12 +25,18 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
     return error
 
 
-def stop_saved(folder: RunFolder) -> int | None:
+def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
+    """Events that say whether the processes of a start have stopped."""
+    return [line for line in read_lines(folder.events) if line.get("kind") in _TURNS]
+
+
+def stop_saved(folder: RunFolder, earlier: int = 0) -> int | None:
     """The step of the checkpoint that the processes made to stop, where it was committed; its event is noted too.
 
-    A process that is killed after that, or a machine that is lost, takes nothing away.
+    A process that is killed after that, or a machine that is lost, takes nothing away. The first `earlier` events of
+    `starts_and_stops` belong to commands before this one.
     """
-    last = next((line for line in reversed([*read_lines(folder.events)]) if line.get("kind") in _TURNS), {})
+    last = next(iter(starts_and_stops(folder)[earlier:][-1:]), {})
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
         return None

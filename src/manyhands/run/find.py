@@ -1,12 +1,68 @@
-"""Finds the place that a user's word stands for: a run by a part of its name, or a checkpoint."""
+"""Finds runs and checkpoints by the words that users have for them."""
 
+import shlex
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from manyhands.run.watch import find_run
+from manyhands.core.claim import agents_work
+from manyhands.core.errors import UserError
+from manyhands.core.folder import RunFolder
+from manyhands.core.going_on import going_on
+from manyhands.core.plugins import did_you_mean
+from manyhands.core.registry import Running, head_of, headless, running
+from manyhands.core.shown import say
+from manyhands.report.read import newest_runs, no_run
+
+RUNS = Path("runs")
+# The word for the run that was started last.
+LAST = "last"
+
+
+def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
+    """Returns the run that a word means: a folder, its name, a part of the name, or "last".
+
+    Args:
+        word: as typed.
+        parts: a part of the name suffices; otherwise its beginning, where other words may be a data set's.
+        active: runs whose processes work are looked through before ended ones.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    working = {Path(record.run): None for record in (*running(), *headless())}
+    for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
+        if word and (folder.exists() or folder.path.resolve() in working):
+            return folder
+    if word == LAST:
+        for newest in newest_runs((RUNS, Path()), list(working), 1):
+            say(f"the last run is {newest}")
+            return RunFolder(newest)
+    known = {path.resolve(): path for path in (*(job.parent for job in RUNS.glob("*/job.toml")), *working)}.values()
+    for paths in (working, known) if active else (known,):
+        names = named_by(word, [path.name for path in paths], parts=parts)
+        found = [path for path in paths if path.name in names]
+        if len(found) > 1:
+            raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(map(str, found)))
+        if found:
+            return RunFolder(found[0])
+    if "/" in word or Path(word).exists():
+        raise no_run(Path(word))
+    names = list(dict.fromkeys(sorted(path.name for path in known)))
+    listed = f"runs: {', '.join(names[:8])}" if names else "manyhands ps lists the runs that go on: none now"
+    mend = (did_you_mean(word, names), listed)
+    raise UserError(f'no run is called "{word}"', word or "RUN", tuple(filter(None, mend)))
+
+
+def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str]:
+    """The names that a word stands for: the same one, else those that begin with it, else those that contain it."""
+    known = sorted(set(names))
+    readings: list[Callable[[str], bool]] = [word.__eq__, lambda name: name.startswith(word), lambda name: word in name]
+    found = ([name for name in known if fits(name)] for fits in readings[: 3 if parts else 2])
+    return next(filter(None, found), []) if word else []
 
 
 def find_reference(word: str) -> Path:
-    """A run's folder by any of its names, or the place itself of a checkpoint or file.
+    """Returns a run's folder by any of its names, or the place itself of a checkpoint or file.
 
     Raises:
         UserError: nothing of that name is there, or several are.
@@ -25,3 +81,26 @@ def find_start(word: str | None) -> str | None:
     if not word or word in {"auto", "never"} or "/" in word or word.endswith(files) or Path(word).exists():
         return word
     return str(find_reference(word))
+
+
+def head_of_active(folder: RunFolder) -> Running:
+    """Returns the process that watches a run.
+
+    Raises:
+        UserError: there is none; the error says whether processes work without it.
+    """
+    if head := head_of(folder.path):
+        return head
+    run = shlex.quote(str(folder.path))
+    if agents_work(folder.ranks):
+        mend = (
+            f"manyhands why {run} says what takes its place",
+            f"manyhands stop {run} has the processes save and end",
+        )
+        raise UserError("the run's launcher is gone, and its processes work on", str(folder.path), mend)
+    mend = (
+        f"manyhands why {run} says how it ended",
+        f"{going_on(folder.path)} goes on with it",
+        "manyhands ps lists the runs that go on",
+    )
+    raise UserError("the run isn't going on", str(folder.path), mend)

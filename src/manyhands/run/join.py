@@ -1,26 +1,20 @@
 """A machine more for a run that goes on, asked for at a socket file in the run folder of its head."""
 
-import getpass
 import os
-import platform
+import shlex
 import socket
-import subprocess
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.cluster.agents.ssh import SAFE, explain_contact, port_words, python_script, ssh_words
 from manyhands.cluster.hosts.formats import hostfile
-from manyhands.cluster.hosts.inventory import Machine, in_brackets
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Lines, Message, encode
-from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.run.watch import find_running
+from manyhands.run.find import find_run, head_of_active
 
 SOCKET = "head.sock"
-# What ssh itself ends with where there is no connection.
-SSH_FAILED = 255
 Tell = Callable[[str, bool], object]
 
 
@@ -143,14 +137,11 @@ def join_here(run: str, host: str) -> str:
         UserError: there is no such run, or it takes nobody.
         RunError: the machine doesn't take part; why is in it.
     """
-    folder = Path(run).expanduser()
-    if not (folder / SOCKET).exists():
-        record = find_running(run)
-        if not record.here:
-            raise UserError(
-                f"{record.name} is watched from {record.host}", record.run, (f"manyhands join {record.host}:{run}",)
-            )
-        folder = Path(record.run)
+    found = find_run(run, active=True)
+    folder = found.path
+    if not (folder / SOCKET).exists() and not (head := head_of_active(found)).here:
+        mend = (f"on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
+        raise UserError(f"{head.name} is watched from {head.host}", head.run, mend)
     with socket.socket(socket.AF_UNIX) as head:
         try:
             with _short(folder / SOCKET) as short:
@@ -167,45 +158,3 @@ def join_here(run: str, host: str) -> str:
                 if isinstance(message, JoinTold):
                     raise RunError(message.text, host)
     raise RunError(f"the run has ended before {host} could take part", str(folder))
-
-
-def join_from_here(target: str, host: str, options: ClusterOptions) -> int:
-    """Has a run elsewhere take up this machine: asks over ssh where its head is. Gives the exit code.
-
-    Args:
-        target: HEAD:RUN.
-        host: how the head reaches this machine; empty for this user at the address that it is seen at from there.
-        options: of the cluster: how the head is reached.
-
-    Raises:
-        UserError: the head can't be reached.
-    """
-    head, _, run = target.rpartition(":")
-    (machine,) = hostfile.read_list(head, "HEAD:RUN").machines
-    back = ["--host", host] if host else ["--back", f"{getpass.getuser()}@{platform.node()}"]
-    script = python_script(options, Path.cwd(), (SAFE, "-m", "manyhands", "join", run, *back))
-    command = [*ssh_words(options), *port_words(machine), "--", machine.host, script]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode == SSH_FAILED:
-        contact = explain_contact(machine, done.returncode, done.stderr, options)
-        raise UserError(contact.what, head, contact.mend)
-    os.write(2, done.stderr.encode())
-    return done.returncode
-
-
-def seen_at(back: str) -> str:
-    """How this machine, where a head is, sees the one that this command was typed on, over ssh.
-
-    By the name that it has for itself, where that leads to the address which it comes from; else by the address.
-
-    Args:
-        back: USER@NAME, as that machine says.
-    """
-    address = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
-    if not address:
-        raise UserError("who asks is not known: this is no ssh session", "--back", ("--host NAME",))
-    user, _, name = back.partition("@")
-    with suppress(OSError, UnicodeError):  # a name that only that machine has
-        if name and address in {str(found[4][0]) for found in socket.getaddrinfo(name, None)}:
-            return back
-    return f"{user}@{in_brackets(address)}"

@@ -24,7 +24,7 @@ from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
 from manyhands.core.stops import saved_step
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, note_replaced
+from manyhands.run.diary import ends_noted, note_replaced, starts_and_stops
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.join import front_door
 from manyhands.run.logs import reach_of, read_places
@@ -62,7 +62,7 @@ def launch(
         what = "a relayed run ends with the machine that relays, so it can't be detached"
         raise UserError(what, "--detach", ("leave one of --detach and --relay out",))
     with run_folder(job) as folder:
-        receiver = Receiver(folder.path)
+        receiver, earlier = Receiver(folder.path), len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet, lines=job.cluster.detach)) as screen:
             names = ", ".join(machine.name for machine in machines)
             screen.say(f"reaching {names}, and starting there; this takes some seconds")
@@ -99,7 +99,7 @@ def launch(
                     squad.copy.finish()
                 if ending.replaced:
                     note_replaced(folder, ending.replaced)
-        return conclude(job, folder, ending)
+        return conclude(job, folder, ending, earlier)
 
 
 def _absent(job: Job, folder: RunFolder, crew: Crew, machines: Sequence[Machine], screen: Screen) -> Sequence[Machine]:

@@ -21,7 +21,7 @@ from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.outside import open_file, parse_json, read_bytes
-from manyhands.core.registry import goes_on, remembered_reach, running
+from manyhands.core.registry import goes_on, head_of, remembered_reach
 from manyhands.core.scratch import scratch
 
 POLL_S = 0.2
@@ -240,11 +240,10 @@ def _grown(
     folder: RunFolder, files: dict[int, LogFile | FarFile], rank: int | None
 ) -> Iterator[tuple[LogFile | FarFile, str]]:
     """New lines until the run ends; files that appear meanwhile are taken in."""
-    heads = [record for record in running() if record.run == str(folder.path.resolve())]
-    over = False
+    head, over = head_of(folder.path), False
     while not over:
         # Asked before the last look, so that nothing written before the end is missed.
-        over = not any(goes_on(head) for head in heads)
+        over = not (head and goes_on(head))
         for file in log_files(folder):
             if rank in (None, file.rank):
                 files.setdefault(file.rank, file)

@@ -3,8 +3,8 @@
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.report.read import RunData, read_run
+from manyhands.run.find import find_run
 from manyhands.run.train import Outcome, train
-from manyhands.run.watch import find_run
 
 
 def read_named(word: str) -> RunData | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
-from manyhands.config.load import known_keys, load_on
+from manyhands.config.load import is_switch, known_keys, load_on
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.going_on import OBJECTS
@@ -100,21 +100,35 @@ class Run:
         return found
 
 
+# A flag in a hint, with its value: what follows it, unless that is a word of the sentence.
 _FLAG = re.compile(
-    r"(?<![\w-])(?:--set (?P<key>[\w.]+)=(?P<set>\S+)|-(?P<name>n|-[a-z][\w.-]*)(?: (?P<value>[\d.]+|\S+$))?)"
+    r"""(?<![\w-])(?:
+        --set\ (?P<quote>['"]?)(?P<key>[\w.]+)=(?P<set>.+?)(?P=quote)(?=[,;:)]?(?:\s|$))
+        |-(?P<name>n|-[a-z][\w-]*(?:\.[\w-]+)?)
+        (?:\ (?!(?:or|and|at|with|starts|to|that|is|for|of|out)\b)
+            (?P<value>(?:an?|another)\ [^,;:()]+|[^\s,;()]*[^\s,;:.()]))?
+    )""",
+    re.VERBOSE,
 )
-_ARGUMENTS = {"n": "processes", "resume": "checkpoint__resume", "sync": "sync__method", "parallel": "parallel__mode"}
-_ARGUMENTS |= {name: f"parallel__{name}" for name in ("mesh", "pin")} | {"device": "cluster__device"}
+# Flags whose names are not those of their options.
+_OPTIONS = {"n": "processes", "sync": "sync.method", "parallel": "parallel.mode", "data_dir": "data.dir"}
 
 
-def _as_arguments(line: str) -> str:
-    """A hint with the arguments that its flags are; a command line is left as it is."""
+def _as_arguments(line: str, bare: str = "=…") -> str:
+    """A hint with the arguments of its flags, `bare` behind those without a value; command lines stay unchanged."""
 
     def argument(flag: re.Match[str]) -> str:
-        name = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
-        name, value = _ARGUMENTS.get(name, name.replace(".", "__")), flag["set"] or flag["value"]
-        quoted = value if not value or re.match(r"[\d.\[\"]|true|false", value) else f'"{value}"'
-        return f"{name}={quoted}" if quoted else name
+        key = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
+        if key not in {"out", *TrainOptions.model_fields} and "." not in key:
+            key = _OPTIONS.get(key) or next((known for known in known_keys() if known.endswith(f".{key}")), key)
+        name, value = key.replace(".", "__"), flag["set"] or flag["value"] or ""
+        if bare and not flag["set"] and is_switch(key):
+            return f"{name}=True {value}".rstrip()
+        if value in {"true", "false"}:
+            value = value.title()
+        elif value and not re.match(r"[\d.\[\"]", value):
+            value = f'"{value}"'
+        return f"{name}={value}" if value else f"{name}{bare}"
 
     return line if "manyhands " in line else _FLAG.sub(argument, line)
 
@@ -124,7 +138,7 @@ def _hints_as_arguments() -> Iterator[None]:
     try:
         yield
     except ManyhandsError as error:
-        error.where, error.mend = _as_arguments(error.where), tuple(map(_as_arguments, error.mend))
+        error.where, error.mend = _as_arguments(error.where, ""), tuple(map(_as_arguments, error.mend))
         raise
 
 
@@ -334,6 +348,7 @@ def evaluate(
         return here.evaluate(model.to(here.device), test_set, metrics=metrics)
 
 
+@_hints_as_arguments()
 def load(
     run: Run | str | Path, which: str = "best", *, model: "nn.Module | str | None" = None, device: str = "cpu"
 ) -> "Trained":
@@ -365,6 +380,7 @@ def load(
     return load_worker("own_process").open_trained(path, model=live, device=device)
 
 
+@_hints_as_arguments()
 def predict(
     run: Run | str | Path, pictures: Any, *, which: str = "best", model: "nn.Module | str | None" = None
 ) -> list[list[tuple[str, float]]]:
@@ -419,32 +435,33 @@ def session(
 
 @contextlib.contextmanager
 def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[str, Any]) -> "Iterator[Session]":
-    flags = _flags(settings, "session")
-    if in_vain := sorted(
-        {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"} & set(flags)
-    ):
-        what = f"a session takes no {in_vain[0].partition('.')[2]}"
-        raise UserError(what, "session", ("optimizer and batch are what prepare is given",))
-    named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
-    loaded = load_on(job, {**flags, **named})
-    settled = loaded.job
-    # A recipe's are for what fit makes of its data set.
-    given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
-    scheduled = "train.schedule" in given
-    if scheduled and settled.train.schedule != "constant" and "train.epochs" not in given:
-        mend = (f"session(schedule={settled.train.schedule!r}, epochs=30)",)
-        raise UserError("a schedule needs the number of epochs", "session", mend)
-    program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
-    place = _place_of(settled)
-    open_session = load_worker("own_process").opened
-    own: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
-    with _folder_of(settled, place) as folder:
-        try:
-            with open_session(settled, place, program, folder, scheduled, own) as opened:
-                yield opened
-        finally:
-            if folder and not place.rank:
-                report_on(settled, folder)
+    with _hints_as_arguments():
+        flags = _flags(settings, "session")
+        if in_vain := sorted(
+            {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"} & set(flags)
+        ):
+            what = f"a session takes no {in_vain[0].partition('.')[2]}"
+            raise UserError(what, "session", ("optimizer and batch are what prepare is given",))
+        named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
+        loaded = load_on(job, {**flags, **named})
+        settled = loaded.job
+        # A recipe's are for what fit makes of its data set.
+        given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
+        scheduled = "train.schedule" in given
+        if scheduled and settled.train.schedule != "constant" and "train.epochs" not in given:
+            mend = (f"session(schedule={settled.train.schedule!r}, epochs=30)",)
+            raise UserError("a schedule needs the number of epochs", "session", mend)
+        program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
+        place = _place_of(settled)
+        open_session = load_worker("own_process").opened
+        own: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
+        with _folder_of(settled, place) as folder:
+            try:
+                with open_session(settled, place, program, folder, scheduled, own) as opened:
+                    yield opened
+            finally:
+                if folder and not place.rank:
+                    report_on(settled, folder)
 
 
 def _folder_of(job: Job, place: Membership) -> contextlib.AbstractContextManager[RunFolder | None]:

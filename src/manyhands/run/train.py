@@ -25,7 +25,7 @@ from manyhands.cluster.rendezvous import Participation, RankOutsideError, partic
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
 from manyhands.core.claim import claim, new_holder, run_id, set_run_id
-from manyhands.core.early_agent import end_early
+from manyhands.core.early_agent import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.core.errors import (
     EXIT_DOCTOR,
     EXIT_FAILED,
@@ -40,7 +40,6 @@ from manyhands.core.errors import (
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import (
     NOWHERE,
-    FolderWatch,
     RunFolder,
     free_run_folder,
     new_run_folder,
@@ -63,7 +62,8 @@ from manyhands.data.known import refuse_no_folder
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, stop_saved
+from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, starts_and_stops, stop_saved
+from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
@@ -113,6 +113,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         say(attach_notice(job.cluster))
     meeting = participation.meeting or Meeting((participation.processes,))
     several = len(meeting.sizes) > 1
+    _refuse_few_files(max(1, participation.processes))
     if not several:
         _refuse_missing(job)
     if several:
@@ -121,7 +122,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
         meeting = Meeting(meeting.sizes, devices=meeting.devices)
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
-        more = {"met": several, **_hand_over(objects, private)}
+        more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
             # Where no head watches all processes nobody starts them again; who stands still may yet go on.
@@ -131,7 +132,15 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
                 ending = supervise_once([here.link()], [here.orders(recovery)], watch)
                 while not several and recovery.again(ending):
                     ending = supervise_once([here.link()], [here.orders(recovery)], watch)
-        return replace(conclude(job, folder, ending), is_main=meeting.machine == 0)
+        return replace(conclude(job, folder, ending, earlier), is_main=meeting.machine == 0)
+
+
+def _refuse_few_files(processes: int) -> None:
+    """Raises UserError where the system lets a process open too few files for a run."""
+    needed = FILES + FILES_EACH * processes
+    if (most := raise_file_limit(needed)) < needed:
+        mend = (f"ulimit -n {needed}, in a shell whose hard limit allows it",)
+        raise UserError(f"a process may open {most} files here, and this run needs {needed}", "ulimit -n", mend)
 
 
 def _refuse_missing(job: Job) -> None:
@@ -198,8 +207,14 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 
 def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
     """What a run's screen wants to hear of while its head watches."""
+    folder = FolderWatch(screen.folder, lambda text: screen.say(text, "WARNING"))
+
+    def tick() -> None:
+        folder.look()
+        on_tick()
+
     return Watch(
-        follow_folder(screen, on_tick),
+        tick,
         lambda: screen.say(stopping(job, STOPPING)),
         lambda how: screen.say(how, "WARNING"),
         stalls=not job.cluster.debugging,
@@ -207,30 +222,15 @@ def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
     )
 
 
-def follow_folder(screen: Screen, on_tick: Callable[[], None]) -> Callable[[], None]:
-    """`on_tick` after a look at the run folder, which the user may have moved; the run stops where it was deleted."""
-    watched = FolderWatch(RunFolder(screen.folder))
-
-    def tick() -> None:
-        said, lost = watched.look()
-        if said:
-            screen.say(said, "WARNING")
-        if lost:
-            os.kill(os.getpid(), signal.SIGTERM)
-        on_tick()
-
-    return tick
-
-
-def conclude(job: Job, folder: RunFolder, ending: Ending) -> Outcome:
-    """Report, exit code, or the first cause of a failure."""
+def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
+    """Report, exit code, or the first cause of a failure; for `earlier` see `stop_saved`."""
     if job.run.script:
         note_end(job, folder, ending)
     if not ending.ok:
         if ending.refused:
             note_head(job, folder, ending.refused)
             raise ending.refused
-        if ending.interrupted == 1 and not job.run.script and stop_saved(folder) is not None:
+        if ending.interrupted == 1 and not job.run.script and stop_saved(folder, earlier) is not None:
             report_on(job, folder)
             return Outcome(folder, "stopped", EXIT_SAVED)
         first, codes = ending.interrupted == 1, ending.failed.values()
@@ -427,10 +427,11 @@ class _ScreenThread:
         self._thread.start()
 
     def _draw(self) -> None:
-        draw = follow_folder(self._screen, self._screen.update)
+        folder = FolderWatch(self._screen.folder, lambda text: self._screen.say(text, "WARNING"))
         while not self._over.wait(0.25):
+            folder.look()
             with suppress(OSError):
-                draw()
+                self._screen.update()
 
     def close(self) -> None:
         """Draws what came last and gives the terminal back."""

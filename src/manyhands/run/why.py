@@ -12,7 +12,7 @@ from manyhands.core.errors import shortened
 from manyhands.core.failures import users_place
 from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure
-from manyhands.core.registry import Running, running
+from manyhands.core.registry import Running, head_of
 from manyhands.core.shown import plain
 from manyhands.core.stops import kept_step
 from manyhands.core.terms import Term, term_in
@@ -75,10 +75,7 @@ def why(word: str) -> Why:
         UserError: there is none, or its records can't be read.
     """
     run = read_run(find_reference(word))
-    place = str(run.folder.path.resolve())
-    heads = [head for head in running() if head.run == place]
-    # One that was lost with its machine, and whose place another has taken, stays listed.
-    return explained(run, max(heads, key=lambda head: (head.here, head.time), default=None))
+    return explained(run, head_of(run.folder.path))
 
 
 def explained(run: RunData, head: Running | None = None) -> Why:
@@ -240,7 +237,7 @@ def _go_on(run: RunData) -> str:
     step = kept_step(run.folder)
     if step is None:
         if any(event.kind == "saved" for event in run.events):
-            return f"no checkpoint is left in {run.folder.checkpoints}: restore one, or train anew with another --out"
+            return f"no checkpoint is left in {run.folder.checkpoints}: restore one, or give another --out"
         return "nothing was saved yet: the same command begins anew"
     return f"{going_on(run.folder.path)} goes on from step {step}"
 

@@ -11,10 +11,11 @@ from filelock import FileLock
 
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.kept import prune
+from manyhands.checkpoint.refuse import SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.verify import read_manifest
-from manyhands.core.errors import RunError
+from manyhands.checkpoint.verify import TornCheckpointError, read_manifest
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import NOWHERE
 from manyhands.core.going_on import going_on
 from manyhands.core.memory import memory
@@ -241,6 +242,20 @@ def save_last(trainer: Trainer) -> None:
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
+    """Writes the checkpoint; once more where the run folder was moved meanwhile, unless that takes all processes."""
+    try:
+        found = _write_once(trainer, snapshot, step, best_step)
+        if trainer.world.rank or trainer.network.layouts or trainer.folder.exists():
+            return found
+    except (SaveError, UserError, OSError) as error:
+        missing = isinstance(error, TornCheckpointError) or isinstance(error.__cause__ or error, FileNotFoundError)
+        if not missing or trainer.network.layouts:
+            raise
+    trainer.folder.wait_for_link()
+    return _write_once(trainer, snapshot, step, best_step)
+
+
+def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
     """Writes the checkpoint, and deletes what it makes superfluous; reads nothing that training changes meanwhile."""
     folder, network, started = trainer.folder.checkpoints, trainer.network, time.perf_counter()
     if network.layouts:

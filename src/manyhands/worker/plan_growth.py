@@ -36,8 +36,6 @@ class GrowthRequest:
     first: int  # the least number of machines
     last: int  # the greatest
     link: str = ""  # such as 1gbit, between any two of them; empty for the job's
-    grow_batch: bool = False  # each machine brings its own batch of the job's size, so that updates grow
-    price: float | None = None  # of a machine for an hour, in any currency; None if nobody asks
     measure: bool = True  # time one machine's shares here
     device_model: str = ""  # the machines' devices, where they aren't this machine's; nothing is measured then
 
@@ -87,10 +85,8 @@ def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
     case = case.settled(request.last, measure=measure)
     costs = Costs(with_processes(case.job, request.last), case.network, case.device, case.between, measured=measure)
     batch = case.network["batch"]
-    sharing = {count: 1 if request.grow_batch else count for count in counts}
-    timed = _shares(costs, {-(-batch // each): each for each in sharing.values()})
-    shares = {count: timed[-(-batch // each)] for count, each in sharing.items()}
-    rows = _rows(case, costs, shares, request)
+    timed = _shares(costs, {-(-batch // count): count for count in counts})
+    rows = _rows(case, costs, {count: timed[-(-batch // count)] for count in counts})
     spread = max((one.spread for one in timed.values() if one), default=0.0)
     about = {
         "model": case.job.model.name,
@@ -106,13 +102,13 @@ def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
 
 def _counts(case: JobCase, request: GrowthRequest) -> tuple[list[int], tuple[str, ...]]:
     batch = case.network["batch"]
-    most = request.last if request.grow_batch else min(request.last, batch)
-    what = f"an update has {batch} samples, so that no more than {batch} machines can share it"
-    mend = f"--batch {request.last} or more", "--grow-batch: each machine brings a batch of its own"
-    if request.first > most:
-        raise UserError(what, "train.batch", mend)
-    cut = (f"{what}; {mend[0]}, or {mend[1]}",) if most < request.last else ()
-    return request.counts(most), cut
+    what, mend = (
+        f"an update has {batch} samples, so at most {batch} machines share it",
+        f"--batch {request.last} or more",
+    )
+    if request.first > batch:
+        raise UserError(what, "train.batch", (mend,))
+    return request.counts(min(request.last, batch)), ((f"{what}; {mend}",) if batch < request.last else ())
 
 
 def _shares(costs: Costs, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
@@ -156,9 +152,7 @@ def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
     return Timing(longer.seconds + slope * (samples - many), longer.spread)
 
 
-def _rows(
-    case: JobCase, costs: Costs, shares: dict[int, Timing | None], request: GrowthRequest
-) -> list[dict[str, Any]]:
+def _rows(case: JobCase, costs: Costs, shares: dict[int, Timing | None]) -> list[dict[str, Any]]:
     model, graph = case.described()
     link, pass_s = costs.worked(case.between or WITHIN_A_MACHINE), costs.pass_s(model)
     times = OpTimes(case.here, 0.0, rates=case.rates)
@@ -167,14 +161,15 @@ def _rows(
     def links(mesh: Mesh) -> LinkSpeeds:
         return links_of(mesh, per_machine=1, between=link)
 
+    batch, samples = case.network["batch"], case.network["samples"]
+    group, slots = norm_group(case.job, batch), slots_of(case.job.train)
     for count, share in shares.items():
-        batch = case.network["batch"] * (count if request.grow_batch else 1)
-        group, slots = norm_group(case.job, batch), slots_of(case.job.train)
         wish = SearchRequest(count, batch, norm_group=group, slots=slots, accelerator=case.device != "cpu")
         option = price(graph, wish, times, links, share)
         on_all = with_processes(case.job, count)
         sync = plan_sync(on_all, case.network, option, links, model=model, link=link, pass_s=pass_s)
         seconds = sync_seconds(sync) or option.prediction.seconds
+        epoch_s = samples * seconds / batch
         rows.append(
             {
                 "processes": count,
@@ -183,14 +178,10 @@ def _rows(
                 "step_ms": round(seconds * 1e3, 3),
                 "compute_ms": round(option.prediction.compute_seconds * 1e3, 3),
                 "sync": sync_words(taken) if (taken := sync_taken(sync)) else EXACT,
-                **_per_epoch(count, case.network["samples"], batch / seconds, request.price),
+                "images_per_s": batch / seconds,
+                "epoch_s": epoch_s,
+                "process_hours": count * epoch_s / _HOUR_S,
             }
         )
     least = rows[0]["images_per_s"] / rows[0]["processes"]
     return [row | {"efficiency": row["images_per_s"] / row["processes"] / least} for row in rows]
-
-
-def _per_epoch(count: int, samples: int, images_per_s: float, price: float | None) -> dict[str, float]:
-    hours = count * samples / images_per_s / _HOUR_S
-    costs = {} if price is None else {"price": price * hours}
-    return {"images_per_s": images_per_s, "epoch_s": samples / images_per_s, "process_hours": hours, **costs}
