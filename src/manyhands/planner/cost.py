@@ -303,10 +303,9 @@ class _Conversions:
 
         values = tuple(one[0] for one in given), tuple(one[0] for one in wanted)
         seconds = self._prices(*values, size)
-        if not trains:
-            return seconds, None
-        back = tuple(one[1] for one in wanted), tuple(one[1] for one in given)
-        seconds = seconds + self._prices(*back, size).T
+        if trains:
+            back = tuple(one[1] for one in wanted), tuple(one[1] for one in given)
+            seconds = seconds + self._prices(*back, size).T
         return seconds, _spread(*values, copied) if self.setting.memory_limit_bytes is not None else None
 
     def _prices(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
@@ -325,9 +324,12 @@ class _Conversions:
         return start + slope * size
 
     def _copy(self, source: Layout, target: Layout, size: float) -> float:
-        if source == target or all(kind == "slice" for kind, *_ in self._path(source, target)):
-            return 0.0
-        return size * part([side if isinstance(side, int) else "R" for side in target], self.setting.mesh)
+        """Bytes of a conversion as predictions count them: what its collectives hold as they begin."""
+        return sum(
+            share * size / (self.setting.mesh.parts(axes) if kind == "all_gather" else 1)
+            for kind, axes, share in self._path(source, target)
+            if kind not in {"slice", "all_reduce"}
+        )
 
     def _price(self, source: Layout, target: Layout, size: float) -> float:
         total = 0.0

@@ -24,7 +24,7 @@ from manyhands.planner.timing import Timing
 from manyhands.planner.work import Work
 
 YOURS, TRICK = "yours", "one weird trick"
-GAP = 0.01
+GAP = 0.001
 MOST_AXES = 3
 _GIB = 1 << 30
 # Layers with fewer weights than this share of the network's gain nothing from being cut.

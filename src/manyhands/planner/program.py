@@ -1,0 +1,208 @@
+"""The planner's problem as a linear program with integer columns, for HiGHS."""
+
+import time
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.core.errors import UserError
+from manyhands.planner.problem import Matrix, NoPlanError, Problem, Solution, evaluate
+
+TOLERANCE = 1e-9
+_INF = highspy.kHighsInf
+_HINTS = ("loosen a pin", "choose another mesh")
+# HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
+_MOST_RETRIES = 30
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A result of HiGHS."""
+
+    solution: Solution | None  # a relaxation's is rounded, and may be forbidden or too large; None if there is none
+    bound: float  # no assignment costs less
+    stopped: bool  # whether the time limit was reached
+    shares: Matrix  # of each column, 0 to 1
+    reduced: Matrix  # an assignment that takes the column costs at least `bound` plus this
+
+
+class Program:
+    """One column for each choice of a node, for each pair of choices of an edge, and for the exposed seconds.
+
+    Costs are seconds, without a memory limit, until `limit_memory` and `minimize_memory`.
+
+    Raises:
+        NoPlanError: a node or an edge has no choice that is allowed.
+        UserError: a cost is negative, not a number, or has the wrong shape.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        nodes, edges = _nodes(problem), _edges(problem)
+        for node in [a for a, b in edges if a == b]:
+            nodes[node][:2] += np.diagonal(edges.pop((node, node)), axis1=1, axis2=2)
+        sizes = [node.shape[1] for node in nodes]
+        self.choices = sum(sizes)  # columns of nodes, which come first
+        self._nodes = np.split(np.arange(self.choices), np.cumsum(sizes)[:-1])
+        self._costs = [node[:2] for node in nodes]  # [seconds or bytes, column]
+        self._rows = [(columns, np.ones(len(columns))) for columns in self._nodes]
+        self._known: dict[bytes, list[tuple[NDArray[np.intp], NDArray[np.intp]]]] = {}
+        count = self.choices
+        for pair, both in edges.items():
+            if not np.isfinite(both[0] + nodes[pair[0]][0][:, None] + nodes[pair[1]][0]).any():
+                names = " and ".join(problem.name(node) for node in pair)
+                raise NoPlanError(f"no choice is left that is allowed for {names}", "plan", _HINTS)
+            count = self._add_edge(pair, both, count)
+        seconds, self._bytes = np.hstack([*self._costs, np.array([[0.0], [0.0]])])
+        allowed = np.isfinite(seconds)
+        usual = seconds[allowed & (seconds > 0)]
+        # HiGHS's tolerances are made for numbers near one.
+        self._scale = float(np.median(usual)) if len(usual) else 1.0
+        self._seconds = np.append(np.where(allowed, seconds, 0.0)[:-1] / self._scale, 1.0)
+        self._upper = np.append(allowed[:-1].astype(float), _INF)
+        excess = np.concatenate([node[2] for node in nodes]) / self._scale
+        self._rows.append((np.append(np.arange(self.choices), count), np.append(excess, -1.0)))
+        # Without a limit the row of bytes has no bounds.
+        self._size = max(problem.memory_limit_bytes or 0.0, float(self._bytes.max()), 1.0)
+        used = np.flatnonzero(self._bytes)
+        self._rows.append((used, self._bytes[used] / self._size))
+        self._every = np.arange(count + 1, dtype=np.int32)
+        self._solver = self._load()
+
+    def _add_edge(self, pair: Pair, both: Matrix, count: int) -> int:
+        """Adds a column for each pair of classes of choices; choices with the same costs are one class."""
+        key = repr(both.shape).encode() + both.tobytes()
+        if key not in self._known:
+            self._known[key] = [
+                np.unique(np.hstack(list(side)), axis=0, return_index=True, return_inverse=True)[1:]
+                for side in (both, both.transpose(0, 2, 1))
+            ]
+        (rows, _), (columns, _) = self._known[key]
+        costs = both[:, rows][:, :, columns]
+        taken = count + np.arange(costs[0].size).reshape(costs[0].shape)
+        self._costs.append(costs.reshape(2, -1))
+        for lines, node, (_, classes) in zip((taken, taken.T), pair, self._known[key], strict=True):
+            for number, line in enumerate(lines):
+                alike = self._nodes[node][classes.ravel() == number]
+                values = np.concatenate([np.ones(len(line)), -np.ones(len(alike))])
+                self._rows.append((np.concatenate([line, alike]), values))
+        return count + taken.size
+
+    def _load(self) -> highspy.Highs:
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(self._every), len(self._rows)
+        model.col_cost_, model.col_upper_, model.col_lower_ = self._seconds, self._upper, np.zeros(len(self._every))
+        sides = np.zeros(len(self._rows))
+        sides[: len(self._nodes)] = 1.0
+        model.row_lower_ = np.concatenate([sides[:-2], [-_INF, -_INF]])
+        model.row_upper_ = np.append(sides[:-1], _INF)
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.cumsum([0, *(len(columns) for columns, _ in self._rows)]).astype(np.int32)
+        model.a_matrix_.index_ = np.concatenate([columns for columns, _ in self._rows]).astype(np.int32)
+        model.a_matrix_.value_ = np.concatenate([values for _, values in self._rows])
+        kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+        model.integrality_ = [kinds[column >= self.choices] for column in range(len(self._every))]
+        solver = highspy.Highs()
+        options = {
+            "output_flag": False,
+            # No threads of its own: the planner runs in processes that fork and that share few cores.
+            "threads": 1,
+            "mip_abs_gap": TOLERANCE,
+            "mip_feasibility_tolerance": TOLERANCE,
+            "primal_feasibility_tolerance": TOLERANCE,
+            "dual_feasibility_tolerance": TOLERANCE,
+        }
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        solver.passModel(model)
+        return solver
+
+    def limit_memory(self) -> None:
+        limit = self._problem.memory_limit_bytes
+        self._solver.changeRowBounds(len(self._rows) - 1, -_INF, _INF if limit is None else limit / self._size)
+
+    def minimize_memory(self) -> None:
+        self._solver.changeRowBounds(len(self._rows) - 1, -_INF, _INF)
+        self._solver.changeColsCost(len(self._every), self._every, self._bytes / self._size)
+        self._scale = self._size
+
+    def relax(self, limit_s: float) -> Answer:
+        """Solves the program with fractions; warm if only costs or the limit have changed since the last call."""
+        self._solver.setOptionValue("solve_relaxation", True)
+        # Presolving takes longer than the simplex method, and would start it cold.
+        self._solver.setOptionValue("presolve", "off")
+        return self._run(limit_s)
+
+    def search(self, columns: NDArray[np.bool_], limit_s: float, gap: float, limit: float = float("inf")) -> Answer:
+        """Solves the integer program over some of the columns, to a share `gap`."""
+        deadline = time.monotonic() + limit_s
+        upper = np.where(columns, self._upper, 0.0)
+        self._solver.changeColsBounds(len(self._every), self._every, np.zeros(len(upper)), upper)
+        self._solver.setOptionValue("solve_relaxation", False)
+        self._solver.setOptionValue("presolve", "choose")
+        self._solver.setOptionValue("mip_rel_gap", max(gap, TOLERANCE))
+        for _ in range(_MOST_RETRIES):
+            answer = self._run(deadline - time.monotonic())
+            if answer.solution is None or answer.solution.memory_bytes <= limit:
+                return answer
+            taken = [columns[choice] for columns, choice in zip(self._nodes, answer.solution.choices, strict=True)]
+            self._solver.addRow(-_INF, len(taken) - 1, len(taken), np.array(taken, np.int32), np.ones(len(taken)))
+        return Answer(None, 0.0, True, answer.shares, answer.reduced)
+
+    def _run(self, limit_s: float) -> Answer:
+        # HiGHS counts the time of all its runs together.
+        self._solver.setOptionValue("time_limit", self._solver.getRunTime() + max(1.0, limit_s))
+        self._solver.run()
+        info, found = self._solver.getInfo(), self._solver.getSolution()
+        relaxed = self._solver.getOptionValue("solve_relaxation")[1]
+        status = self._solver.getModelStatus()
+        stopped = status not in {highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible}
+        shares = np.asarray(found.col_value)
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return Answer(None, 0.0 if stopped else float("inf"), stopped, shares, shares)
+        bound = info.objective_function_value if relaxed else info.mip_dual_bound
+        bound = 0.0 if relaxed and stopped else max(0.0, bound * self._scale)
+        chosen = [int(shares[columns].argmax()) for columns in self._nodes]
+        reduced = np.asarray(found.col_dual) * self._scale if relaxed and not stopped else np.zeros(len(shares))
+        return Answer(evaluate(self._problem, chosen), bound, stopped, shares, reduced)
+
+
+def _nodes(problem: Problem) -> list[Matrix]:
+    """Seconds, bytes, and the gradients' seconds minus those that hide them, of each node's choices."""
+    nodes: list[Matrix] = []
+    for number, node in enumerate(problem.nodes):
+        name = problem.name(number)
+        if not node:
+            raise NoPlanError(f"{name} has no choice at all", "plan", _HINTS)
+        columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
+        seconds, memory, gradient, hideable = numbers = np.array(columns, dtype=float).T
+        _check(name, seconds, numbers[1:])
+        if not np.isfinite(seconds).any():
+            raise NoPlanError(f"no choice is left that is allowed for {name}", "plan", _HINTS)
+        nodes.append(np.stack([seconds, memory, gradient - problem.overlap * hideable]))
+    return nodes
+
+
+def _edges(problem: Problem) -> dict[Pair, Matrix]:
+    """Seconds and bytes by (a, b) with a <= b, those of parallel edges added up."""
+    edges: dict[Pair, Matrix] = {}
+    for edge in problem.edges:
+        a, b, name = edge.a, edge.b, f"{problem.name(edge.a)} to {problem.name(edge.b)}"
+        kept = np.zeros(edge.seconds.shape) if edge.memory_bytes is None else edge.memory_bytes
+        if edge.seconds.shape != (len(problem.nodes[a]), len(problem.nodes[b])) or kept.shape != edge.seconds.shape:
+            raise UserError(f"the costs from {name} have a wrong shape")
+        _check(name, edge.seconds, kept)
+        both = np.stack([edge.seconds, kept])
+        if a > b:
+            a, b, both = b, a, both.transpose(0, 2, 1)
+        edges[a, b] = edges[a, b] + both if (a, b) in edges else both
+    return edges
+
+
+def _check(name: str, seconds: Matrix, others: Matrix) -> None:
+    # Negative costs would be fine for the search, but they come from mistakes only: no op takes less than no time.
+    if np.isnan(seconds).any() or (seconds < 0).any() or not np.isfinite(others).all() or (others < 0).any():
+        raise UserError(f"a cost of {name} is negative or no number", "plan", ("measure anew",))
