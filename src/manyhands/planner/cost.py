@@ -276,7 +276,7 @@ class _Conversions:
     def between(
         self, giver: Op, reader: Op, place: int, taken: tuple[list[tuple[str, ...]], list[tuple[str, ...]]]
     ) -> tuple[Matrix, Matrix | None]:
-        """Seconds of both directions, and bytes of the copy that is kept, [choice of giver, choice of reader]."""
+        """Seconds of both directions and bytes of the conversion, [choice of giver, choice of reader]."""
         size = float(giver.item_bytes * sum(extent.values(self.setting.work.batch) for extent in giver.extents))
         given = self._sides(giver, taken[0], lambda letters: output_layouts(giver, letters), "given")
         wanted = self._sides(reader, taken[1], lambda letters: input_layouts(reader, letters, place), place)
@@ -324,7 +324,7 @@ class _Conversions:
         return start + slope * size
 
     def _copy(self, source: Layout, target: Layout, size: float) -> float:
-        """Bytes of a conversion as predictions count them: what its collectives hold as they begin."""
+        """Bytes of a conversion, counted as `predict` counts them: the inputs of its collectives but all-reduces."""
         return sum(
             share * size / (self.setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)

@@ -144,12 +144,13 @@ class Program:
         self._solver.setOptionValue("solve_relaxation", False)
         self._solver.setOptionValue("presolve", "choose")
         self._solver.setOptionValue("mip_rel_gap", max(gap, TOLERANCE))
+        answer = self._run(deadline - time.monotonic())
         for _ in range(_MOST_RETRIES):
-            answer = self._run(deadline - time.monotonic())
             if answer.solution is None or answer.solution.memory_bytes <= limit:
                 return answer
-            taken = [columns[choice] for columns, choice in zip(self._nodes, answer.solution.choices, strict=True)]
+            taken = [node[choice] for node, choice in zip(self._nodes, answer.solution.choices, strict=True)]
             self._solver.addRow(-_INF, len(taken) - 1, len(taken), np.array(taken, np.int32), np.ones(len(taken)))
+            answer = self._run(deadline - time.monotonic())
         return Answer(None, 0.0, True, answer.shares, answer.reduced)
 
     def _run(self, limit_s: float) -> Answer:

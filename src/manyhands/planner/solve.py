@@ -6,6 +6,7 @@ decided by an integer program: over the few choices that the relaxations mix, ov
 their prices, and in the end over all that may be part of a better assignment.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ def solve(
     answers = [_relax(program, deadline)]
     if answers[0].solution is None:
         raise _contradiction()
-    if not goal.reached(answers[0].solution, answers[0].bound):
+    if problem.memory_limit_bytes is not None and not goal.reached(answers[0].solution, answers[0].bound):
         program.limit_memory()
         answers.append(_relax(program, deadline))
     best, bound = _search(program, goal, answers, deadline)
@@ -167,6 +168,7 @@ def solve_all(
         best_seconds = min(solution.seconds for solution in solved.values())
         first = solved[number]
         if (first.bound_seconds or 0.0) < min(best_seconds, first.seconds) * (1 - max(gap, 1e-9)):
-            again = solve(problems[number], max(1.0, deadline - time.monotonic()), gap, cutoff_seconds=best_seconds)
-            solved[number] = min(again, first, key=lambda solution: solution.seconds)
+            with contextlib.suppress(SearchStoppedError):
+                again = solve(problems[number], max(1.0, deadline - time.monotonic()), gap, best_seconds)
+                solved[number] = min(again, first, key=lambda solution: solution.seconds)
     return [solved.get(number, answer) for number, answer in enumerate(answers)]
