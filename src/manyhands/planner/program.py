@@ -19,7 +19,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Answer:
+class SolverResult:
     """A result of HiGHS."""
 
     solution: Solution | None  # a relaxation's is rounded, and may be forbidden or too large; None if there is none
@@ -129,14 +129,16 @@ class Program:
         self._solver.changeColsCost(len(self._every), self._every, self._bytes / self._size)
         self._scale = self._size
 
-    def relax(self, limit_s: float) -> Answer:
+    def relax(self, limit_s: float) -> SolverResult:
         """Solves the program with fractions; warm if only costs or the limit have changed since the last call."""
         self._solver.setOptionValue("solve_relaxation", True)
         # Presolving takes longer than the simplex method, and would start it cold.
         self._solver.setOptionValue("presolve", "off")
         return self._run(limit_s)
 
-    def search(self, columns: NDArray[np.bool_], limit_s: float, gap: float, limit: float = float("inf")) -> Answer:
+    def search(
+        self, columns: NDArray[np.bool_], limit_s: float, gap: float, limit: float = float("inf")
+    ) -> SolverResult:
         """Solves the integer program over some of the columns, to a share `gap`."""
         deadline = time.monotonic() + limit_s
         upper = np.where(columns, self._upper, 0.0)
@@ -151,9 +153,9 @@ class Program:
             taken = [node[choice] for node, choice in zip(self._nodes, answer.solution.choices, strict=True)]
             self._solver.addRow(-_INF, len(taken) - 1, len(taken), np.array(taken, np.int32), np.ones(len(taken)))
             answer = self._run(deadline - time.monotonic())
-        return Answer(None, 0.0, True, answer.shares, answer.reduced)
+        return SolverResult(None, 0.0, True, answer.shares, answer.reduced)
 
-    def _run(self, limit_s: float) -> Answer:
+    def _run(self, limit_s: float) -> SolverResult:
         # HiGHS counts the time of all its runs together.
         self._solver.setOptionValue("time_limit", self._solver.getRunTime() + max(1.0, limit_s))
         self._solver.run()
@@ -163,12 +165,12 @@ class Program:
         stopped = status not in {highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible}
         shares = np.asarray(found.col_value)
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return Answer(None, 0.0 if stopped else float("inf"), stopped, shares, shares)
+            return SolverResult(None, 0.0 if stopped else float("inf"), stopped, shares, shares)
         bound = info.objective_function_value if relaxed else info.mip_dual_bound
         bound = 0.0 if relaxed and stopped else max(0.0, bound * self._scale)
         chosen = [int(shares[columns].argmax()) for columns in self._nodes]
         reduced = np.asarray(found.col_dual) * self._scale if relaxed and not stopped else np.zeros(len(shares))
-        return Answer(evaluate(self._problem, chosen), bound, stopped, shares, reduced)
+        return SolverResult(evaluate(self._problem, chosen), bound, stopped, shares, reduced)
 
 
 def _nodes(problem: Problem) -> list[Matrix]:

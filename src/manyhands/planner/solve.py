@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from manyhands.planner.problem import NoPlanError, Problem, SearchStoppedError, Solution, evaluate
-from manyhands.planner.program import TOLERANCE, Answer, Program
+from manyhands.planner.program import TOLERANCE, SolverResult, Program
 
 DEFAULT_LIMIT_S = 60.0
 _GIB = 1 << 30
@@ -70,7 +70,9 @@ class _Goal:
         return float("inf") if solution is None else self.cost(solution)
 
 
-def _search(program: Program, goal: _Goal, relaxations: list[Answer], deadline: float) -> tuple[Solution | None, float]:
+def _search(
+    program: Program, goal: _Goal, relaxations: list[SolverResult], deadline: float
+) -> tuple[Solution | None, float]:
     """The best assignment and a bound, from relaxations of which the last is the tightest.
 
     Without an assignment, the bound is infinite if there is none, and finite if the time was used up.
@@ -103,7 +105,7 @@ def _search(program: Program, goal: _Goal, relaxations: list[Answer], deadline: 
     return best, cost if cost - bound <= TOLERANCE * cost else min(bound, cost)
 
 
-def _relax(program: Program, deadline: float) -> Answer:
+def _relax(program: Program, deadline: float) -> SolverResult:
     answer = program.relax(deadline - time.monotonic())
     if answer.solution is None and answer.stopped:
         raise _stopped()
