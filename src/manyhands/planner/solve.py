@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from manyhands.planner.problem import NoPlanError, Problem, SearchStoppedError, Solution, evaluate
-from manyhands.planner.program import TOLERANCE, SolverResult, Program
+from manyhands.planner.program import TOLERANCE, Program, SolverResult
 
 DEFAULT_LIMIT_S = 60.0
 _GIB = 1 << 30
