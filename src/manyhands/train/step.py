@@ -231,7 +231,8 @@ class Updater:
         if self.gradients.spoilt is not None:
             self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
         self.gradients.finish_statistics()
-        self._share_buffers()
+        if self._shared_buffers:
+            self._share_buffers()
         self.under_way.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
@@ -240,8 +241,6 @@ class Updater:
 
     def _share_buffers(self) -> None:
         """Broadcasts rank 0's buffers, as DDP does, since modules may update them from the samples of a process."""
-        if not self._shared_buffers:
-            return
         named = self.under_way.buffers
         buffers = [named[name] for name in self._shared_buffers]
         mine = [one.reshape(-1).view(torch.uint8) for one in buffers]
