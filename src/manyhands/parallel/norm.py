@@ -287,7 +287,7 @@ def _are_ordered(runs: tuple[Run, ...]) -> bool:
 
 
 def _reordered(values: Tensor, rows: Tensor) -> Tensor:
-    """The rows of [rows, C, ...] in another order, in the memory format of `values`, which index_select doesn't keep."""
+    """The rows of [rows, C, ...] in another order, in the memory format of `values`; index_select alone loses it."""
     if values.is_contiguous():
         return values.index_select(0, rows)
     return values.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
