@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,9 @@ class UnderWay:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The network's buffers by name, except those of BatchNorm groups."""
-        return {name: cast(Tensor, module._buffers[key]) for name, (module, key) in self._places.items()}
+        """The network's buffers by name, except those of BatchNorm groups and those that a module has removed."""
+        places = self._places.items()
+        return {name: one for name, (module, key) in places if (one := module._buffers.get(key)) is not None}
 
     def begin(self) -> None:
         """Keeps what an update may change before its end."""
@@ -126,8 +127,13 @@ class UnderWay:
     def undo(self) -> None:
         """Puts back what an update has changed that isn't whole."""
         if self.begun:
-            for name, buffer in self.buffers.items():
-                buffer.copy_(self._before[name])
+            for name, before in self._before.items():
+                module, key = self._places[name]
+                buffer = module._buffers.get(key)
+                if buffer is not None and buffer.shape == before.shape:
+                    buffer.copy_(before)
+                else:
+                    module._buffers[key] = before
 
 
 class Updater:
@@ -247,7 +253,11 @@ class Updater:
         shared = torch.cat(mine)
         dist.broadcast(shared, src=0)
         for number, (own, value) in enumerate(zip(mine, shared.split([len(one) for one in mine]), strict=True)):
-            self._differing[number] |= (own != value).any()
+            differs = (own != value).any()
+            self._differing[number] |= differs
+            # Not asked on a card, which would have to finish first. An expanded buffer can't be written to.
+            if shared.device.type == "cpu" and not differs:
+                continue
             buffers[number].copy_(value.clone().view(buffers[number].dtype).view_as(buffers[number]))
 
     def differing_buffers(self) -> list[str]:
