@@ -109,12 +109,6 @@ def test_help_groups_all_commands_and_begins_with_those_of_the_first_day(capsys,
     assert titles == [*GROUPS.values(), "Options"]
 
 
-def test_how_join_reaches_the_head_is_in_its_help(capsys):
-    with pytest.raises(SystemExit):
-        main(["join", "--help"])
-    assert "--cluster.ssh" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words", [["train", "digits"], ["resume", "run"], ["eval", "run"]])
 def test_no_processes_are_none(words, capsys):
     with pytest.raises(SystemExit) as ended:

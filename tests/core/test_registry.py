@@ -324,6 +324,20 @@ def test_a_run_folder_that_is_moved_is_written_on_in_its_new_place(watched, tmp_
         assert find_running(str(moved.path / "new")).pid == find_running(str(folder.path)).pid == os.getpid()
 
 
+def test_small_files_that_are_deleted_are_made_again_and_nothing_stops(watched):
+    folder, look = watched
+    folder.job.unlink()
+    folder.plan.unlink()
+    with handled(lambda number, _frame: pytest.fail(f"stopped by {number}")):
+        told = list(look())
+        assert {f"{path} was deleted and has been made again" for path in (folder.job, folder.plan)} == set(told)
+        assert (folder.job.read_text(), folder.plan.read_text()) == ("[data]\n", "{}")
+        shutil.rmtree(folder.ranks)
+        (told,) = look()
+        assert "ranks was deleted and has been made again" in told
+        assert look() == []
+
+
 @pytest.mark.parametrize("left", ["nothing", "the folder", "a job file that was written again"])
 def test_a_run_folder_that_is_deleted_is_made_again_and_the_run_is_asked_once_to_stop(watched, left):
     folder, look = watched
@@ -354,7 +368,7 @@ def test_one_missing_file_of_a_run_folder_does_not_end_the_run(watched, name):
     path = folder.path / name
     path.rmdir() if name == "ranks" and not (folder.failures.rmdir()) else path.unlink()
     with handled(lambda *_: pytest.fail("asked to stop")):
-        assert [f"{name} was deleted" in said for said in look()] == [True] * (name == "job.toml")
+        assert [f"{name} was deleted" in said for said in look()] == [True]
         assert folder.exists()
         assert look() == []
 

@@ -15,7 +15,7 @@ from PIL import Image
 from manyhands.core.errors import UserError
 from manyhands.data import memory
 from manyhands.data.decode import CorruptImageError, decode
-from manyhands.data.folder import Listing, split
+from manyhands.data.folder import Listing, list_parts, split
 from manyhands.data.loader import Loader
 from manyhands.data.names import PictureNames
 from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
@@ -311,6 +311,17 @@ def test_folders_inside_class_folders_are_no_splits_unless_some_are_for_training
     splits = opened(tmp_path)
     assert (splits.classes, splits.notes) == (("cat", "dog"), ())
     assert len(splits.train) + len(splits.test) == 2 * len(folders.split())
+
+
+def test_splits_inside_class_folders_with_linked_pictures_beside_them_are_refused(tmp_path):
+    for name in ("cat/train", "cat/test", "dog/train", "dog/test", "set/elsewhere"):
+        root = tmp_path if name.startswith("set") else tmp_path / "pets"
+        (root / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(root / name / "0.png")
+    (tmp_path / "pets" / "cat" / "extra").mkdir()
+    (tmp_path / "pets" / "cat" / "extra" / "link").symlink_to(tmp_path / "set" / "elsewhere")
+    with pytest.raises(UserError, match='pictures in other folders: "extra"'):
+        list_parts(tmp_path / "pets")
 
 
 def test_a_folder_with_splits_inside_its_class_folders_can_be_held_out_by_its_test_split(tmp_path):

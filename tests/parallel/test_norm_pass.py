@@ -129,6 +129,8 @@ def made(case, dtype):
 @given(cases())
 @example({"dims": 2, "count": 16, "channels": 3, "shape": [2, 2], "group": 4, "rows": 1, "last": True, "affine": True,
           "seed": 0, "mean": 5.0})  # fmt: skip
+@example({"dims": 2, "count": 21, "channels": 2, "shape": [2, 2], "group": 4, "rows": 1, "last": True, "affine": False,
+          "seed": 0, "mean": 0.0})  # fmt: skip
 @example({"dims": 0, "count": 23, "channels": 3, "shape": [], "group": 4, "rows": 3, "last": False, "affine": False,
           "seed": 0, "mean": 0.0})  # fmt: skip
 def test_in_one_pass_groups_become_what_each_becomes_alone(case):

@@ -17,7 +17,7 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.step import StepSums, Updater
+from manyhands.train.step import StepSums, UnderWay, Updater
 
 # Those of the network and the loss, some 30, are among them.
 MOST_CALLS = 122
@@ -155,3 +155,29 @@ def test_an_update_that_a_scaler_refuses_is_left_out():
     optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
     optimizer.step()
     assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+
+
+class _Keeps(nn.Module):
+    """A layer that removes a buffer, or replaces it by one of another size."""
+
+    def __init__(self, replace):
+        super().__init__()
+        self.weight, self.replace = nn.Parameter(torch.ones(2)), replace
+        self.register_buffer("seen", torch.zeros(0, 2), persistent=False)
+
+    def forward(self, values):
+        self.seen = self.replace(self.seen, values)
+        return values * self.weight
+
+
+@pytest.mark.parametrize("replace", [lambda _seen, _values: None, lambda seen, values: torch.cat([seen, values])])
+def test_buffers_that_a_module_removes_or_resizes_are_put_back_with_an_update_that_is_undone(replace):
+    layer = _Keeps(replace)
+    under_way = UnderWay(ParallelNetwork(call=layer, inner=layer))
+    under_way.begin()
+    layer(torch.ones(1, 2))
+    under_way.undo()
+    assert layer.seen.shape == (0, 2)
+    layer(torch.ones(1, 2))
+    under_way.end()
+    under_way.begin()

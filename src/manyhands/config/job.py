@@ -20,9 +20,9 @@ BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
 OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias", "bias_rate")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
-# What a run decides once, by their dotted keys, where they are "auto"; its job.toml says what they became.
 # Ten days: longer than anybody debugs, and a time limit that every backend takes.
 _DEBUG_TIMEOUT_S = 864_000.0
+# Options that a run decides once where they are "auto", by their dotted keys; its job.toml holds the decisions.
 MEASURED = ("train.precision", "train.channels_last")
 # Stands in a job for what was an object in Python; object:NAME for one of several.
 OBJECT = "object"

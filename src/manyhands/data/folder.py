@@ -103,6 +103,9 @@ def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
     """The pictures of each split, which lie in folders inside the class folders, such as cat/train/0.jpg."""
     inside = [name.split("/", 2)[1] for name in listing.names]
     kinds = {name: split_kind(name) for name in set(inside)}
+    if others := [name for name, kind in kinds.items() if kind not in splits]:
+        what = f'class folders hold splits, and pictures in other folders: "{others[0]}"'
+        raise UserError(what, str(listing.root), ("move or remove those folders; links to folders count too",))
     found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)
     return [replace(listing.part(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
 

@@ -11,6 +11,7 @@ multiple layers of features from tiny images", 2009.
 
 import gzip
 import io
+import lzma
 import math
 import os
 import pickle
@@ -124,7 +125,7 @@ def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
                     if content is not None:
                         _check_size(name, member.size, place)
                         found[name] = content.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, ValueError) as error:
         raise UserError(f"{place.name} can't be read: {error}", str(place), _HINTS) from error
     if missing := [name for name in needed if name not in found]:
         raise UserError(f"{place.name} has no {', '.join(missing)}", str(place), _HINTS)

@@ -136,8 +136,8 @@ class GroupedNorm(_BatchNorm):
         runs = self._runs(input)
         ordered = runs is not self.groups.runs or self.groups.ordered
         rows = None if ordered else _rows(self.groups.runs, self.rows_per_sample, input.device)
-        output = self._of_runs(input if rows is None else input.index_select(0, rows[0]), runs)
-        return output if rows is None else output.index_select(0, rows[1])
+        output = self._of_runs(input if rows is None else _reordered(input, rows[0]), runs)
+        return output if rows is None else _reordered(output, rows[1])
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
         """What is normalised at once, in the order in which it is."""
@@ -284,6 +284,13 @@ def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
 @functools.lru_cache(maxsize=256)
 def _are_ordered(runs: tuple[Run, ...]) -> bool:
     return all(one.stop == other.start for one, other in itertools.pairwise(itertools.chain.from_iterable(runs)))
+
+
+def _reordered(values: Tensor, rows: Tensor) -> Tensor:
+    """The rows of [rows, C, ...] in another order, in the memory format of `values`; index_select alone loses it."""
+    if values.is_contiguous():
+        return values.index_select(0, rows)
+    return values.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
 
 
 # What follows is made once and kept for good: a card waits at each copy that isn't pinned.

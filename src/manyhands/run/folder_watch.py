@@ -52,10 +52,16 @@ class FolderWatch:
         if missing == [folder.job]:
             time.sleep(REPLACING_S)
             missing = self._missing(folder)
-        if missing == [folder.job] and folder.job in self._contents:
-            folder.job.write_bytes(self._contents[folder.job])
-            self._warn(f"{self._name / folder.job.name} was deleted and has been written again")
-        if len(missing) < 2:  # several are missing while the folder is being deleted
+        if not {folder.job, folder.ranks} <= set(missing):
+            for path in missing:
+                if path == folder.ranks:
+                    folder.failures.mkdir(parents=True)
+                elif path in self._contents:
+                    path.write_bytes(self._contents[path])
+                else:
+                    continue
+                if not self._deleted:
+                    self._warn(f"{self._name / path.name} was deleted and has been made again")
             files = (folder.job, folder.plan, folder.network, folder.environment)
             self._contents |= {file: file.read_bytes() for file in files if file.is_file()}
         elif place := self._new_place():

@@ -27,11 +27,13 @@ class Saver:
         waited_s: how long training waited for the copy that is written.
         held_up_s: how long it stood still for this save so far.
         wrote_s: how long this process wrote beside training.
+        has_run: whether a save of this process has found the run's job file in its folder.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.waited_s = self.held_up_s = self.wrote_s = 0.0
+        self.has_run = False
         self._thread: threading.Thread | None = None
         self._outcome: SaveOutcome | None = None
         self._error: Exception | None = None

@@ -243,13 +243,15 @@ def save_last(trainer: Trainer) -> None:
 
 def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
     """Writes the checkpoint; once more where the run folder was moved meanwhile, unless that takes all processes."""
+    trainer.saver.has_run |= trainer.folder.exists()
+    moves = trainer.saver.has_run and not trainer.network.layouts
     try:
-        found = _write_once(trainer, snapshot, step, best_step)
-        if trainer.world.rank or trainer.network.layouts or trainer.folder.exists():
-            return found
+        outcome = _write_once(trainer, snapshot, step, best_step)
+        if trainer.world.rank or not moves or trainer.folder.exists():
+            return outcome
     except (SaveError, UserError, OSError) as error:
         missing = isinstance(error, TornCheckpointError) or isinstance(error.__cause__ or error, FileNotFoundError)
-        if not missing or trainer.network.layouts:
+        if not missing or not moves:
             raise
     trainer.folder.wait_for_link()
     return _write_once(trainer, snapshot, step, best_step)

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,9 @@ class UnderWay:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The network's buffers by name, except those of BatchNorm groups."""
-        return {name: cast(Tensor, module._buffers[key]) for name, (module, key) in self._places.items()}
+        """The network's buffers by name, except those of BatchNorm groups and those that a module has removed."""
+        places = self._places.items()
+        return {name: one for name, (module, key) in places if (one := module._buffers.get(key)) is not None}
 
     def begin(self) -> None:
         """Keeps what an update may change before its end."""
@@ -126,8 +127,13 @@ class UnderWay:
     def undo(self) -> None:
         """Puts back what an update has changed that isn't whole."""
         if self.begun:
-            for name, buffer in self.buffers.items():
-                buffer.copy_(self._before[name])
+            for name, before in self._before.items():
+                module, key = self._places[name]
+                buffer = module._buffers.get(key)
+                if buffer is not None and buffer.shape == before.shape:
+                    buffer.copy_(before)
+                else:
+                    module._buffers[key] = before
 
 
 class Updater:
@@ -231,7 +237,8 @@ class Updater:
         if self.gradients.spoilt is not None:
             self.measured.first_spoilt = _first(self.measured.first_spoilt, self.gradients.spoilt == 0, step)
         self.gradients.finish_statistics()
-        self._share_buffers()
+        if self._shared_buffers:
+            self._share_buffers()
         self.under_way.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
@@ -240,15 +247,17 @@ class Updater:
 
     def _share_buffers(self) -> None:
         """Broadcasts rank 0's buffers, as DDP does, since modules may update them from the samples of a process."""
-        if not self._shared_buffers:
-            return
         named = self.under_way.buffers
         buffers = [named[name] for name in self._shared_buffers]
         mine = [one.reshape(-1).view(torch.uint8) for one in buffers]
         shared = torch.cat(mine)
         dist.broadcast(shared, src=0)
         for number, (own, value) in enumerate(zip(mine, shared.split([len(one) for one in mine]), strict=True)):
-            self._differing[number] |= (own != value).any()
+            differs = (own != value).any()
+            self._differing[number] |= differs
+            # Not asked on a card, which would have to finish first. An expanded buffer can't be written to.
+            if shared.device.type == "cpu" and not differs:
+                continue
             buffers[number].copy_(value.clone().view(buffers[number].dtype).view_as(buffers[number]))
 
     def differing_buffers(self) -> list[str]:

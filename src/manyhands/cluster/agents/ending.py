@@ -92,7 +92,7 @@ def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> F
         host=host,
         pid=0,
         error=PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__,
-        what=why or f"rank {rank} {how_it_ended(exit_code)}",
+        what=why or f"rank {rank} {how_worker_ended(exit_code)}",
         mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
         excerpt=said and f"rank {rank} wrote last:\n{said}",
     )
@@ -103,4 +103,9 @@ def how_it_ended(exit_code: int) -> str:
     with contextlib.suppress(ValueError):
         if exit_code < 0:
             return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}{'' if exit_code else ' before it returned'}"
+    return f"ended with exit code {exit_code}"
+
+
+def how_worker_ended(exit_code: int) -> str:
+    """How a worker ended that returned no result."""
+    return how_it_ended(exit_code) + ("" if exit_code else " before it returned")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all, stir
-from manyhands.cluster.agents.ending import Ending, how_it_ended
+from manyhands.cluster.agents.ending import Ending, how_it_ended, how_worker_ended
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     FilePiece,
@@ -262,7 +262,7 @@ class _Head:
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._told_failure or later or self.ending.interrupted):
             self._told_failure = True
-            how = f": {record.what}" if record else f" {how_it_ended(exited.code)}"
+            how = f": {record.what}" if record else f" {how_worker_ended(exited.code)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
     def _refuse(self, link: AgentConnection, failed: RequestFailed) -> None:
