@@ -137,7 +137,7 @@ def test_a_stranger_comes_in_nowhere_while_a_machine_joins_and_launched_processe
     ssh = ["--set", f"cluster.ssh={lab.ssh}"]
     with running("launch", *ENDLESS, "--hosts", "n1", *ssh, "--out", "run") as process:
         wait_until(begun("run"), process)
-        with running("join", "run", "--host", "n2", *ssh) as joins:
+        with running("join", "run", "--host", "n2") as joins:
             while joins.poll() is None:
                 assert not attacked(lab, here, 1, 2)
             assert joins.returncode == 0
