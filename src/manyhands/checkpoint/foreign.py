@@ -133,9 +133,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_script(path: Path) -> bool:
-    if not zipfile.is_zipfile(path):
-        return False
-    with contextlib.suppress(zipfile.BadZipFile, OSError, NotImplementedError), zipfile.ZipFile(path) as archive:
+    # Beside BadZipFile, damaged names end in a ValueError and unknown versions in a NotImplementedError.
+    damage = zipfile.BadZipFile, OSError, NotImplementedError, ValueError
+    with contextlib.suppress(*damage), zipfile.ZipFile(path) as archive:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())
     return False
 
