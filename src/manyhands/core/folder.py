@@ -100,12 +100,11 @@ class RunFolder:
         """True when the folder holds a run (its job file is written first)."""
         return self.job.is_file()
 
-    def wait_for_link(self) -> bool:
-        """Waits for the link that the head of a run puts in the place of a moved run folder; True once it is there."""
+    def wait_for_link(self) -> None:
+        """Waits up to 5 s for the head to link a moved run folder from its old path."""
         until = time.monotonic() + _LINKED_S
         while not self.exists() and time.monotonic() < until:
             time.sleep(_POLL_S)
-        return self.exists()
 
     def has_trained(self) -> bool:
         """True when at least one update was recorded, or an evaluation."""

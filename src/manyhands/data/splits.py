@@ -104,7 +104,7 @@ def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int
     if len(wrong):
         row = int(wrong[0])
         what = f"the label of sample {samples[row] if samples else row:,} is {int(labels[row])}"
-        hints = (f"labels are whole numbers from 0 to {classes - 1}; mend or leave out the sample",)
+        hints = (f"labels are whole numbers from 0 to {classes - 1}; correct or remove the sample",)
         raise UserError(f"{what}, but there are {classes} classes", place, hints)
     return labels
 

@@ -93,9 +93,6 @@ class FarFile:
             self.offset = answer.offset
 
 
-AnyFile = LogFile | FarFile
-
-
 def show_logs(
     folder: RunFolder,
     rank: int | None,

@@ -265,7 +265,7 @@ def _wrong_layout(value: Any) -> Iterator[Mistake]:
     if value.get("version") not in (None, *get_args(Version)):
         yield ("version",), f"version is {json.dumps(value['version'])}; expected {_VERSIONS}", f"write {_VERSIONS}"
     if value.get("status") == "initializing":
-        hint = "wait until whoever writes it sets it to completed"
+        hint = "wait until the program that writes it sets status to completed"
         yield ("status",), 'status is "initializing": the table is still being written', hint
 
 
@@ -436,7 +436,7 @@ def wait(
         sleep(POLL_S)
     if initializing and timeout_s:
         message = f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"'
-        raise UserError(message, str(path), ("see why whoever writes it does not end; or finish it by hand",))
+        raise UserError(message, str(path), ("check the program that writes the table, or complete it by hand",))
     return text
 
 
