@@ -43,7 +43,7 @@ def _bare(model, shape, classes, device, updates):
     began = time.perf_counter()
     made(updates)
     took = time.perf_counter() - began
-    peak = torch.cuda.max_memory_allocated(device) >> 20 if half else 0
+    peak = torch.get_device_module(device).max_memory_allocated(device) >> 20 if half else 0
     return {"images_per_s": shape[0] * updates / took, "memory_mib": peak}
 
 

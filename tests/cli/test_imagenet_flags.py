@@ -133,7 +133,7 @@ def test_flags_reach_the_job():
     assert (job.train.weight_decay, job.train.seed, job.run.log_steps) == (0.0, 11, 7)
     assert (job.cluster.backend, job.cluster.device) == ("gloo", "cpu")
     assert job_of(ImagenetFlags(workers=0)).data.workers == 0
-    assert job_of(ImagenetFlags(gpu=2)).cluster.device == "cuda:2"
+    assert job_of(ImagenetFlags(gpu=2)).cluster.device == "auto:2"
     assert job_of(ImagenetFlags(gpu=2)).cluster.processes == 1
     assert job_of(ImagenetFlags(dummy=True)).data.name == "fake-imagenet"
 

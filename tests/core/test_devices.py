@@ -18,11 +18,13 @@ from manyhands.core import devices
         ("mps", "auto", 1, "mps"),
         ("mps", "auto", 2, "cpu"),
         ("mps", "mps", 2, "mps"),
+        ("npu", "auto:1", 1, "npu:1"),
+        (None, "auto:1", 1, "auto:1"),
     ],
 )
 def test_a_job_s_word_for_a_device(monkeypatch, found, wanted, processes, meant):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found and SimpleNamespace(type=found))
+    answer = found and SimpleNamespace(type=found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: answer)
     assert devices.device_kind(wanted, processes) == meant
 
 

@@ -1,6 +1,6 @@
 """Runs the cases of `cases.py`, the most telling first, each in a process of its own with a limit of time.
 
-    python -m tests.gpu [--device cuda:0] [--wheels FOLDER] [--seconds 465] [--out FILE.json] [NAME …]
+    python -m tests.gpu [--device npu:0] [--wheels FOLDER] [--seconds 465] [--out FILE.json] [NAME …]
 
 Needs torch and torchvision; what else is missing is taken from the folder of wheels that `make wheels-gpu` filled. On
 a machine without an accelerator `--device cpu` runs what can be run there, to prove the cases themselves.
@@ -68,7 +68,9 @@ def begin(given: argparse.Namespace, scratch: Path, kind: str) -> tuple[dict[str
             "      torch and torchvision must be there: PYTHON=/path/to/python names the Python that has them"
         )
     machine = json.loads(asked.stdout.splitlines()[-1])
-    device = given.device if given.device != "auto" else "cuda:0" if machine.get("cards") else "cpu"
+    device = given.device if given.device != "auto" else f"{machine['accelerator']}:0" if machine["cards"] else "cpu"
+    # What is off on untested devices is what is tested here.
+    variables["MANYHANDS_TESTED_DEVICES"] = device.partition(":")[0]
     return variables, ResultFile(given.out, kind, device, machine)
 
 

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from manyhands.core.devices import wait_for
 from manyhands.data import gather
 from manyhands.data.ahead import CopiesAhead
 from manyhands.data.loader import Loader
@@ -24,17 +25,12 @@ SHAPES = ((256, 64, 32, 32), (256, 128, 16, 16), (256, 512, 4, 4))
 
 
 @contextlib.contextmanager
-def _each_alone(kinds):
-    before, norm._EACH_ALONE_ON = norm._EACH_ALONE_ON, kinds
+def _one_pass(allowed):
+    before, norm.is_tested = norm.is_tested, lambda device: allowed
     try:
         yield
     finally:
-        norm._EACH_ALONE_ON = before
-
-
-def _wait(device):
-    if device != "cpu":
-        torch.cuda.synchronize(device)
+        norm.is_tested = before
 
 
 def _trained(layer, groups, group, images, slope, *, once):
@@ -43,7 +39,7 @@ def _trained(layer, groups, group, images, slope, *, once):
     for one in (images, *layer.parameters()):
         one.grad = None
     groups.layers[0].seen = None
-    with _each_alone(() if once else (images.device.type,)):
+    with _one_pass(once):
         output = layer(images)
         output.backward(slope)
     return {
@@ -66,11 +62,11 @@ def _given(device, dtype, shape, layout):
 def _seconds(work, device, repeats):
     best = float("inf")
     for _ in range(3):
-        _wait(device)
+        wait_for(device)
         began = time.perf_counter()
         for _ in range(repeats):
             work()
-        _wait(device)
+        wait_for(device)
         best = min(best, (time.perf_counter() - began) / repeats)
     return best
 
@@ -125,19 +121,20 @@ def _served(source, pixels, device, requests, *, ahead):
     """Sums of every batch's pictures [n] and labels, made on the device behind work that keeps it busy; seconds."""
     loader = Loader(source, pixels, train=True, seed=1, device=device, workers=2)
     feed = loader.batches.__self__
+    assert (feed._ahead._stream is None) == (device == "cpu"), "copies ahead are off"
     if not ahead:
         feed._ahead = CopiesAhead(torch.device("cpu"))
     busy = torch.rand(2048 if device != "cpu" else 64, device=device).diag()
     weights = torch.arange(3 * pixels.size**2, device=device, dtype=torch.float64)
     found = []
-    _wait(device)
+    wait_for(device)
     began = time.perf_counter()
     for batch in loader.batches(1, requests):
         for _ in range(8):
             busy = busy @ busy  # what was copied too early, or too late, would be seen behind this
         found.append(((batch.images.double().flatten(1) * weights).sum(1) + 0 * busy.sum(), batch.labels.clone()))
         del batch
-    _wait(device)
+    wait_for(device)
     seconds = time.perf_counter() - began
     loader.close()
     return [tuple(one.cpu() for one in pair) for pair in found], seconds

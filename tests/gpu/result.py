@@ -17,14 +17,15 @@ from pathlib import Path
 # Where torch is asked, a process of its own does it: this one must start without.
 ASK_TORCH = """
 import json, torch, torchvision
-found = {"torch": torch.__version__, "torchvision": torchvision.__version__, "cuda": torch.version.cuda}
-if torch.cuda.is_available():
-    cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    found["cards"] = [
-        {"name": card.name, "memory_mib": card.total_memory >> 20, "capability": [card.major, card.minor]}
-        for card in cards
-    ]
-    found["cudnn"], found["nccl"] = torch.backends.cudnn.version(), list(torch.cuda.nccl.version())
+found = {"torch": torch.__version__, "torchvision": torchvision.__version__, "cuda": torch.version.cuda, "cards": []}
+if accelerator := torch.accelerator.current_accelerator(check_available=True):
+    module, found["accelerator"] = torch.get_device_module(accelerator), accelerator.type
+    for number in range(module.device_count()):
+        card = module.get_device_properties(number)
+        capability = [getattr(card, "major", None), getattr(card, "minor", None)]
+        found["cards"].append({"name": card.name, "memory_mib": card.total_memory >> 20, "capability": capability})
+    if accelerator.type == "cuda":
+        found["cudnn"], found["nccl"] = torch.backends.cudnn.version(), list(torch.cuda.nccl.version())
 print(json.dumps(found))
 """
 

@@ -31,18 +31,22 @@ def test_a_system_without_locks_of_files_is_one_line(code):
     assert len(done.stderr.splitlines()) <= 3
 
 
+def with_apples_gpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="mps"))
+
+
 @pytest.mark.parametrize("kind", ["mps", "mps:0", "mps:1"])
 def test_a_machine_without_apples_gpu_says_so(kind, monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: kind == "mps:1")
-    with pytest.raises(UserError, match=f"there is no {kind} device here"):
+    if kind == "mps:1":
+        with_apples_gpu(monkeypatch)
+    with pytest.raises(UserError, match="there is no mps:1" if kind == "mps:1" else "there is no mps device here"):
         group.join(Membership(device=kind), "", 60, print)
 
 
 def test_apples_gpu_is_for_one_process(monkeypatch):
     """Read, not run: nobody here has such a computer; what is decided for one is."""
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="mps"))
+    with_apples_gpu(monkeypatch)
     assert group._device(Membership(device="mps:0")) == group._device(Membership(device="auto")) == "mps"
     pair = Membership(size=2, local_size=2, device="mps")
     with pytest.raises(UserError, match="2 processes can't talk to each other from mps"):

@@ -14,9 +14,9 @@ from manyhands.core.world import World
 
 
 def _child(rank, size, function, arguments, folder, device, backend):
-    device = f"cuda:{rank}" if device == "cuda" else device
     if device != "cpu":
-        torch.cuda.set_device(device)
+        device = device if ":" in device else f"{device}:{rank}"
+        torch.accelerator.set_device_index(device)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -36,7 +36,7 @@ def run_on_ranks(function, size, *arguments, start="fork", device="cpu", backend
     """function(world, *arguments) on `size` processes; a list of what they returned, by rank.
 
     Forked ones start at once but inherit this process's memory; "spawn" starts with a memory of their own. All use one
-    device; "cuda" gives each its own.
+    device; a type without a number, such as npu, gives each its own.
     """
     if size == 1:
         return [function(World(device=device), *arguments)]

@@ -52,16 +52,10 @@ def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, ph
 
 def test_a_process_of_its_own_uses_the_device_that_it_was_given(monkeypatch):
     used = []
-
-    class Module:
-        @staticmethod
-        def set_device(device):
-            used.append(device)
-
     monkeypatch.setattr(group, "_device", lambda membership: membership.device)
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: Module)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
     assert group.join(Membership(device="cuda:1"), "", 60, print).world.device == "cuda:1"
-    assert used == [torch.device("cuda:1")]
+    assert used == ["cuda:1"]
     group.join(Membership(device="cpu"), "", 60, print)
     assert len(used) == 1
 

@@ -137,7 +137,7 @@ def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
 
 def _cluster_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
     """One process on each node, or one for each accelerator of a single node."""
-    device = "cpu" if flags.no_accel else None if flags.gpu is None else f"cuda:{flags.gpu}"
+    device = "cpu" if flags.no_accel else None if flags.gpu is None else f"auto:{flags.gpu}"
     values = {"cluster.device": device, "cluster.backend": flags.dist_backend}
     if not nodes.url:
         return {**values, "cluster.processes": None if flags.gpu is None else 1}

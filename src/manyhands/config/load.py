@@ -25,7 +25,7 @@ from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values: MANYHANDS_DATA says where named data sets lie … An agent sets the last four.
-_RESERVED = ("DATA", "CACHE", "MIRROR", "DEVICE_INDEX", "FAILURE_FILE", "PULSE_FILE", "TUNNELS")
+_RESERVED = ("DATA", "CACHE", "MIRROR", "TESTED_DEVICES", "DEVICE_INDEX", "FAILURE_FILE", "PULSE_FILE", "TUNNELS")
 ENVIRONMENT_RESERVED = {ENVIRONMENT_PREFIX + name for name in _RESERVED}
 # Options that name a file or folder, or may do so.
 NAMES_OF_FILES = frozenset(

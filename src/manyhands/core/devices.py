@@ -1,4 +1,7 @@
-"""The devices that torch computes on: which one is meant, and when it has done its work."""
+"""The devices that torch computes on: which one is meant, what is used of it, and when it has done its work."""
+
+import inspect
+import os
 
 import torch
 
@@ -6,32 +9,57 @@ from manyhands.core.errors import UserError
 from manyhands.core.outside import typed_number
 from manyhands.core.processor import this_processor
 
+# Types of accelerators on which `make test-gpu` has passed. On all others what isn't torch's own default is off, unless
+# the variable names the type (docs/guides/gpu-results.md).
+_PASSED: tuple[str, ...] = ()
+TESTED_DEVICES = (*_PASSED, *os.environ.get("MANYHANDS_TESTED_DEVICES", "").split(","))
+
 
 def accelerator() -> str:
-    """The kind of this machine's accelerators, such as "cuda"; "cpu" where there is none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    """The type of this machine's accelerators, such as cuda or npu; "cpu" where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found else "cpu"
 
 
+def is_accelerator(device: str | torch.device) -> bool:
+    """True where torch gives a device streams, pinned memory and memory figures: all but the CPU and Apple's GPU."""
+    return torch.device(device).type not in {"cpu", "mps"}
+
+
+def is_tested(device: str | torch.device) -> bool:
+    """True for an accelerator on which more may be used than torch's own defaults."""
+    return is_accelerator(device) and torch.device(device).type in TESTED_DEVICES
+
+
+def device_name(device: str | torch.device) -> str:
+    """What the vendor calls an accelerator, or this machine's processor."""
+    if is_accelerator(device):
+        return torch.get_device_module(device).get_device_name(device)
+    return this_processor().name
+
+
 def device_kind(wanted: str, processes: int) -> str:
-    """The device that a job's word means to each of so many processes; all but "auto" mean themselves.
+    """The device that a job's word means to each of so many processes; all but "auto" and "auto:1" mean themselves.
 
     Only one process can use the GPU of an Apple computer: torch has no collectives for it.
     """
-    if wanted != "auto":
+    if wanted.partition(":")[0] != "auto":
         return wanted
     found = accelerator()
+    if ":" in wanted:  # stays, so that it is refused, where there is none
+        return wanted if found == "cpu" else wanted.replace("auto", found)
     return "cpu" if found == "mps" and processes > 1 else found
 
 
 def require_device(kind: str, *hints: str) -> None:
-    """Raises UserError where this machine lacks the device: "cuda", "cuda:1"; `hints` come before the usual one."""
+    """Raises UserError where this machine lacks the device: cuda, cuda:1; `hints` come before the usual one."""
     name, _, number = kind.partition(":")
     if name == "cpu":
         return
     if accelerator() != name:
         mend = (*hints, "leave it out, or give --device cpu")
-        raise UserError(f"there is no {name} device here", "cluster.device", mend)
+        missing = "accelerator" if name == "auto" else f"{name} device"
+        raise UserError(f"there is no {missing} here", "cluster.device", mend)
     count = torch.accelerator.device_count()
     if number and ((typed := typed_number(number)) is None or typed >= count):
         what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"
@@ -46,10 +74,8 @@ def wait_for(device: str | torch.device) -> None:
 
 def computes_bf16(device: str) -> bool:
     """True where a device multiplies bfloat16 itself, and doesn't make it of float32."""
-    kind = torch.device(device).type
-    if kind == "cpu":
+    if torch.device(device).type == "cpu":
         return this_processor().bf16
-    if kind == "cuda" and torch.version.hip is None:
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    supported = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
-    return bool(supported and supported())
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    # CUDA and XPU have one parameter, including_emulation; Ascend has none.
+    return bool(supported and supported(*(False for _ in inspect.signature(supported).parameters)))

@@ -11,7 +11,7 @@ class World:
     size: int = 1  # number of processes over all machines
     local_rank: int = 0  # 0 … local_size - 1, on this machine
     local_size: int = 1  # processes on this machine
-    device: str = "cpu"  # torch's name of the device of this process, such as "cpu" or "cuda:1"
+    device: str = "cpu"  # torch's name of the device of this process, such as cpu or cuda:1
     backend: str = ""  # torch.distributed's backend, or "" when the process is alone
     # seconds after which a silent peer is given up, also in groups of some processes; 0 for torch's own
     collective_timeout_s: float = 0.0

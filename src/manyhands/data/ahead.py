@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from manyhands.core.devices import is_accelerator, is_tested
+
 _MOST_AHEAD = 1
 
 Taken = TypeVar("Taken")
@@ -42,33 +44,36 @@ def looking_ahead(items: Iterable[Taken], begin: Callable[[Taken], Begun], most:
 
 
 class CopiesAhead:
-    """Brings what lies in host memory to a card; elsewhere it leaves all as it is."""
+    """Copies host tensors to an accelerator on which streams of our own are tested; else leaves all as it is."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.Stream(device) if is_tested(device) else None
 
     def __call__(self, answers: Iterable[Any]) -> Iterable[Any]:
         """The same (images, labels, anything), in order, with host tensors on the device; others are as they were."""
         return answers if self._stream is None else self._copied(answers, self._stream)
 
-    def _copied(self, answers: Iterable[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
+    def _copied(self, answers: Iterable[Any], stream: torch.Stream) -> Iterator[Any]:
         for answer, done in looking_ahead(answers, lambda answer: self._begin(answer, stream)):
             if done is not None:
-                reading = torch.cuda.current_stream(self._device)
+                reading = torch.accelerator.current_stream(self._device)
                 reading.wait_event(done)
                 for copy in answer[:2]:
                     copy.record_stream(reading)
             yield answer
 
-    def _begin(self, answer: Any, stream: torch.cuda.Stream) -> tuple[Any, Any]:
+    def _begin(self, answer: Any, stream: torch.Stream) -> tuple[Any, Any]:
         # torch's loader makes a list of a tuple where it pins, up to some version.
         if not isinstance(answer, tuple | list) or any(values.device.type != "cpu" for values in answer[:2]):
             return answer, None  # an error, or what a data set of the user's has put on a card itself
-        images, labels, rest = answer
-        copies: list[Tensor] = []
-        with torch.cuda.stream(stream):
-            for values in (images, labels):
-                pinned = values if values.is_pinned() and values.is_contiguous() else values.contiguous().pin_memory()
-                copies.append(pinned.to(self._device, non_blocking=True))
-        return (*copies, rest), stream.record_event()
+        with stream:
+            copies = [copied_to(self._device, values) for values in answer[:2]]
+        return (*copies, answer[2]), stream.record_event()
+
+
+def copied_to(device: torch.device, values: Tensor) -> Tensor:
+    """The values on the device; the host waits for no accelerator, since it copies from pinned memory."""
+    if values.device.type == "cpu" and is_accelerator(device) and not (values.is_pinned() and values.is_contiguous()):
+        values = values.contiguous().pin_memory()
+    return values.to(device, non_blocking=True)

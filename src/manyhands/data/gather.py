@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from manyhands.data.ahead import CopiesAhead
+from manyhands.core.devices import is_accelerator, is_tested
+from manyhands.data.ahead import CopiesAhead, copied_to
 from manyhands.data.splits import ImagesInMemory
 from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 
@@ -27,14 +28,16 @@ class MemoryFeed:
         self._pixels, self._normalise, self._train, self._seed = pixels, normalise, train, seed
         self._cuts = train and pixels.augment == "resized-crop-flip"
         images = _on_device(source.images, normalise.device)
-        self._sized = not self._cuts and _fits(images, pixels)
-        if self._sized:
-            images = _resized(images, pixels)
+        ready = images.shape[2:] == (pixels.size, pixels.size) and pixels.resized_to == pixels.size
+        resized_bytes = len(images) * images.shape[1] * pixels.size**2
+        self._sized = not self._cuts and (ready or resized_bytes <= _RESIZED_BYTES)
+        if self._sized and not ready:
+            images = torch.cat([middle(block, pixels) for block in images.split(_BLOCK)])
         self._shape = images.shape[1:]
         self._flat = images.reshape(len(images), -1)  # rows of bytes: the fastest gather
         self._labels = source.labels.to(images.device)
         # A card is waited for by a copy that isn't pinned, until all that it was given before is done.
-        self._pins = normalise.device.type == "cuda"
+        self._pins = is_accelerator(normalise.device)
         self._copied = self._pins and images.device.type == "cpu"
         self._ahead = CopiesAhead(normalise.device if self._copied else torch.device("cpu"))
         floats = pixels.channels * pixels.size**2
@@ -46,8 +49,7 @@ class MemoryFeed:
         for images, labels, (group, samples) in self._ahead(gathered):
             sizes = [len(request) for request in group]
             served = self._serve(images, samples, epoch).split(sizes)
-            labels = labels.to(self._normalise.device, non_blocking=True).split(sizes)
-            yield from map(Batch, served, labels, group)
+            yield from map(Batch, served, copied_to(self._normalise.device, labels).split(sizes), group)
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -66,7 +68,7 @@ class MemoryFeed:
 
     def _serve(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor:
         """Makes of the bytes of samples int64 [n] what the network is given: [n, C, S, S], on the device."""
-        images = images.to(self._normalise.device, non_blocking=True).view(-1, *self._shape)
+        images = copied_to(self._normalise.device, images).view(-1, *self._shape)
         images = set_channels(images, self._pixels.channels)
         if not (self._cuts or self._sized):
             images = middle(images, self._pixels)
@@ -89,22 +91,9 @@ def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]
         yield group
 
 
-def _fits(images: Tensor, pixels: Pixels) -> bool:
-    """True where the pictures have their size already, or the whole set may be resized at once."""
-    ready = images.shape[2:] == (pixels.size, pixels.size) and pixels.resized_to == pixels.size
-    return ready or len(images) * images.shape[1] * pixels.size**2 <= _RESIZED_BYTES
-
-
-def _resized(images: Tensor, pixels: Pixels) -> Tensor:
-    """Brings uint8 [N, C, H, W] to uint8 [N, C, S, S], without a copy where it is so already."""
-    if images.shape[2:] == (pixels.size, pixels.size) and pixels.resized_to == pixels.size:
-        return images
-    return torch.cat([middle(block, pixels) for block in images.split(_BLOCK)])
-
-
 def _on_device(images: Tensor, device: torch.device) -> Tensor:
     """Moves the set to an accelerator where it takes at most half of the free memory there."""
-    if device.type != "cuda":
+    if not is_tested(device):
         return images
-    free, _ = torch.cuda.mem_get_info(device)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
     return images.to(device) if images.nbytes <= free // 2 else images

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from manyhands.core.devices import is_accelerator
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.scratch import keep_sockets_of_this_start
-from manyhands.data.ahead import CopiesAhead
+from manyhands.data.ahead import CopiesAhead, copied_to
 from manyhands.data.child import begin_worker
 from manyhands.data.on_demand import Answer, FileSamples, OwnSamples, Request
 from manyhands.data.transforms import Batch, Normalise
@@ -52,7 +53,7 @@ class WorkerFeed:
                 self.close()
                 raise answer
             self.replaced += answer[2]
-            images, labels = (values.to(self._normalise.device, non_blocking=True) for values in answer[:2])
+            images, labels = (copied_to(self._normalise.device, values) for values in answer[:2])
             yield Batch(self._normalise(images), labels, asked.popleft())
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ class WorkerFeed:
             num_workers=self._count,
             collate_fn=_as_it_is,
             persistent_workers=True,
-            pin_memory=self._normalise.device.type == "cuda",
+            pin_memory=is_accelerator(self._normalise.device),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid(), follow=in_main_thread),
             # A fork carries the user's data set over as it is, lambdas and all.
             multiprocessing_context="fork" if sys.platform == "linux" else None,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from manyhands.core.devices import is_accelerator
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
 from manyhands.parallel.network import LossFn, MicroBatch, ParallelNetwork
@@ -19,7 +20,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
-    """A context in which forward computes in a precision, by its name in a job, on a device such as "cuda:0"."""
+    """A context in which forward computes in a precision, by its name in a job, on a device such as cuda:0."""
     kind = AUTOCAST.get(precision)
     return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _AS_IT_IS
 
@@ -61,7 +62,7 @@ class Gradients:
     ) -> None:
         self.network, self.world, self.precision = network, world, precision
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
-        self.on_card = world.device.startswith("cuda")
+        self.on_card = is_accelerator(world.device)
         self.spoilt: Tensor | None = None  # 1.0 [] where the last update was left out on the card; see `unscale`
         self._begin, self._goes_with = torch.ones(()), (1.0, torch.float32, torch.device("cpu"))
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None

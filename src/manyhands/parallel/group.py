@@ -162,9 +162,8 @@ def _take_standing(membership: Membership, digest: str, say: Say) -> Group:
 
 def _use(device: str) -> None:
     """Makes an accelerator the one that this process allocates on; else what names none would land on the first."""
-    kind, _, number = device.partition(":")
-    if number and kind != "cpu":
-        torch.get_device_module(kind).set_device(torch.device(device))
+    if ":" in device and not device.startswith("cpu"):
+        torch.accelerator.set_device_index(device)
 
 
 def _among_neighbours(membership: Membership, machines: list[str]) -> Membership:
@@ -212,10 +211,14 @@ def _device(membership: Membership) -> str:
     """This process's device: its own accelerator where there is one for each process on this machine."""
     kind = device_kind(membership.device, membership.size)
     name, _, number = kind.partition(":")
-    if name == "mps":
-        return _apples(kind, membership.size)
     if name == "cpu":
         return kind
+    if name == "mps":
+        require_device(kind, "mps is the GPU of an Apple computer, for torch made for macOS")
+        if membership.size > 1:
+            what = f"{membership.size} processes can't talk to each other from mps: torch has no collectives for it"
+            raise UserError(what, "cluster.device", ("-n 1", "or --device cpu"))
+        return name
     require_device(kind)
     if number:
         return kind
@@ -226,17 +229,6 @@ def _device(membership: Membership) -> str:
         what = f"{membership.local_size} processes on this machine, and {count} {kind} devices"
         raise UserError(what, "-n", (f"-n {count}", "or --device cpu"))
     return f"{kind}:{membership.local_rank % count}"
-
-
-def _apples(kind: str, processes: int) -> str:
-    """The only GPU of an Apple computer, for the only process: torch has no collectives for it."""
-    if kind not in {"mps", "mps:0"} or not torch.backends.mps.is_available():
-        mend = ("leave it out, or give --device cpu", "mps is the GPU of an Apple computer, for torch made for macOS")
-        raise UserError(f"there is no {kind} device here", "cluster.device", mend)
-    if processes > 1:
-        what = f"{processes} processes can't talk to each other from mps: torch has no collectives for it"
-        raise UserError(what, "cluster.device", ("-n 1", "or --device cpu"))
-    return "mps"
 
 
 def _chosen(kind: str, index: int, count: int) -> str:

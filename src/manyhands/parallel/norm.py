@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from manyhands.core.devices import is_tested
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.shares import Span
@@ -32,8 +33,6 @@ from manyhands.parallel.norm_pass import (
     statistics_of,
 )
 
-# Where a kernel for each group is quicker than one pass over all: it starts in no time, and reads what caches hold.
-_EACH_ALONE_ON = ("cpu",)
 # A pass over several groups starts some thirty kernels, forward and backward, and a group alone a dozen.
 _FEWEST_IN_ONE_PASS = 3
 # In larger groups starting kernels costs less than what one pass moves more, 52 bytes a value where torch's own moves
@@ -142,7 +141,8 @@ class GroupedNorm(_BatchNorm):
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
         """What is normalised at once, in the order in which it is."""
         spans = self.groups.spans
-        if input.device.type in _EACH_ALONE_ON:
+        # On a processor a kernel for each group is quicker: it starts in no time, and reads what caches hold.
+        if not is_tested(input.device):
             return [(span,) for span in spans]
         values = self.rows_per_sample * _values_per_row(input)
         small = max((span.size for span in spans), default=0) * values * self.num_features <= _MOST_VALUES

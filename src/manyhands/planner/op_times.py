@@ -13,10 +13,9 @@ import platformdirs
 import torch
 
 from manyhands.core.cores import Others, cores
-from manyhands.core.devices import wait_for
+from manyhands.core.devices import device_name, wait_for
 from manyhands.core.once import replacing
 from manyhands.core.outside import parse_json, read_bytes
-from manyhands.core.processor import this_processor
 from manyhands.planner.timing import BUSY, Timing, quickest
 
 FORMAT = "op-times/2"
@@ -25,18 +24,15 @@ _LONG_S = 0.1
 # Drivers, clocks and libraries change; what is older is measured anew.
 _DAY_S, MOST_DAYS = 86400.0, 30
 # What devices reach in practice, until one has been measured: (operations, bytes) per second.
-_ASSUMED_RATES = {"cpu": (3e10, 8e9), "cuda": (2e13, 6e11), "mps": (3e12, 1e11)}
+_ASSUMED_RATES = {"cpu": (3e10, 8e9), "mps": (3e12, 1e11), "others": (2e13, 6e11)}
 _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
 def environment(device: str) -> dict[str, str]:
     """What seconds of an op depend on besides the op itself."""
-    name = this_processor().name
-    if torch.device(device).type == "cuda":
-        name = torch.cuda.get_device_name(device)
     return {
         "torch": torch.__version__,
-        "device": f"{torch.device(device).type} {name}",
+        "device": f"{torch.device(device).type} {device_name(device)}",
         "threads": str(torch.get_num_threads()),
         "cores": f"{cores():.3g}",
     }
@@ -191,7 +187,7 @@ class OpTimes:
         if known[0] and known[1]:
             product_s, copy_s = known[0].seconds, known[1].seconds
         elif self.measured == 0:
-            return _ASSUMED_RATES.get(self._device.type, _ASSUMED_RATES["cuda"])
+            return _ASSUMED_RATES.get(self._device.type, _ASSUMED_RATES["others"])
         else:
             product, copy = self._measure(self._product), self._measure(self._copy)
             self._fresh |= {"rate of a product": product, "rate of a copy": copy}

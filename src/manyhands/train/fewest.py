@@ -7,6 +7,7 @@ import sys
 import torch
 
 from manyhands.config.job import Job
+from manyhands.core.devices import is_accelerator
 from manyhands.core.errors import UserError
 from manyhands.core.pulse import PULSE_FILE
 from manyhands.data.order import BatchSharing
@@ -33,8 +34,8 @@ def passes_of_fewest(cut: BatchSharing, least: int, batch: int) -> tuple[int, st
 
 def held_bytes(device: str) -> int:
     """The most that this process has held so far: of its card's memory, or of its machine's."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):  # torch.accelerator has it too, but not for every backend's allocator
+        return torch.get_device_module(device).max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.cores import cores
+from manyhands.core.devices import device_name, is_accelerator
 from manyhands.core.memory import memory
-from manyhands.core.processor import this_processor
 from manyhands.core.shares import Share
-from manyhands.core.world import World
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
@@ -58,8 +57,7 @@ def _may_differ(trainer: Trainer) -> bool:
     able = trainer.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.own_statistics
     if not able or world.local_size == world.size:
         return False
-    name = torch.cuda.get_device_name(world.device) if world.device.startswith("cuda") else this_processor().name
-    kinds = gather_plain(f"{name}, {cores():.3g} cores", world)
+    kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
     return broadcast_plain(len(set(kinds)) > 1, world)
 
 
@@ -193,17 +191,9 @@ def _most(trainer: Trainer) -> int:
     order, world = trainer.feed.order, trainer.world
     if trainer.feed.cut.micro_batch:
         return order.batch
-    used, free = _of_card(world) if world.device.startswith("cuda") else _of_machine(world)
+    used, free = held_bytes(world.device), memory()[1] // world.local_size
+    if is_accelerator(world.device):
+        card = torch.get_device_module(world.device)
+        free = max(0, card.mem_get_info(world.device)[0] + card.memory_reserved(world.device) - used)
     equal = -(-order.batch // world.size)
-    return min(order.batch, equal + int(equal * free / (2 * used)))
-
-
-def _of_card(world: World) -> tuple[int, int]:
-    used = held_bytes(world.device)
-    free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device) - used
-    return max(1, used), max(0, free)
-
-
-def _of_machine(world: World) -> tuple[int, int]:
-    """Bytes that this process has had at most, and its part of what its machine, or its container, has left."""
-    return held_bytes(world.device), memory()[1] // world.local_size
+    return min(order.batch, equal + int(equal * free / (2 * max(1, used))))

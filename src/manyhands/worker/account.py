@@ -146,8 +146,8 @@ def own_environment(world: Any) -> dict[str, Any]:
     """Versions, device and host of this process."""
     import torch
 
-    kind = world.device.partition(":")[0]
-    name = torch.get_device_module(kind).get_device_name() if kind not in {"cpu", "mps"} else platform.processor()
+    from manyhands.core.devices import device_name
+
     return {
         "manyhands": __version__,
         "python": platform.python_version(),
@@ -156,7 +156,7 @@ def own_environment(world: Any) -> dict[str, Any]:
         "system": platform.platform(),
         "host": platform.node(),
         "device": world.device,
-        "device_name": name or platform.machine(),
+        "device_name": device_name(world.device),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
     }

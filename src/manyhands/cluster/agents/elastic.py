@@ -337,7 +337,7 @@ def prepare(device: str) -> Prepared:
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:
     """The kind of device that a job's word stands for on this machine, and how many processes it is for."""
     device = device_kind(wanted, processes)
-    # "cuda:1" names one of them.
+    # cuda:1 names one of them.
     counted = device not in {"cpu", "mps"} and ":" not in device
     return device, max(1, torch.accelerator.device_count()) if counted else 1
 

@@ -12,10 +12,8 @@ import json, warnings
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import torch
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if kind and kind.type != "mps" else int(bool(kind))
-    if not count and torch.version.cuda:
-        torch.cuda.is_available()
 built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
 words = [str(each.message).splitlines()[0] for each in said]
 told = {"count": count, "built_for": built, "version": torch.__version__, "said": words[-1] if words else ""}

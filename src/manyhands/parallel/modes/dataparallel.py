@@ -6,6 +6,7 @@ Each device normalises what it has, so that the result depends on the number of 
 import torch
 from torch import nn
 
+from manyhands.core.devices import is_accelerator
 from manyhands.core.needs import Need
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
@@ -18,5 +19,5 @@ ONE_PROCESS = "one process for all devices"
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
     """Wraps the network in torch's DataParallel; on a machine without accelerators it runs as it is."""
-    wrapped = nn.DataParallel(model) if torch.cuda.device_count() > 1 and world.device.startswith("cuda") else model
-    return ParallelNetwork(call=wrapped, inner=model)
+    several = is_accelerator(world.device) and torch.accelerator.device_count() > 1
+    return ParallelNetwork(call=nn.DataParallel(model) if several else model, inner=model)
