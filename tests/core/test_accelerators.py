@@ -1,0 +1,333 @@
+"""What is used of an accelerator depends on what torch says of it and on whether its type is tested, not on its name.
+
+Each case runs in a fork in which torch finds two devices of a type; what is on them stays in this machine's memory.
+"""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import traceback
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.cluster.doctor import accelerators
+from manyhands.core import devices
+from manyhands.core.errors import UserError
+from manyhands.core.processor import this_processor
+from manyhands.core.world import Membership, World
+from manyhands.data import gather
+from manyhands.data.loader import Loader
+from manyhands.data.order import BatchSharing
+from manyhands.data.splits import ImagesInMemory, UserSamples
+from manyhands.data.transforms import Pixels
+from manyhands.parallel import group
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.modes import dataparallel
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms
+from manyhands.planner.op_times import environment
+from manyhands.train import pth_tar, suited
+from manyhands.train.fewest import held_bytes
+
+TYPES = ["cuda", "npu", "xpu"]
+HELD, RESERVED, FREE = 3000, 2000, 4000
+PIXELS = Pixels(8, 1, (0.5,), (0.25,), "crop-flip")
+IMAGES = torch.randint(0, 256, (12, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(12) % 5
+REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]
+
+
+class Stream:
+    """A stream, and the event at its end; notes in `current` which one is in use."""
+
+    own, usual, current = (), None, None
+
+    def __init__(self, device):
+        self.device, self.waited = torch.device(device), 0
+        Stream.own = (*Stream.own, self)
+
+    def __enter__(self):
+        Stream.current = self
+
+    def __exit__(self, *_):
+        Stream.current = Stream.usual
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        self.waited += 1
+
+
+class Copies:
+    """The copies to a device of this type: whether each came from pinned memory, and on a stream of our own."""
+
+    def __init__(self, kind):
+        self.kind, self.made, self.recorded = kind, [], 0
+        to, empty = torch.Tensor.to, torch.empty
+
+        def to_device(values, *arguments, **named):
+            if arguments and torch.device(self.kind).type == getattr(arguments[0], "type", ""):
+                own = Stream.current is not Stream.usual
+                self.made.append((values.is_pinned(), named.get("non_blocking", False), own))
+                return to(values.clone(), *arguments[1:])
+            return to(values, *arguments, **named)
+
+        def pinned(values, device=None):
+            values = values.clone()
+            values.pinned = True
+            return values
+
+        torch.Tensor.to, torch.Tensor.pin_memory = to_device, pinned
+        torch.Tensor.is_pinned = lambda values: getattr(values, "pinned", False)
+        torch.Tensor.record_stream = lambda values, stream: setattr(self, "recorded", self.recorded + 1)
+        torch.empty = lambda *shape, pin_memory=False, **named: (
+            pinned(empty(*shape, **named)) if pin_memory else empty(*shape, **named)
+        )
+
+
+def become(kind, tested, cards=2):
+    """Has torch find devices of a type, as its own functions and the type's module say it."""
+    module = SimpleNamespace(
+        is_available=lambda: cards > 0, device_count=lambda: cards, current_device=lambda: 0,
+        _is_in_bad_fork=lambda: False, get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        get_device_name=lambda device: f"card of {kind}", get_device_properties=lambda device: SimpleNamespace(
+            total_memory=1, multi_processor_count=1
+        ),
+        max_memory_allocated=lambda device: HELD, memory_reserved=lambda device: RESERVED,
+        mem_get_info=lambda device: (FREE, 2 * FREE), is_bf16_supported=lambda: True,
+    )  # fmt: skip
+    if kind == "cuda":
+        module.is_bf16_supported = lambda including_emulation=True: including_emulation
+    if kind == "npu":
+        torch.utils.rename_privateuse1_backend(kind)
+        torch._register_device_module(kind, module)
+    else:
+        vars(torch.get_device_module(kind)).update(vars(module))
+    found = torch.device(kind)
+    torch.accelerator.current_accelerator = lambda check_available=False: (
+        found if cards or not check_available else None
+    )
+    torch.accelerator.device_count = module.device_count
+    torch.accelerator.is_available = module.is_available
+    torch.accelerator.current_stream = lambda device: Stream.usual
+    Stream.usual = Stream.current = Stream(kind)
+    Stream.own = ()
+    torch.Stream = Stream
+    devices.TESTED_DEVICES = (kind,) if tested else ()
+
+
+def forked(function, *arguments):
+    """What a function returns in a fork of this process."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def run():
+        try:
+            theirs.send((function(*arguments), ""))
+        except BaseException:  # noqa: BLE001 - it is shown by the test
+            theirs.send((None, traceback.format_exc()))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    found, error = ours.recv() if ours.poll(60) else (None, "no answer")
+    process.join()
+    assert not error, error
+    return found
+
+
+def on(kind, tested=False, cards=2):
+    """Runs what follows on a machine with such devices, and brings back what it returns."""
+
+    def run(function, *arguments):
+        def inside():
+            become(kind, tested, cards)
+            return function(kind, *arguments)
+
+        return forked(inside)
+
+    return run
+
+
+def _meaning(kind):
+    place = Membership(rank=1, size=2, local_rank=1, local_size=2)
+    chosen = []
+    torch.accelerator.set_device_index = chosen.append
+    group._use(group._device(place))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(accelerators._ASK, {})
+    with pytest.raises(UserError, match=f"there is no {kind}:2: this machine has 2 {kind}"):
+        devices.require_device(f"{kind}:2")
+    return {
+        "accelerator": devices.accelerator() == kind,
+        "each process its own": chosen == [f"{kind}:1"],
+        "the second alone": group._device(Membership(device="auto:1")) == f"{kind}:1",
+        "what the doctor counts": json.loads(out.getvalue().partition(" ")[2])["count"],
+    }
+
+
+def _figures(kind):
+    device = f"{kind}:0"
+    world = World(0, 2, 0, 2, device)
+    feed = SimpleNamespace(order=SimpleNamespace(batch=100), cut=SimpleNamespace(micro_batch=0))
+    model = nn.BatchNorm1d(3)
+    gradients = Gradients(ParallelNetwork(call=model, inner=model), world, precision="fp16")
+    unscaled = Gradients(ParallelNetwork(call=model, inner=model), world, precision="bf16")
+    alone = World(device=device)
+    return {
+        "held": held_bytes(device),
+        "most samples": suited._most(SimpleNamespace(world=world, feed=feed)),
+        "name": devices.device_name(device) == f"card of {kind}",
+        "known by its name": environment(device)["device"] == f"{kind} card of {kind}",
+        "scaler": gradients.scaler._device == kind,
+        "autocast": torch.device(unscaled.autocast().device).type == kind,
+        "skips": unscaled.skips(SimpleNamespace(_step_supports_amp_scaling=True)),
+        "one process for all": type(dataparallel.apply(model, alone, ModeRequest()).call) is nn.DataParallel,
+    }
+
+
+class On(torch.Tensor):
+    """A tensor that says it is elsewhere."""
+
+    kind = "cpu"
+    device = property(lambda self: torch.device(self.kind))
+
+
+def _beyond_defaults(kind):
+    """What isn't torch's own default: a data set on the device, several BatchNorm groups in one pass."""
+    On.kind = kind
+    copies = Copies(kind)
+    resident = gather._on_device(IMAGES[:4], torch.device(kind)), len(copies.made)
+    assert gather._on_device(torch.zeros(FREE // 2 + 1, dtype=torch.uint8), torch.device(kind)) is not None
+    too_large = len(copies.made) - resident[1]
+    layer = nn.BatchNorm1d(3).train()
+    groups, _ = group_batch_norms(layer)
+    share = BatchSharing(1, 0, 4).micro_batches(16)[0][0]
+    groups.begin_micro_batch(share.spans, share.shared_groups, 16, 16)
+    runs = groups.layers[0]._runs(torch.ones(16, 3).as_subclass(On))
+    return {"resident": resident[1], "resident though too large": too_large, "passes": len(runs)}
+
+
+def _served(kind, source, workers):
+    """Batches of a source, and how its pictures and labels came to the device."""
+    gather._on_device = lambda images, device: images  # as if it were too large
+    copies = Copies(kind)
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.set_device_index = lambda index: None
+    loader = Loader(source, PIXELS, train=True, seed=5, device=kind, workers=workers)
+    copies.made.clear()  # what normalising needs
+    batches = list(loader.batches(1, map(torch.tensor, REQUESTS)))
+    loader.close()
+    found = [(batch.images.tolist(), batch.labels.tolist(), batch.samples.tolist()) for batch in batches]
+    return found, {
+        "pinned": all(pinned for pinned, _, _ in copies.made),
+        "non-blocking": all(later for _, later, _ in copies.made),
+        "ahead": sum(own for _, _, own in copies.made),
+        "streams": len(Stream.own), "waits": Stream.usual.waited, "recorded": copies.recorded,
+    }  # fmt: skip
+
+
+def _prefix(kind):
+    prefixes = []
+    pth_tar.write_foreign = lambda path, snapshot, arch, prefix: prefixes.append(prefix)
+    pth_tar._remember = lambda trainer, written: None
+    with tempfile.TemporaryDirectory() as folder:
+        job = SimpleNamespace(checkpoint=SimpleNamespace(pth_tar=folder), model=SimpleNamespace(name="cnn"))
+        pth_tar._write(SimpleNamespace(job=job, world=World(device=f"{kind}:0")), None, False)
+    return prefixes
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_devices_are_found_and_given_out(kind):
+    wanted = {"accelerator": True, "each process its own": True, "the second alone": True, "what the doctor counts": 2}
+    assert on(kind)(_meaning) == wanted
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_torch_that_is_built_for_a_device_which_is_not_here_computes_on_the_processor(kind):
+    """`current_accelerator()` names the type that torch was built for, with a device or without."""
+    found = on(kind, cards=0)(lambda kind: (torch.accelerator.current_accelerator().type, devices.accelerator()))
+    assert found == (kind, "cpu")
+    assert on(kind, cards=0)(lambda kind: group._device(Membership())) == "cpu"
+    with pytest.raises(AssertionError, match="there is no accelerator here"):
+        on(kind, cards=0)(lambda kind: group._device(Membership(device="auto:1")))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tested", [False, True])
+def test_memory_precision_and_fused_updates_are_on_everywhere(kind, tested):
+    found = on(kind, tested)(_figures)
+    # Of what is free with what torch has in reserve, half may go to more than an equal share of 50.
+    assert found.pop("most samples") == 50 + 50 * (FREE + RESERVED - HELD) // (2 * HELD)
+    assert found.pop("held") == HELD
+    assert found == dict.fromkeys(found, True)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_type_emulates_bf16_or_has_it(kind):
+    assert on(kind)(lambda kind: devices.computes_bf16(kind)) == (kind != "cuda")
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tested", [False, True])
+def test_what_is_not_torchs_default_is_off_until_a_type_is_tested(kind, tested):
+    wanted = {"resident": int(tested), "resident though too large": 0, "passes": 1 if tested else 4}
+    assert on(kind, tested)(_beyond_defaults) == wanted
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tested", [False, True])
+def test_a_set_in_memory_is_served_through_pinned_memory(kind, tested):
+    source = ImagesInMemory(IMAGES, LABELS)
+    plain = Loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
+    served, copied = on(kind, tested)(_served, source, 0)
+    assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
+    assert copied["pinned"]
+    assert copied["non-blocking"]
+    assert {copied[name] > 0 for name in ("ahead", "waits", "recorded", "streams")} == {tested}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("tested", "workers"), [(False, 0), (False, 2), (True, 0), (True, 2)])
+def test_samples_that_are_made_are_served_through_pinned_memory(kind, tested, workers):
+    source = UserSamples(list(zip(IMAGES.float(), LABELS.tolist(), strict=True)))
+    plain = Loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
+    served, copied = on(kind, tested)(_served, source, workers)
+    assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
+    assert copied["pinned"]
+    assert copied["non-blocking"]
+    assert copied["ahead"] == (2 * len(REQUESTS) if tested else 0)
+    assert (copied["streams"], copied["waits"]) == ((1, len(REQUESTS)) if tested else (0, 0))
+
+
+def test_main_py_s_file_has_main_py_s_names():
+    """main.py wraps a network on CUDA alone."""
+    assert [on(kind)(_prefix) for kind in TYPES] == [["module."], [""], [""]]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_a_processor_and_apples_gpu_have_no_streams_of_ours(kind, monkeypatch):
+    monkeypatch.setattr(devices, "TESTED_DEVICES", (kind,))
+    assert not devices.is_accelerator(kind)
+    assert not devices.is_tested(kind)
+    assert devices.device_name(kind) == this_processor().name
+    assert held_bytes(kind) > 1 << 20
+    assert gather._on_device(IMAGES, torch.device(kind)) is IMAGES
+    assert not Gradients(ParallelNetwork(call=nn.ReLU(), inner=nn.ReLU()), World(device=kind)).on_card
+
+
+def test_no_type_is_tested_and_a_variable_may_say_otherwise(monkeypatch):
+    assert devices._PASSED == ()
+    assert not devices.is_tested("cuda")
+    code = "from manyhands.core.devices import *; print([one for one in ('cuda', 'xpu', 'cpu') if is_tested(one)])"
+    monkeypatch.setenv("MANYHANDS_TESTED_DEVICES", "xpu,cpu")
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "['xpu']\n"
+    )
