@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from manyhands.cluster.doctor import accelerators
 from manyhands.core import devices
@@ -23,6 +24,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.processor import this_processor
 from manyhands.core.world import Membership, World
 from manyhands.data import gather
+from manyhands.data.ahead import CopiesAhead
 from manyhands.data.loader import Loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
@@ -234,6 +236,18 @@ def _served(kind, source, workers):
     }  # fmt: skip
 
 
+def _ahead_by_torchs_own_streams():
+    """Copies ahead by `torch.Stream` and `torch.Event` of a backend in Python; tensors stay where they are."""
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, _is_in_bad_fork=lambda: False)
+    _setup_privateuseone_for_python_backend("npu", module)
+    devices.TESTED_DEVICES = ("npu",)
+    copies, ahead = Copies("npu"), CopiesAhead(torch.device("npu"))
+    answers = [(IMAGES[number : number + 2], LABELS[number : number + 2], number) for number in range(0, 12, 2)]
+    served = list(ahead([*answers, "an error"]))
+    same = all(torch.equal(one[0], other[0]) for one, other in zip(served, answers, strict=False))
+    return [type(ahead._stream), same, served[-1], len(copies.made), copies.recorded]
+
+
 def _prefix(kind):
     prefixes = []
     pth_tar.write_foreign = lambda path, snapshot, arch, prefix: prefixes.append(prefix)
@@ -305,6 +319,10 @@ def test_samples_that_are_made_are_served_through_pinned_memory(kind, tested, wo
     assert copied["non-blocking"]
     assert copied["ahead"] == (2 * len(REQUESTS) if tested else 0)
     assert (copied["streams"], copied["waits"]) == ((1, len(REQUESTS)) if tested else (0, 0))
+
+
+def test_torchs_own_streams_take_what_copies_ahead_ask():
+    assert forked(_ahead_by_torchs_own_streams) == [torch.Stream, True, "an error", 12, 12]
 
 
 def test_main_py_s_file_has_main_py_s_names():

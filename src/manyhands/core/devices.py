@@ -33,9 +33,7 @@ def is_tested(device: str | torch.device) -> bool:
 
 def device_name(device: str | torch.device) -> str:
     """What the vendor calls an accelerator, or this machine's processor."""
-    if is_accelerator(device):
-        return torch.get_device_module(device).get_device_name(device)
-    return this_processor().name
+    return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else this_processor().name
 
 
 def device_kind(wanted: str, processes: int) -> str:

@@ -55,7 +55,7 @@ class Needs:
     download: bool = True  # a named data set may be fetched where it is missing
     code: bool = False  # the job uses the user's own Python files
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
-    device: str = "auto"  # "auto", "cpu", "cuda", "npu" …
+    device: str = "auto"  # auto, or torch's name of a device
     # host to the command that reaches it from here: the user's ssh, with port and user
     reach: Mapping[str, str] = field(default_factory=dict)
 
