@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference
+from manyhands.core.plugins import is_object_reference, load_choice, module_names, read_choice, unknown_choice
+
+CHOICES = "manyhands.data.datasets"
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,35 @@ def recognise(place: Path) -> str:
         hints = tuple(f"{name} --data-dir {place}" for name in found)
         raise UserError(f"the folder holds {' and '.join(found)}", str(place), hints)
     return found[0] if found else ""
+
+
+def _choice_names() -> dict[str, tuple[str, ...]]:
+    """The words that each choice file of data sets stands for."""
+    found = {module: read_choice(CHOICES, module).get("NAMES") for module in module_names(CHOICES)}
+    return {word: load_choice(CHOICES, word).NAMES if names is None else names for word, names in found.items()}
+
+
+def is_published(name: str) -> bool:
+    """True for a data set that a file of choices names in full: its samples are in memory, or made up."""
+    return any(name in names for names in _choice_names().values())
+
+
+def find_choice(name: str) -> str:
+    """The choice file for a word: by its names, by a prefix that ends in ":", or as an object or a folder."""
+    choices = _choice_names()
+    for module, names in choices.items():
+        if name in names or name.partition(":")[0] + ":" in names:
+            return module
+    if is_object_reference(name):
+        return "user"
+    known_place = named(name)
+    if known_place:
+        return find_choice(known_place[0])
+    if Path(name).expanduser().is_dir():
+        return "imagefolder"
+    refuse_no_folder(name)
+    words = [word + "…" if word.endswith(":") else word for names in choices.values() for word in names]
+    raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
 
 
 def named(name: str) -> tuple[str, str] | None:

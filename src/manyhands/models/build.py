@@ -14,8 +14,8 @@ from manyhands.core.plugins import is_object_reference, load_choice, load_object
 from manyhands.models.construct import WHERE, refused
 from manyhands.models.needs import ModelNeeds
 from manyhands.models.options import ModelOptions
+from manyhands.models.published import CHOICES, nothing_published
 
-_PACKAGE = "manyhands.models.architectures"
 # From here on the pictures are no longer called small.
 _LARGE = 64
 
@@ -46,14 +46,14 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
         if options.pretrained:
-            raise _nothing_published(options.name)
+            raise nothing_published(options.name)
         return build_user_model(options.name, options.arguments, classes, mesh)
     name, choice = _find(options, size)
     _refuse_unsuitable(name, choice.needs(name, size, options.arguments, options.pretrained), channels, size)
     if not options.pretrained:
         return choice.build(name, channels=channels, size=size, num_classes=classes, arguments=options.arguments)
     if not hasattr(choice, "build_pretrained"):
-        raise _nothing_published(name)
+        raise nothing_published(name)
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
@@ -100,7 +100,7 @@ def _place(choice: ModuleType, pretrained: bool) -> tuple[bool, float]:
 
 
 def _choices() -> list[ModuleType]:
-    return [load_choice(_PACKAGE, word) for word in module_names(_PACKAGE)]
+    return [load_choice(CHOICES, word) for word in module_names(CHOICES)]
 
 
 def _for_smaller(name: str, size: int) -> ModuleType | None:
@@ -121,11 +121,6 @@ def _refuse_unsuitable(name: str, needs: ModelNeeds, channels: int, size: int) -
         raise UserError(f"{name} takes pictures of {needs.channels} channels, these have {channels}", "model.name")
     if needs.size not in (None, size):
         raise UserError(f"{name} takes pictures of {needs.size} px, these have {size}", "model.name")
-
-
-def _nothing_published(name: str) -> UserError:
-    mend = ("leave it out, or choose one of torchvision's networks",)
-    return UserError(f"{name} has no published weights", "model.pretrained", mend)
 
 
 def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int, mesh: Any = None) -> nn.Module:

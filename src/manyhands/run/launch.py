@@ -33,7 +33,7 @@ from manyhands.run.on_machines import OnMachines
 from manyhands.run.preflight import judge, look_over
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
-from manyhands.run.train import Outcome, conclude, run_folder, watch_on
+from manyhands.run.train import Outcome, check_names, conclude, run_folder, watch_on
 
 NOT_BEGUN = "stopping: nothing trains yet"
 # What a slow line needs for the code of a folder.
@@ -55,6 +55,8 @@ def launch(
         ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
     """
     refuse_doubles(machines)
+    if not job.run.script:
+        check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
         what = f"{len(machines)} machines are named, and {job.cluster.elastic} are wanted"
         raise UserError(what, "--elastic", ("name as many, or other numbers: --elastic LEAST:MOST",))

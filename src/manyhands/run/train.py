@@ -49,8 +49,9 @@ from manyhands.core.folder import (
     write_job,
     writing_into,
 )
-from manyhands.core.going_on import going_on, tells_how
-from manyhands.core.plugins import refuse_no_code
+from manyhands.core.going_on import OBJECTS, going_on, tells_how
+from manyhands.core.mesh import parse_mesh
+from manyhands.core.plugins import module_names, refuse_no_code, unknown_choice
 from manyhands.core.private import private_files
 from manyhands.core.registry import headed_here, registered
 from manyhands.core.scratch import scratch
@@ -58,7 +59,9 @@ from manyhands.core.shown import say
 from manyhands.core.stops import ended_like_ctrl_c, kept_step
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.world import Membership
-from manyhands.data.known import refuse_no_folder
+from manyhands.data.known import find_choice
+from manyhands.models.published import check_network
+from manyhands.parallel.options import MODES
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
@@ -68,6 +71,7 @@ from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import note_end, shown, stopping
+from manyhands.sync.choose import check_method
 
 STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
@@ -115,7 +119,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     several = len(meeting.sizes) > 1
     _refuse_few_files(max(1, participation.processes))
     if not several:
-        _refuse_missing(job)
+        _refuse_missing(job, objects)
     if several:
         job = _among_machines(job, meeting, quiet=quiet)
     else:
@@ -143,14 +147,44 @@ def _refuse_few_files(processes: int) -> None:
         raise UserError(f"a process may open {most} files here, and this run needs {needed}", "ulimit -n", mend)
 
 
-def _refuse_missing(job: Job) -> None:
+def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
+    """Looks up the data set, network, mode and method that a job names, without importing torch.
+
+    Args:
+        job: what the user asked for.
+        data: False where the data is an object, or a folder that may be on another machine only.
+        model: False where the network is an object.
+
+    Raises:
+        UserError: one of them doesn't exist, or the batch or the mesh doesn't fit the number of processes.
+    """
+    if data:
+        find_choice(job.data.name)
+    if model:
+        check_network(job.model.name, pretrained=job.model.pretrained)
+    modes = module_names(MODES)
+    if job.parallel.mode not in modes:
+        raise unknown_choice("parallel mode", job.parallel.mode, modes, "parallel.mode")
+    check_method(job.sync.method)
+    one_machine = not (job.cluster.hosts or job.cluster.hostfile or job.cluster.world_size)
+    if job.parallel.mesh and job.cluster.processes and one_machine:
+        parse_mesh(job.parallel.mesh).check_size(job.cluster.processes)
+    if job.cluster.processes > job.train.batch:
+        raise UserError(
+            f"train.batch is {job.train.batch}, and there are {job.cluster.processes} processes to share it",
+            "train.batch",
+            (f"--batch {job.cluster.processes} or more", "or fewer processes"),
+        )
+
+
+def _refuse_missing(job: Job, objects: Any) -> None:
     """Raises UserError for what isn't on this machine, as far as that can be found before torch is loaded."""
     if job.run.script:
         return
     if job.cluster.device.partition(":")[0] == "gpu":
         mend = ("leave it out: an accelerator is found", "or --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
         raise UserError("there is no gpu device here", "cluster.device", mend)
-    refuse_no_folder(job.data.name)
+    check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
     code = {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}
     for where, word in code.items():
         refuse_no_code(word, where)
