@@ -85,6 +85,25 @@ def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_
     assert told("note")[-1]["time"] < told("first-step")[0]["time"]
 
 
+class SlowForward(torch.nn.Module):
+    """Takes a fifth of a second at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(64, 10)
+
+    def forward(self, x):
+        time.sleep(0.2)
+        return self.fc(x.flatten(1))
+
+
+def test_the_time_of_an_epoch_is_announced_under_a_plan_too():
+    options = {"processes": 2, "parallel__mode": "semi", "train__max_steps": 1, "batch": 30}
+    manyhands.fit(SlowForward(), tiny(1000), epochs=1, **options, **QUIET)
+    (note,) = [event for event in told("note") if "is expected to take" in event["message"]]
+    assert note["time"] < told("first-step")[0]["time"]
+
+
 def test_what_is_trained_on_is_said_before_anything_is_timed(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     network = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 10))

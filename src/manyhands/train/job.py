@@ -159,8 +159,7 @@ def build(  # noqa: PLR0913 - everything that meets in a run
     if header:
         known = journal, job, world, samples.splits, samples.classes, objects, model, network.layouts
         record_setup(*known, optimizer=optimizer)
-    if world.device == "cpu":  # an accelerator's pass over two samples says little about an update
-        trainer.heart.expected_s = _say_expected(rehearsed.sample_s, trainer)
+    say_expected(rehearsed.sample_s, trainer)
     if found:
         resume(trainer, found)
     return compiled(suit(trainer))
@@ -280,15 +279,17 @@ def record_setup(  # noqa: PLR0913 - everything that a user should know first
     journal.event("setup", "\n".join(lines))
 
 
-def _say_expected(sample_s: float, trainer: Trainer) -> float:
-    """Seconds that an update is expected to take, by the trial step; a note says so of a long update or epoch."""
+def say_expected(sample_s: float, trainer: Trainer) -> None:
+    """Notes how long an update is expected to take, by a trial of `sample_s` a sample; records it of a long epoch."""
+    if trainer.world.device != "cpu":  # an accelerator's pass over two samples says little about an update
+        return
     order = trainer.feed.order
     update_s = sample_s * order.batch / trainer.world.size
     epoch_s = update_s * order.steps_per_epoch
     if epoch_s >= _LONG_EPOCH_S:
         told = f"an update is expected to take about {short_time(update_s)}, and an epoch {epoch_s / 60:,.0f} min"
         trainer.journal.event("note", told)
-    return update_s
+    trainer.heart.expected_s = update_s
 
 
 def resume(trainer: Trainer, found: Resumable) -> None:

@@ -23,15 +23,16 @@ from manyhands.core.trained import find_record
 from manyhands.core.world import World
 from manyhands.data.objects import has_targets
 from manyhands.parallel.apply import follows_plan, resolve_mode
+from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.options import MODE_OF_PLANS
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.compiled import keep_compiled
-from manyhands.train.data_setup import open_samples
+from manyhands.train.data_setup import class_names, open_samples, open_splits
 from manyhands.train.feed import Feed
-from manyhands.train.job import record_setup, refuse_uncuttable, resume, set_determinism
+from manyhands.train.job import record_setup, refuse_uncuttable, resume, say_expected, set_determinism
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_own, mark_own
@@ -120,16 +121,19 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     mode, plan = _mode_and_plan(job, world, own.plan)
     if job.train.deterministic:
         set_determinism(job)
-    refuse_uncuttable(job, plan, mode, journal, goes_on=folder is not None and folder.has_checkpoints())
     # Layers that the user has frozen, such as a pretrained network's BatchNorm.
     frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
     model, job = _placed(own.model, job, world)
     digests = digest_objects(network=model)
     objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
     found = find_state(job, folder, world, in_pieces=plan is not None) if folder else None
-    samples = open_samples(job, world, objects, journal)
+    splits, grid = open_splits(job, world, objects), grid_of(job, world, mode)
+    layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
+    known = journal, job, world, splits, class_names(job, splits), objects, model, layouts
+    record_setup(*known, optimizer=own.optimizer, own_loop=True)
+    refuse_uncuttable(job, plan, mode, journal, goes_on=folder is not None and folder.has_checkpoints())
+    samples = open_samples(job, world, objects, journal, splits=splits)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    grid = grid_of(job, world, mode)
     under = put_under_mode(BeforeMode(job, model, samples, mode, world, journal, plan=plan, grid=grid, found=found))
     network, synced = under.network, under.synced
     _follow_parameters(own, names)
@@ -189,8 +193,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         own_loop=True,
         release=lambda: under.release(samples),
     )
-    known = journal, job, world, samples.splits, samples.classes, objects, model, network.layouts
-    record_setup(*known, optimizer=own.optimizer, own_loop=True)
+    say_expected(under.rehearsed.sample_s, trainer)
     noted = _start(trainer, found, own)
     return suit(trainer), noted
 

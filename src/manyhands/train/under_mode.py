@@ -28,7 +28,7 @@ from manyhands.train.loss import LossFn
 from manyhands.train.optimize import steps_to_make
 from manyhands.train.pacing import Watcher
 from manyhands.train.recover import Resumable
-from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_step
+from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_sample, time_step
 from manyhands.train.state import split_state
 
 # Seconds a sample from which on it is worth saying how long an update takes.
@@ -91,7 +91,9 @@ def put_under_mode(before: BeforeMode) -> UnderMode:
         own = before.loss_fn.own if before.loss_fn else None
         picture = first_picture(before.samples.train)
         request = ModeRequest(plan=plan, picture=picture, cross_entropy=before.cross_entropy, loss=own)
-        synced, rehearsed = ChosenSync(BY_MODE, Synchronizer(), request), RehearsalResult([], draws=False)
+        sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
+        synced = ChosenSync(BY_MODE, Synchronizer(), request)
+        rehearsed = RehearsalResult([], draws=False, sample_s=sample_s)
     else:
         loss_fn = before.loss_fn or sum_of_outputs
         rehearsal = Rehearsal(model, groups, before.samples.train, loss_fn, before.job)
@@ -131,8 +133,9 @@ def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
     count, layers = min(count, len(samples.splits.train)), rehearsal.groups.layers
     if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
-        find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
-        return RehearsalResult([], draws=False)
+        images = next(iter(samples.train.batches(0, [torch.arange(count)]))).images
+        find_rows(before.model, layers, images)
+        return RehearsalResult([], draws=False, sample_s=time_sample(before.model, images, world))
     try:
         found = rehearse(rehearsal, before.classes, count, world)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
