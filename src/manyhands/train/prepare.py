@@ -240,7 +240,7 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
     options, changes = job.train, dict[str, Any]()
     if options.precision == "fp64":
         model = model.double()
-    elif any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+    elif {parameter.dtype for parameter in model.parameters()} == {torch.float64}:
         changes["precision"] = "fp64"
     elif options.precision == "auto":
         changes["precision"] = "fp32"

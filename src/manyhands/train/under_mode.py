@@ -33,6 +33,8 @@ from manyhands.train.state import split_state
 
 # Seconds a sample from which on it is worth saying how long an update takes.
 _SLOW_S = 0.1
+# Samples that most custom losses can be tried on, and how a network or a loss fails.
+_FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -122,23 +124,24 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
 
 
 def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
-    """Tries the network on two samples, or with a custom loss, which may need more, on a process's micro-batch.
+    """Tries the network on two samples; with a custom loss on eight, and where it needs more, on a micro-batch.
 
     A collective, since all must find the same.
     """
     samples, world, train = before.samples, before.world, before.job.train
-    count = 2
+    count = most = min(2, len(samples.splits.train))
     if before.loss_fn and before.loss_fn.own:
-        count = max(count, train.micro_batch or train.batch // world.size)
-    count, layers = min(count, len(samples.splits.train)), rehearsal.groups.layers
+        most = min(max(count, train.micro_batch or train.batch // world.size), len(samples.splits.train))
+        count = min(_FEW, most)
+    layers = rehearsal.groups.layers
     if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
         images = next(iter(samples.train.batches(0, [torch.arange(count)]))).images
         find_rows(before.model, layers, images)
         return RehearsalResult([], draws=False, sample_s=time_sample(before.model, images, world))
     try:
-        found = rehearse(rehearsal, before.classes, count, world)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        found = _tried(rehearsal, before.classes, count, most, world)
+    except _FAILURES as error:
         if before.loss_fn:
             raise
         method = before.job.sync.method
@@ -148,14 +151,26 @@ def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     sample_s = max(gather_plain(found.sample_s, world))
     if before.loss_fn and sample_s > _SLOW_S and world.device == "cpu":
-        again = rehearse(rehearsal, before.classes, count, world)  # the first pass also sets things up
+        again = rehearse(rehearsal, before.classes, found.count, world)  # the first pass also sets things up
         sample_s = max(gather_plain(again.sample_s, world))
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
         told = f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant"
         before.journal.event("warning", told, 0)
-    return RehearsalResult(unused, draws, found.outputs, count, sample_s)
+    return RehearsalResult(unused, draws, found.outputs, found.count, sample_s)
+
+
+def _tried(rehearsal: Rehearsal, classes: int, count: int, most: int, world: World) -> RehearsalResult:
+    """Tries the network on `count` samples, and where that fails on `most`, whose error counts."""
+    if count < most:
+        try:
+            return rehearse(rehearsal, classes, count, world)
+        except torch.OutOfMemoryError:  # more samples would need more
+            raise
+        except _FAILURES:
+            pass
+    return rehearse(rehearsal, classes, most, world)
 
 
 def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> ChosenSync:

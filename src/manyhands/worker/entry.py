@@ -18,7 +18,7 @@ from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
 from manyhands.core.claim import set_aside
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
@@ -123,10 +123,7 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
     world = mine.join(job, shared_options(job), say).world
     if mine.membership.started_by not in {OUR_HEAD, MET}:
         mine.folder = share_folder(world, mine.folder)
-    if job.cluster.debug_rank >= world.size:
-        message = f"there is no rank {job.cluster.debug_rank} to debug: the ranks are 0 … {world.size - 1}"
-        raise UserError(message, "--debug-rank", ("count from 0",))
-    wait_for_editor(world.rank, job.cluster)
+    wait_for_editor(world.rank, world.size, job.cluster)
     mine.trainer = _build(_from_where_rank_0_says(job, world, say), mine.folder, world, argument)
     return mine.trainer
 
