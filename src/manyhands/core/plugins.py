@@ -34,21 +34,22 @@ def load_choice(package: str, name: str) -> ModuleType:
 def read_choice(package: str, name: str) -> dict[str, Any]:
     """Returns what a choice file defines, without importing the file, which may import torch.
 
-    Constants, and functions that only return one, have their values; everything else is None.
+    Constants, and functions that only return one, have their values; what is computed is None.
     """
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:
         match node:
-            case ast.Assign(targets=[ast.Name(id=word)]) | ast.AnnAssign(target=ast.Name(id=word)):
-                value = node.value
-            case ast.FunctionDef(name=word, body=[*_, ast.Return(value)]):
-                pass
+            case (
+                ast.Assign(targets=[ast.Name(id=word)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=word), value=ast.expr() as value)
+                | ast.FunctionDef(name=word, body=[*_, ast.Return(value=ast.expr() as value)])
+            ):
+                found[word] = None
+                with suppress(ValueError):
+                    found[word] = ast.literal_eval(value)
             case _:
-                continue
-        found[word] = None
-        with suppress(ValueError):
-            found[word] = ast.literal_eval(value) if value else None
+                pass
     return found
 
 

@@ -150,16 +150,30 @@ def find_choice(name: str) -> str:
     for module, names in choices.items():
         if name in names or name.partition(":")[0] + ":" in names:
             return module
+    place = Path(name).expanduser()
     if is_object_reference(name):
         return "user"
-    known_place = named(name)
-    if known_place:
-        return find_choice(known_place[0])
-    if Path(name).expanduser().is_dir():
+    if known := named(name):
+        return find_choice(known[0])
+    if place.is_dir():
         return "imagefolder"
-    refuse_no_folder(name)
+    if place.is_file() or "/" in name or "." in name:
+        raise _no_folder(name, place)
     words = [word + "…" if word.endswith(":") else word for names in choices.values() for word in names]
     raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
+
+
+def _no_folder(name: str, place: Path) -> UserError:
+    """The error for a path that is neither a folder nor a known set's archive."""
+    folder = "name a folder of class folders, or one with train/ and val/"
+    own = "file.py:function of your own, which returns (train, test)"
+    if place.suffix in {".yaml", ".yml"} and place.is_file():
+        hints = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
+        return UserError(f"{name} is YAML, which isn't read", "data.name", hints)
+    if place.is_file():
+        hints = (folder, f"or read the file in {own}")
+        return UserError(f"{name} is a file, and data is read from a folder", "data.name", hints)
+    return UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
 
 
 def named(name: str) -> tuple[str, str] | None:
@@ -168,23 +182,6 @@ def named(name: str) -> tuple[str, str] | None:
     # A set's own name stays that, also where the current folder has one called so.
     known = recognise(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None
-
-
-def refuse_no_folder(name: str) -> None:
-    """Raises UserError for a path that is neither a folder nor a known set's archive; any other word may be a name."""
-    place = Path(name).expanduser()
-    is_path = place.is_file() or "/" in name or "." in name
-    if not is_path or is_object_reference(name) or place.is_dir() or named(name):
-        return
-    folder = "name a folder of class folders, or one with train/ and val/"
-    own = "file.py:function of your own, which returns (train, test)"
-    if place.suffix in {".yaml", ".yml"} and place.is_file():
-        hints = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
-        raise UserError(f"{name} is YAML, which isn't read", "data.name", hints)
-    if place.is_file():
-        hints = (folder, f"or read the file in {own}")
-        raise UserError(f"{name} is a file, and data is read from a folder", "data.name", hints)
-    raise UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
 
 
 def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference, load_choice, module_names, read_choice, unknown_choice
+from manyhands.core.plugins import is_object_reference, module_names, read_choice, unknown_choice
 
 CHOICES = "manyhands.models.architectures"
 
@@ -28,16 +28,12 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
     Raises:
         UserError: no network has that name, or it has no published weights.
     """
-    known: set[str] = set()
-    published: set[str] = set()
-    prefix = f"{wanted.partition(':')[0]}:"
-    choices = {word: read_choice(CHOICES, word) for word in module_names(CHOICES)}
-    of_prefix = {word: choice for word, choice in choices.items() if choice.get("PREFIX") == prefix}
-    for word, choice in (of_prefix or choices).items():
-        names = choice["names"]
-        if names is None:
-            names = published_names() if choice.get("TORCHVISION") else load_choice(CHOICES, word).names()
-        if not names:  # torchvision isn't installed, which is reported where it is imported
+    known, published, prefix = set[str](), set[str](), f"{wanted.partition(':')[0]}:"
+    choices = [read_choice(CHOICES, word) for word in module_names(CHOICES)]
+    of_prefix = [choice for choice in choices if choice.get("PREFIX") == prefix]
+    for choice in of_prefix or choices:
+        names = choice["names"] or (published_names() if choice.get("TORCHVISION") else None)
+        if not names:  # they, or that torchvision isn't installed, are known where the file is imported
             return
         words = {prefix + name if of_prefix else name for name in names}
         known |= words

@@ -45,11 +45,7 @@ def launch(
 ) -> Outcome:
     """Trains on several machines, the first of which has rank 0.
 
-    Args:
-        job: what to do.
-        machines: where.
-        quiet: no progress on standard error.
-        begun: called often with the run folder, once the run trains.
+    `quiet` shows no progress; `begun` is called often with the run folder, once the run trains.
 
     Raises:
         ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.

@@ -105,14 +105,10 @@ def as_plan(plan: PlanLike) -> Plan:
 def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnParts) -> tuple[Trainer, dict[str, Any]]:
     """Builds the trainer, and puts it where the run folder's newest checkpoint was; a collective.
 
-    Args:
-        job: what the user asked for, with the batch.
-        folder: where the run is kept; None for nowhere.
-        world: who takes part.
-        own: what the user brings.
+    The job has the batch; without a folder nothing is kept.
 
     Returns:
-        The trainer, and what a session had noted in the checkpoint that it goes on from; empty at a start.
+        The trainer, and what a session had noted in the checkpoint that it resumes from; empty at a start.
 
     Raises:
         UserError: network, data, plan and job don't fit together.
@@ -149,7 +145,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         make_own(lambda _: own.optimizer, model)
     else:
         mark_own(own.optimizer)
-    set_rates = make_schedule(own.optimizer, job.train, order.steps_per_epoch) if own.scheduled else _the_users_own
+    set_rates = make_schedule(own.optimizer, job.train, order.steps_per_epoch) if own.scheduled else lambda _step: None
     if isinstance(set_rates, OwnScheduler) and set_rates.waits:
         mend = ("session.prepare(…, scheduler=scheduler), and step it: scheduler.step(loss)",)
         raise UserError("in a loop of your own nothing evaluates unasked", "train.schedule", mend)
@@ -193,7 +189,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         own_loop=True,
         release=lambda: under.release(samples),
     )
-    say_expected(under.rehearsed.sample_s, trainer)
+    say_expected(under.sample_s, trainer)
     noted = _start(trainer, found, own)
     return suit(trainer), noted
 
@@ -205,10 +201,6 @@ def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str
     trainer.status_round.reset(trainer.progress.step)
     trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
     return noted
-
-
-def _the_users_own(_step: int) -> None:
-    """The learning rate is the user's to move."""
 
 
 def _not_by_itself(*_: object) -> Any:
