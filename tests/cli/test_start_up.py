@@ -22,6 +22,9 @@ LIGHT = {
     "pack": COMMAND.format(["pack", "no-such-folder"]) + "\nimport manyhands.run.pack",
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
     "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
+    "unknown to dry-run": COMMAND.format(["train", "digts", "--dry-run"]),
+    "unknown to launch": COMMAND.format(["launch", "digits", "renset18", "--hosts", "localhost"]),
+    "unknown to plan": COMMAND.format(["plan", "digts"]),
     "doctor": COMMAND.format(["doctor"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
     "launcher": "from manyhands.cluster import rendezvous; from manyhands.cluster.agents import start, supervise",
@@ -43,6 +46,13 @@ MISSING = {
     "there is no file data.py": ["data.py:make", "mlp"],
     "there is no weights.pth": ["digits", "mlp", "--model.weights", "weights.pth"],
     "there is no gpu device here": ["digits", "mlp", "--device", "gpu"],
+    'no data set is called "digts"': ["digts", "mlp"],
+    'no network is called "renset18"': ["digits", "renset18"],
+    'no network is called "cifar:renset18"': ["digits", "cifar:renset18"],
+    'no parallel mode is called "dta"': ["digits", "mlp", "--parallel", "dta"],
+    'no sync method is called "alreduce"': ["digits", "mlp", "--sync", "alreduce"],
+    "mlp has no published weights": ["digits", "mlp", "--pretrained"],
+    "the mesh tp=3 has 3 places": ["digits", "mlp", "--mesh", "tp=3", "-n", "2"],
 }
 REFUSED = """
 import sys

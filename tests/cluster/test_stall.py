@@ -49,6 +49,7 @@ def told(clock, *ranks, later=None):
     ("ranks", "later", "wanted", "hung"),
     [
         ([seen(0), seen(1, stopped=True, calls=-1)], {}, "rank 1 on n1 didn't come: process 101 is stopped", True),
+        ([seen(0, quiet_s=5), seen(1, stopped=True)], {}, "didn't come: process 101 is stopped", True),
         ([seen(0), seen(1, quiet_s=40)], {}, "rank 1 on n1 didn't come: process 101 gives no sign of life", True),
         ([seen(0), seen(1, calls=49)], {}, "rank 1 on n1 didn't come: it waits for something of its own", True),
         ([seen(0), seen(1, calls=49, phase="data")], {}, "rank 1 on n1 didn't come: it waits for its data", True),

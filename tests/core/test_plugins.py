@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import load_object
+from manyhands.core.plugins import load_choice, load_object, module_names, read_choice
+from manyhands.data.known import CHOICES, KNOWN
 
 
 def test_a_users_file_never_stands_in_for_a_library_module(tmp_path):
@@ -48,3 +49,16 @@ def test_a_missing_object_gets_a_suggestion(tmp_path):
     with pytest.raises(UserError, match="has no object Netwrok") as caught:
         load_object(f"{tmp_path}/mine.py:Netwrok", "model.name")
     assert caught.value.mend == ('did you mean "Network"?',)
+
+
+def test_the_names_of_data_sets_are_read_without_an_import():
+    for word in module_names(CHOICES):
+        assert read_choice(CHOICES, word)["NAMES"] == load_choice(CHOICES, word).NAMES
+    assert read_choice(CHOICES, "published")["NAMES"] == tuple(KNOWN)
+
+
+def test_what_a_choice_file_computes_is_not_read():
+    found = read_choice("manyhands.models.architectures", "torchvision")
+    assert (found["PREFIX"], found["names"]) == ("torchvision:", None)
+    assert "build_pretrained" in found
+    assert read_choice("manyhands.models.architectures", "mlp")["names"] == ["mlp"]

@@ -12,8 +12,8 @@ import torch
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.data.known import recognise
-from manyhands.data.open import find_choice, open_data
+from manyhands.data.known import find_choice, recognise
+from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
 from manyhands.data.records import write_idx
 

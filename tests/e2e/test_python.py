@@ -166,6 +166,31 @@ def test_a_loss_of_more_than_two_samples_is_tried_on_more():
         manyhands.fit(nets.Net(), tiny(), loss=of_four, epochs=1, batch=3, **{**QUIET, "out": "other"})
 
 
+class Mixed(torch.nn.Module):
+    """A float32 layer, and a float64 scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(64, 10)
+        self.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.fc(x.flatten(1)) * self.scale
+
+
+def test_a_network_of_several_types_keeps_them():
+    network = Mixed()
+    manyhands.fit(network, tiny(), epochs=1, batch=20, **QUIET)
+    assert [one.dtype for one in network.parameters()] == [torch.float64, torch.float32, torch.float32]
+    with manyhands.session() as here:
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+        model, optimizer, batches = here.prepare(network, optimizer, tiny(), batch=20)
+        for images, labels in batches:
+            here.backward(torch.nn.functional.cross_entropy(model(images), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp32"}])
 def test_a_network_of_float64_computes_in_float64(settings):
     seen = set()

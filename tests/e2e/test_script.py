@@ -84,6 +84,12 @@ def test_what_the_script_itself_refuses_is_in_its_log_and_told(here):
 
 
 @pytest.mark.slow
+def test_a_debug_rank_beyond_the_last_is_refused(here):
+    ended = run("train", here / "own" / "train.py", "-n", "2", "--debug-rank", "2")
+    assert ended.code == 2
+    assert "there is no rank 2 to debug: the ranks are 0 … 1" in ended.err
+
+
 def test_ctrl_c_ends_all_of_it(here):
     process = start("train", "own/train.py", "-n", "2", "--out", "run", "--", "--sleep")
     wait_until(lambda: all(Path(f"run/ranks/{rank}.log").is_file() and log(rank) for rank in (0, 1)), process)

@@ -63,14 +63,18 @@ def test_a_run_says_first_what_is_trained_on_what(capfd):
     assert all(f"<div>{line}</div>" in page.partition("<dl>")[0] for line in setup["message"].split("\n"))
 
 
-class Slow(nets.Net):
-    """Takes a fifth of a second at each call, and two seconds at the first."""
+class Slow(torch.nn.Module):
+    """Takes a tenth of a second at each call, and two seconds at the first."""
 
-    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(64, 10)
+        self.calls = 0
 
-    def act(self):
+    def forward(self, x):
         self.calls += 1
-        time.sleep(2 if self.calls == 1 else 0.24)
+        time.sleep(2 if self.calls == 1 else 0.1)
+        return self.fc(x.flatten(1))
 
 
 def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_update():
@@ -83,6 +87,13 @@ def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_
     assert 3 <= float(update) < 10
     assert 1 <= int(epoch) < 6
     assert told("note")[-1]["time"] < told("first-step")[0]["time"]
+
+
+def test_the_time_of_an_epoch_is_announced_under_a_plan_too():
+    options = {"processes": 2, "parallel__mode": "semi", "train__max_steps": 1, "batch": 30}
+    manyhands.fit(Slow(), tiny(1000), epochs=1, **options, **QUIET)
+    (note,) = [event for event in told("note") if "is expected to take" in event["message"]]
+    assert note["time"] < told("first-step")[0]["time"]
 
 
 def test_what_is_trained_on_is_said_before_anything_is_timed(monkeypatch, tmp_path):

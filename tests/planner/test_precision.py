@@ -81,6 +81,20 @@ def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed(
     assert torch.get_num_threads() == threads
 
 
+def test_a_slow_network_is_timed_by_as_few_passes_as_can_be(monkeypatch):
+    monkeypatch.setattr("manyhands.planner.precision._MOST_S", 0.0)
+    passes = []
+    variants = WishedPrecision("auto", "auto").variants(bf16=True)
+    trials = {
+        variant: Trial(lambda: None, lambda variant=variant: passes.append(variant) or torch.rand(100, 100).sum())
+        for variant in variants
+    }
+    seconds, failed = time_variants(trials, "cpu")
+    assert (seconds.keys(), failed) == ({str(variant) for variant in variants}, {})
+    # The very first pass, which also sets things up, is made again.
+    assert passes == [*variants, variants[0]]
+
+
 @pytest.mark.parametrize(
     ("text", "bf16"),
     [

@@ -2,13 +2,14 @@
 
 import contextlib
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
@@ -347,13 +348,36 @@ def test_who_leaves_an_epoch_early_goes_on_with_the_next(size):
 
 
 def test_a_loop_of_ones_own_says_first_what_is_trained_on(capsys):
-    s, net = _session(World()), _network()
-    s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=17)
+    s, net, samples = _session(World()), _network(), len(_data())
+    s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=samples + 1)
     s.close()
-    data, network, training = capsys.readouterr().err.splitlines()[:3]
-    assert data.startswith(f"manyhands: data: TensorDataset, {len(_data())} training samples, ")
+    data, network, training, warning = capsys.readouterr().err.splitlines()[:4]
+    assert data.startswith(f"manyhands: data: TensorDataset, {samples} training samples, ")
     assert network == f"network: Sequential, {sum(one.numel() for one in net.parameters()):,} parameters"
-    assert training.endswith("batch 17, SGD at learning rate 0.1, processes 1, device cpu")
+    assert training.endswith(f"batch {samples}, SGD at learning rate 0.1, processes 1, device cpu")
+    assert warning == f"manyhands: each update takes all {samples} training samples: the batch can't be {samples + 1}"
+
+
+class Slow(nn.Module):
+    """Takes a fifth of a second at each call."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, scale=None):
+        time.sleep(0.2)
+        return self.inner(x) if scale is None else self.inner(x) * scale
+
+
+def test_a_loop_of_ones_own_says_first_how_long_an_epoch_is_expected_to_take(capsys):
+    data = ConcatDataset([_data()] * 20)
+    s, net = _session(World()), Slow(_network())
+    modes = [each.training for each in net.modules()]
+    s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=17)
+    s.close()
+    assert "an update is expected to take about " in capsys.readouterr().err
+    assert [each.training for each in net.modules()] == modes
 
 
 def test_a_plain_mistake_is_said_in_words():

@@ -211,9 +211,32 @@ class _OutOfMemory(nn.Linear):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+class _Counting(nn.Sequential):
+    """Notes how many samples it is given."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 5))
+        self.tried = []
+
+    def forward(self, images):
+        self.tried.append(len(images))
+        return super().forward(images)
+
+
+@pytest.mark.parametrize(("needed", "tried"), [(4, [8]), (9, [8, 36])])
+def test_a_custom_loss_is_tried_on_a_few_samples_and_on_a_whole_share_only_where_it_needs_more(needed, tried, tmp_path):
+    def loss(output, labels):
+        return nn.functional.cross_entropy(output, labels, reduction="none").topk(needed).values.mean()
+
+    net = _Counting()
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 36}, environment={}).job
+    build(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=loss))
+    assert net.tried == [*tried, 2, 2]  # the time that an update takes is estimated from two passes
+
+
 def test_a_trial_that_runs_out_of_memory_is_not_tried_with_more_samples(tmp_path):
     net = _OutOfMemory()
-    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
+    job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 36}, environment={}).job
     with pytest.raises(torch.OutOfMemoryError):
         build(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=_largest_losses))
     assert net.tried == [8]

@@ -161,6 +161,30 @@ def test_quiet_shows_the_setup_in_one_line_and_once(tmp_path, stream):
     assert SETUP.replace("\n", " | ") in line
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_setup_comes_before_the_warnings_of_a_start(tmp_path, quiet):
+    run, stream = FakeRun(tmp_path), io.StringIO()
+    screen = Screen(tmp_path, stream=stream, quiet=quiet)
+    run.begin().event("warning", message="labels.csv isn't read")
+    screen.update()
+    assert stream.getvalue() == ""
+    run.event("setup", message=SETUP)
+    run.event("warning", message="the loss grows")
+    screen.update()
+    first, *_, unused, grows = stream.getvalue().splitlines()
+    assert SETUP.split("\n")[0] in first
+    assert unused.endswith("WARNING labels.csv isn't read")
+    assert grows.endswith("WARNING the loss grows")
+
+
+def test_the_warnings_of_a_start_that_fails_are_shown(tmp_path):
+    run, stream = FakeRun(tmp_path), io.StringIO()
+    screen = Screen(tmp_path, stream=stream)
+    run.begin().event("warning", message="labels.csv isn't read")
+    screen.close()
+    assert stream.getvalue().endswith("WARNING labels.csv isn't read\n")
+
+
 def test_an_earlier_session_is_not_told_again(tmp_path):
     FakeRun(tmp_path).begin().train(0, 200)
     stream = io.StringIO()

@@ -24,7 +24,7 @@ from manyhands.run.load import load_worker
 from manyhands.run.own_code import announce_reach
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
-from manyhands.run.train import Outcome, folder_to_be, place_of, train
+from manyhands.run.train import Outcome, check_names, folder_to_be, place_of, train
 
 
 def run(
@@ -113,9 +113,8 @@ def describe(loaded: LoadedJob) -> list[str]:
     job = loaded.job
     data, too_large = "", ""
     if not job.run.script:
-        check = load_worker("check")
-        check.check_names(job)
-        data, too_large = check.look_at_data(job)
+        check_names(job)
+        data, too_large = load_worker("check").look_at_data(job)
     if too_large:
         say(too_large)
     machines = machines_of(job.cluster)

@@ -1,5 +1,6 @@
 """Finds a choice by name: a file in a folder of choices, or an object in the user's own file."""
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -9,6 +10,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +29,28 @@ def module_names(package: str) -> list[str]:
 def load_choice(package: str, name: str) -> ModuleType:
     """Imports the choice file `name` of `package`."""
     return importlib.import_module(f"{package}.{name}")
+
+
+def read_choice(package: str, name: str) -> dict[str, Any]:
+    """Returns what a choice file defines, without importing the file, which may import torch.
+
+    Constants, and functions that only return one, have their values; what is computed is None.
+    """
+    spec = importlib.util.find_spec(f"{package}.{name}")
+    found: dict[str, Any] = {}
+    for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=word)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=word), value=ast.expr() as value)
+                | ast.FunctionDef(name=word, body=[*_, ast.Return(value=ast.expr() as value)])
+            ):
+                found[word] = None
+                with suppress(ValueError):
+                    found[word] = ast.literal_eval(value)
+            case _:
+                pass
+    return found
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

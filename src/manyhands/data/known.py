@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference
+from manyhands.core.plugins import is_object_reference, load_choice, module_names, read_choice, unknown_choice
+
+CHOICES = "manyhands.data.datasets"
 
 
 @dataclass(frozen=True)
@@ -131,29 +133,55 @@ def recognise(place: Path) -> str:
     return found[0] if found else ""
 
 
+def _choice_names() -> dict[str, tuple[str, ...]]:
+    """The words that each choice file of data sets stands for."""
+    found = {module: read_choice(CHOICES, module).get("NAMES") for module in module_names(CHOICES)}
+    return {word: load_choice(CHOICES, word).NAMES if names is None else names for word, names in found.items()}
+
+
+def is_published(name: str) -> bool:
+    """True for a data set that a file of choices names in full: its samples are in memory, or made up."""
+    return any(name in names for names in _choice_names().values())
+
+
+def find_choice(name: str) -> str:
+    """The choice file for a word: by its names, by a prefix that ends in ":", or as an object or a folder."""
+    choices = _choice_names()
+    for module, names in choices.items():
+        if name in names or name.partition(":")[0] + ":" in names:
+            return module
+    place = Path(name).expanduser()
+    if is_object_reference(name):
+        return "user"
+    if known := named(name):
+        return find_choice(known[0])
+    if place.is_dir():
+        return "imagefolder"
+    if place.is_file() or "/" in name or "." in name:
+        raise _no_folder(name, place)
+    words = [word + "…" if word.endswith(":") else word for names in choices.values() for word in names]
+    raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
+
+
+def _no_folder(name: str, place: Path) -> UserError:
+    """The error for a path that is neither a folder nor a known set's archive."""
+    folder = "name a folder of class folders, or one with train/ and val/"
+    own = "file.py:function of your own, which returns (train, test)"
+    if place.suffix in {".yaml", ".yml"} and place.is_file():
+        hints = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
+        return UserError(f"{name} is YAML, which isn't read", "data.name", hints)
+    if place.is_file():
+        hints = (folder, f"or read the file in {own}")
+        return UserError(f"{name} is a file, and data is read from a folder", "data.name", hints)
+    return UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
+
+
 def named(name: str) -> tuple[str, str] | None:
     """A known set's name and the folder of its files if `name` is a path to them. Raises UserError as `recognise`."""
     place = Path(name).expanduser()
     # A set's own name stays that, also where the current folder has one called so.
     known = recognise(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None
-
-
-def refuse_no_folder(name: str) -> None:
-    """Raises UserError for a path that is neither a folder nor a known set's archive; any other word may be a name."""
-    place = Path(name).expanduser()
-    is_path = place.is_file() or "/" in name or "." in name
-    if not is_path or is_object_reference(name) or place.is_dir() or named(name):
-        return
-    folder = "name a folder of class folders, or one with train/ and val/"
-    own = "file.py:function of your own, which returns (train, test)"
-    if place.suffix in {".yaml", ".yml"} and place.is_file():
-        hints = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
-        raise UserError(f"{name} is YAML, which isn't read", "data.name", hints)
-    if place.is_file():
-        hints = (folder, f"or read the file in {own}")
-        raise UserError(f"{name} is a file, and data is read from a folder", "data.name", hints)
-    raise UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
 
 
 def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference, load_choice, module_names, unknown_choice
+from manyhands.core.plugins import load_choice
 from manyhands.data.gallery import open_whole_folder
-from manyhands.data.known import named, refuse_no_folder
+from manyhands.data.known import CHOICES, find_choice, named
 from manyhands.data.layout import read_layout
 from manyhands.data.objects import splits_of_objects, splits_of_targets
 from manyhands.data.options import DataOptions
@@ -20,8 +20,6 @@ from manyhands.data.random import spread
 from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
 
-_CHOICES = "manyhands.data.datasets"
-_WHERE = "data.name"
 # What this process, or the one that forked it, has opened ahead, by its options and place.
 _AHEAD: dict[tuple[str, str], Splits] = {}
 
@@ -43,7 +41,7 @@ def open_data(options: DataOptions) -> Splits:
     known = named(options.name)
     if known:
         options = options.model_copy(update={"name": known[0], "dir": known[1]})
-    choice = load_choice(_CHOICES, find_choice(options.name))
+    choice = load_choice(CHOICES, find_choice(options.name))
     return with_named_held_out(_limited(choice.open(options.name, options), options), options)
 
 
@@ -61,11 +59,6 @@ def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
     source = by_names(opened.test, opened.classes, splits.classes or opened.classes, place)
     text = f"{splits.description}; {len(source):,} more of {place} are kept for the end"
     return replace(splits, held_out=source, description=text)
-
-
-def is_published(name: str) -> bool:
-    """True for a data set that a file of choices names in full: its samples are in memory, or made up."""
-    return any(name in load_choice(_CHOICES, module).NAMES for module in module_names(_CHOICES))
 
 
 def is_plain_folder(name: str) -> bool:
@@ -120,26 +113,6 @@ def resolve_pixels(
         resize=round(pixels.resize * size / pixels.size),
         own=pixels.own,
     )
-
-
-def find_choice(name: str) -> str:
-    """The choice file for a word: by its names, by a prefix that ends in ":", or as an object or a folder."""
-    known: list[str] = []
-    for module in module_names(_CHOICES):
-        names = load_choice(_CHOICES, module).NAMES
-        if name in names or name.partition(":")[0] + ":" in names:
-            return module
-        known += names
-    if is_object_reference(name):
-        return "user"
-    known_place = named(name)
-    if known_place:
-        return find_choice(known_place[0])
-    if Path(name).expanduser().is_dir():
-        return "imagefolder"
-    refuse_no_folder(name)
-    words = [word + "…" if word.endswith(":") else word for word in known]
-    raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], _WHERE)
 
 
 def _limited(splits: Splits, options: DataOptions) -> Splits:

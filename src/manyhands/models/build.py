@@ -14,8 +14,8 @@ from manyhands.core.plugins import is_object_reference, load_choice, load_object
 from manyhands.models.construct import WHERE, refused
 from manyhands.models.needs import ModelNeeds
 from manyhands.models.options import ModelOptions
+from manyhands.models.published import CHOICES, nothing_published
 
-_PACKAGE = "manyhands.models.architectures"
 # From here on the pictures are no longer called small.
 _LARGE = 64
 
@@ -26,8 +26,8 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
         return ModelNeeds()
     name, choice = _find(options, size)
     needs = choice.needs(name, size, options.arguments, options.pretrained)
-    small = None if name != options.name or options.pretrained else _for_smaller(name, size)
-    if small and size <= _LARGE:
+    smaller = (each for each in _choices() if _max_size(each) < size <= _LARGE and name in each.names())
+    if name == options.name and not options.pretrained and (small := next(smaller, None)):
         note = f"{name} as it is on photographs, since pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
     return needs
@@ -46,14 +46,14 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
         if options.pretrained:
-            raise _nothing_published(options.name)
+            raise nothing_published(options.name)
         return build_user_model(options.name, options.arguments, classes, mesh)
     name, choice = _find(options, size)
     _refuse_unsuitable(name, choice.needs(name, size, options.arguments, options.pretrained), channels, size)
     if not options.pretrained:
         return choice.build(name, channels=channels, size=size, num_classes=classes, arguments=options.arguments)
     if not hasattr(choice, "build_pretrained"):
-        raise _nothing_published(name)
+        raise nothing_published(name)
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
@@ -79,14 +79,19 @@ def settle(options: ModelOptions, size: int) -> ModelOptions:
 def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
     """The choice file for a name, and the name without the file's prefix.
 
-    A prefix names the file. Without one, a file for small pictures only (MAX_SIZE) goes before one for all.
+    A prefix names the file. Without one, where weights are wanted those that have some are asked first, then those for
+    small pictures only (MAX_SIZE).
     """
+
+    def place(choice: ModuleType) -> tuple[bool, float]:
+        return options.pretrained and not hasattr(choice, "build_pretrained"), _max_size(choice)
+
     choices = _choices()
     named = next((choice for choice in choices if _prefix(choice) and options.name.startswith(_prefix(choice))), None)
     prefix = _prefix(named) if named else ""
     name = options.name.removeprefix(prefix)
-    asked = [named] if named else sorted(choices, key=lambda choice: _place(choice, options.pretrained))
-    for choice in asked:  # one by one: torchvision's file takes a second to say its names
+    asked = [named] if named else sorted(choices, key=place)
+    for choice in asked:
         may = named or (options.pretrained and hasattr(choice, "build_pretrained")) or _max_size(choice) >= size
         if may and name in choice.names():
             return name, choice
@@ -94,18 +99,8 @@ def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
     raise unknown_choice("network", options.name, known, "model.name")
 
 
-def _place(choice: ModuleType, pretrained: bool) -> tuple[bool, float]:
-    """Files are asked in this order: where weights are wanted those that have some, then those for small pictures."""
-    return pretrained and not hasattr(choice, "build_pretrained"), _max_size(choice)
-
-
 def _choices() -> list[ModuleType]:
-    return [load_choice(_PACKAGE, word) for word in module_names(_PACKAGE)]
-
-
-def _for_smaller(name: str, size: int) -> ModuleType | None:
-    """The choice file that has this network for pictures smaller than these alone."""
-    return next((choice for choice in _choices() if _max_size(choice) < size and name in choice.names()), None)
+    return [load_choice(CHOICES, word) for word in module_names(CHOICES)]
 
 
 def _prefix(choice: ModuleType) -> str:
@@ -121,11 +116,6 @@ def _refuse_unsuitable(name: str, needs: ModelNeeds, channels: int, size: int) -
         raise UserError(f"{name} takes pictures of {needs.channels} channels, these have {channels}", "model.name")
     if needs.size not in (None, size):
         raise UserError(f"{name} takes pictures of {needs.size} px, these have {size}", "model.name")
-
-
-def _nothing_published(name: str) -> UserError:
-    mend = ("leave it out, or choose one of torchvision's networks",)
-    return UserError(f"{name} has no published weights", "model.pretrained", mend)
 
 
 def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int, mesh: Any = None) -> nn.Module:

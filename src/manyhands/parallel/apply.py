@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.needs import Need
-from manyhands.core.plugins import load_choice, module_names, unknown_choice
+from manyhands.core.plugins import load_choice
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE
+from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE, check_mode
 from manyhands.parallel.plain import gather_plain
 
 # Values of a tensor that are widened to 64 bits at a time: what stays in a processor's cache. A card is slow to be told
@@ -24,8 +24,7 @@ _ODD = 0x9E3779B1
 
 def resolve_mode(mode: str, world: World) -> str:
     """The mode to run; one process alone may need none. Raises UserError: none, or not for several processes."""
-    if mode not in module_names(MODES):
-        raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
+    check_mode(mode)
     only = one_process(mode)
     if only and not world.alone:
         mend = (f"--parallel {USUAL_MODE} is the mode for several processes", "or -n 1")

@@ -5,13 +5,19 @@ from typing import Literal
 from pydantic import Field
 
 from manyhands.core.options import Options
-from manyhands.core.plugins import module_names
+from manyhands.core.plugins import module_names, unknown_choice
 
 MODES = "manyhands.parallel.modes"
 # Modes that are taken where no mode is named: usually, by one process alone, for a plan that is followed, and for one
 # that is searched for. The head knows no more of them: what a mode says of itself imports torch.
 USUAL_MODE, MODE_ALONE, MODE_OF_PLANS, MODE_OF_SEARCHES = "data", "single", "semi", "auto"
 SEARCH = "search"
+
+
+def check_mode(mode: str) -> None:
+    """Raises UserError where no parallel mode has this name."""
+    if mode not in module_names(MODES):
+        raise unknown_choice("parallel mode", mode, module_names(MODES), "parallel.mode")
 
 
 class ParallelOptions(Options):

@@ -52,6 +52,8 @@ LEVELS = {
     "tested": "INFO",
     "warning": "WARNING",
 }
+# Events that may be recorded before the setup of a start and are shown after it.
+_AFTER_SETUP = {"warning", "note", "sync"}
 _STYLES = {"INFO": "", "WARNING": "yellow", "ERROR": "red"}
 
 
@@ -90,6 +92,7 @@ class Screen:
         self._progress = ScreenProgress()
         self._stopping = False
         self._told: set[tuple[str, str]] = set()
+        self._held: list[Event] | None = None  # of a start whose setup isn't recorded yet
         self._plain_at = clock()
         self._drawn = ""
         self._untold: StepMetrics | None = None
@@ -113,6 +116,8 @@ class Screen:
                 self._show_event(record)
             elif record.asked:
                 self.say(step_line(self._progress))
+            if not isinstance(record, Event) or record.kind == "setup":
+                self._show_held()
         self._look_at_disk()
         if self.live:
             self._draw()
@@ -135,6 +140,7 @@ class Screen:
     def close(self) -> None:
         """Shows the last records and leaves the terminal as it was found."""
         self.update()
+        self._show_held()
         self._show_epoch()
         self._erase()
 
@@ -157,6 +163,11 @@ class Screen:
             self.say(epoch_line(last) if self.live else epoch_log(last))
 
     def _show_event(self, event: Event) -> None:
+        if event.kind == "started":
+            self._held = []
+        elif self._held is not None and event.kind in _AFTER_SETUP:
+            self._held.append(event)
+            return
         self._stopping |= event.kind == "stopping"
         # Saves are shown by the live line; the one that answers Ctrl-C deserves a line of its own.
         if event.kind not in LEVELS and not (event.kind == "saved" and self._stopping):
@@ -172,6 +183,12 @@ class Screen:
         elif (level, words) not in self._told:
             self._told.add((level, words))
             self._log(level, plain(words))
+
+    def _show_held(self) -> None:
+        """Shows what was recorded before the setup of the latest start."""
+        held, self._held = self._held, None
+        for event in held or ():
+            self._show_event(event)
 
     def _look_at_disk(self) -> None:
         """Says when the disk of the run folder is full, and when there is room again."""

@@ -33,7 +33,7 @@ from manyhands.run.on_machines import OnMachines
 from manyhands.run.preflight import judge, look_over
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
-from manyhands.run.train import Outcome, conclude, run_folder, watch_on
+from manyhands.run.train import Outcome, check_names, conclude, run_folder, watch_on
 
 NOT_BEGUN = "stopping: nothing trains yet"
 # What a slow line needs for the code of a folder.
@@ -45,16 +45,14 @@ def launch(
 ) -> Outcome:
     """Trains on several machines, the first of which has rank 0.
 
-    Args:
-        job: what to do.
-        machines: where.
-        quiet: no progress on standard error.
-        begun: called often with the run folder, once the run trains.
+    `quiet` shows no progress; `begun` is called often with the run folder, once the run trains.
 
     Raises:
         ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
     """
     refuse_doubles(machines)
+    if not job.run.script:
+        check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
         what = f"{len(machines)} machines are named, and {job.cluster.elastic} are wanted"
         raise UserError(what, "--elastic", ("name as many, or other numbers: --elastic LEAST:MOST",))

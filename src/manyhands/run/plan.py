@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.config.job import Job
 from manyhands.run.load import load_worker
 from manyhands.run.task import run_by_agent
+from manyhands.run.train import check_names
 
 if TYPE_CHECKING:
     from manyhands.worker.plan_growth import Growth
@@ -31,6 +32,7 @@ def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) 
     Raises:
         ManyhandsError: a wish can't be fulfilled, or timing failed.
     """
+    check_names(job)
     with _uncollected():
         return load_worker("plan_search").search_plan(job, wishes, out, run_by_agent, force=force)
 

@@ -242,8 +242,8 @@ def _options_of(model: Any) -> dict[str, Any]:
         raise UserError(
             f"model is {kind}, not a network", "model", ("give a torch.nn.Module, such as nn.Linear(64, 10)",)
         )
-    # A network of float64 is given its inputs unchanged, as in a session.
-    double = any(str(one.dtype) == "torch.float64" for one in model.parameters())
+    # A float64 network is given its inputs unchanged, as in a session; one of several types keeps its types.
+    double = {str(one.dtype) for one in model.parameters()} == {"torch.float64"}
     return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
 
 

@@ -49,7 +49,8 @@ from manyhands.core.folder import (
     write_job,
     writing_into,
 )
-from manyhands.core.going_on import going_on, tells_how
+from manyhands.core.going_on import OBJECTS, going_on, tells_how
+from manyhands.core.mesh import parse_mesh
 from manyhands.core.plugins import refuse_no_code
 from manyhands.core.private import private_files
 from manyhands.core.registry import headed_here, registered
@@ -58,7 +59,9 @@ from manyhands.core.shown import say
 from manyhands.core.stops import ended_like_ctrl_c, kept_step
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.world import Membership
-from manyhands.data.known import refuse_no_folder
+from manyhands.data.known import find_choice
+from manyhands.models.published import check_network
+from manyhands.parallel.options import check_mode
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
@@ -68,6 +71,7 @@ from manyhands.run.here import Here
 from manyhands.run.load import load_worker
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import note_end, shown, stopping
+from manyhands.sync.choose import check_method
 
 STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
 RUNS = Path("runs")
@@ -115,7 +119,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     several = len(meeting.sizes) > 1
     _refuse_few_files(max(1, participation.processes))
     if not several:
-        _refuse_missing(job)
+        _refuse_missing(job, objects)
     if several:
         job = _among_machines(job, meeting, quiet=quiet)
     else:
@@ -143,14 +147,36 @@ def _refuse_few_files(processes: int) -> None:
         raise UserError(f"a process may open {most} files here, and this run needs {needed}", "ulimit -n", mend)
 
 
-def _refuse_missing(job: Job) -> None:
+def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
+    """Looks up the data set, network, mode and method that a job names, without importing torch.
+
+    `data` is False for objects and for folders that may be on another machine only, `model` for objects.
+
+    Raises:
+        UserError: one of them doesn't exist, or the batch or the mesh doesn't fit the number of processes.
+    """
+    if data:
+        find_choice(job.data.name)
+    if model:
+        check_network(job.model.name, pretrained=job.model.pretrained)
+    check_mode(job.parallel.mode)
+    check_method(job.sync.method)
+    count = job.cluster.processes
+    if job.parallel.mesh and count and not (job.cluster.hosts or job.cluster.hostfile or job.cluster.world_size):
+        parse_mesh(job.parallel.mesh).check_size(count)
+    if count > job.train.batch:
+        message = f"train.batch is {job.train.batch}, and there are {count} processes to share it"
+        raise UserError(message, "train.batch", (f"--batch {count} or more", "or fewer processes"))
+
+
+def _refuse_missing(job: Job, objects: Any) -> None:
     """Raises UserError for what isn't on this machine, as far as that can be found before torch is loaded."""
     if job.run.script:
         return
     if job.cluster.device.partition(":")[0] == "gpu":
         mend = ("leave it out: an accelerator is found", "or --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
         raise UserError("there is no gpu device here", "cluster.device", mend)
-    refuse_no_folder(job.data.name)
+    check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
     code = {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}
     for where, word in code.items():
         refuse_no_code(word, where)
@@ -299,26 +325,22 @@ def report_on(job: Job, folder: RunFolder) -> None:
 @contextmanager
 def run_folder(job: Job) -> Iterator[RunFolder]:
     """The run folder; one that is new goes again when the user's mistake ends the run before its first update."""
-    with private_files():
-        yield from _run_folder(job)
-
-
-def _run_folder(job: Job) -> Iterator[RunFolder]:
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
     missing = topmost_missing(base)
-    folder, lock = open_folder(job)
-    topmost = missing or (folder.path if not job.run.out else None)
-    try:
-        names = [machine.name for machine in machines_of(job.cluster)]
-        with registered(folder.path, names), ended_like_ctrl_c():
-            yield folder
-    except ManyhandsError as error:
-        if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
-            remove_new(folder.path, topmost)
-        raise
-    finally:
-        if lock:
-            lock.release()
+    with private_files():
+        folder, lock = open_folder(job)
+        topmost = missing or (folder.path if not job.run.out else None)
+        try:
+            names = [machine.name for machine in machines_of(job.cluster)]
+            with registered(folder.path, names), ended_like_ctrl_c():
+                yield folder
+        except ManyhandsError as error:
+            if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
+                remove_new(folder.path, topmost)
+            raise
+        finally:
+            if lock:
+                lock.release()
 
 
 def _words_of(job: Job) -> tuple[str, str]:
@@ -380,7 +402,7 @@ def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: 
     # What torch's C++ parts log, each error with fifty lines of addresses, they raise as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if membership.rank:
-        tell = say if membership.started_by == "--init" else _say_nothing
+        tell = say if membership.started_by == "--init" else lambda _text: None  # under a launcher rank 0 alone speaks
         with private_files():
             result = _take_part(job, membership, NOWHERE, objects, tell)
         return _outcome(RunFolder(Path(result["folder"])), result, is_main=False)
@@ -411,10 +433,6 @@ def _take_part(
 def _outcome(folder: RunFolder, result: dict[str, Any], *, is_main: bool) -> Outcome:
     stopped = result["status"] == "stopped"
     return Outcome(folder, result["status"], EXIT_SAVED if stopped else EXIT_OK, is_main=is_main)
-
-
-def _say_nothing(_text: str) -> None:
-    """Ranks other than 0 keep silent under a launcher."""
 
 
 class _ScreenThread:

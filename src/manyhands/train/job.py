@@ -72,15 +72,8 @@ def build(  # noqa: PLR0913 - everything that meets in a run
 ) -> Trainer:
     """Builds all parts; a collective where there are several processes.
 
-    Args:
-        job: what the user asked for.
-        folder: where the run is kept.
-        world: who takes part.
-        mode: the parallel mode, resolved.
-        objects: what the user brings instead of names.
-        plan: how ops are split, for modes that follow a plan.
-        splits: the job's data, where that was opened before.
-        header: record what is trained on; False where that is recorded already.
+    `plan` says how ops are split, for modes that follow one; `splits` is the job's data, where that was opened before;
+    `header` is False where what is trained on is recorded already.
 
     Raises:
         UserError: data, model and job don't fit together.
@@ -159,8 +152,7 @@ def build(  # noqa: PLR0913 - everything that meets in a run
     if header:
         known = journal, job, world, samples.splits, samples.classes, objects, model, network.layouts
         record_setup(*known, optimizer=optimizer)
-    if world.device == "cpu":  # an accelerator's pass over two samples says little about an update
-        trainer.heart.expected_s = _say_expected(rehearsed.sample_s, trainer)
+    say_expected(under.sample_s, trainer)
     if found:
         resume(trainer, found)
     return compiled(suit(trainer))
@@ -244,29 +236,18 @@ def record_setup(  # noqa: PLR0913 - everything that a user should know first
 ) -> None:
     """Records what is trained on what, in three lines: the first ones on the screen, in a log and in the report.
 
-    Args:
-        journal: records it.
-        job: what the user asked for.
-        world: who takes part.
-        splits: the data.
-        classes: their names.
-        objects: what the user brought instead of names.
-        model: the network.
-        layouts: of the parameters that this process has pieces of.
-        optimizer: the user's own, where it is made already.
-        own_loop: the user's own loop decides how many epochs there are, and what is evaluated.
+    `layouts` are of parameters that this process has pieces of, `optimizer` is the user's own where it is made already,
+    and with `own_loop` their loop decides how many epochs there are and what is evaluated.
     """
-    order, options = (
-        Order(len(splits.train), min(job.train.batch, len(splits.train)), 0, job.train.drop_last),
-        job.train,
-    )
+    options, count = job.train, len(splits.train)
+    order = Order(count, min(options.batch, count), 0, options.drop_last)
     parameters = sum(math.prod(layouts.get(name, each).shape) for name, each in model.named_parameters())
     named = (
         job.model.name if objects.model is not None else settle(job.model, pixels_for(job, splits, objects).size).name
     )
     data = job.data.name if objects.train_set is None else type(objects.train_set).__name__
     tested = None if own_loop else len(splits.test)
-    counted = describe_samples(len(splits.train), tested, classes, "samples" if splits.pixels.own else "pictures")
+    counted = describe_samples(count, tested, classes, "samples" if splits.pixels.own else "pictures")
     kind, rate = plain(options.optimizer), f" at learning rate {options.lr:g}" if options.built_in else ""
     if optimizer and (own_loop or not options.built_in):
         kind, rate = type(optimizer).__name__, f" at learning rate {largest_rate(optimizer):g}"
@@ -280,15 +261,15 @@ def record_setup(  # noqa: PLR0913 - everything that a user should know first
     journal.event("setup", "\n".join(lines))
 
 
-def _say_expected(sample_s: float, trainer: Trainer) -> float:
-    """Seconds that an update is expected to take, by the trial step; a note says so of a long update or epoch."""
+def say_expected(sample_s: float, trainer: Trainer) -> None:
+    """Notes how long an update is expected to take, by `sample_s` a sample; records it of a long epoch."""
     order = trainer.feed.order
     update_s = sample_s * order.batch / trainer.world.size
     epoch_s = update_s * order.steps_per_epoch
     if epoch_s >= _LONG_EPOCH_S:
         told = f"an update is expected to take about {short_time(update_s)}, and an epoch {epoch_s / 60:,.0f} min"
         trainer.journal.event("note", told)
-    return update_s
+    trainer.heart.expected_s = update_s
 
 
 def resume(trainer: Trainer, found: Resumable) -> None:

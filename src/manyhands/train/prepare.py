@@ -23,15 +23,16 @@ from manyhands.core.trained import find_record
 from manyhands.core.world import World
 from manyhands.data.objects import has_targets
 from manyhands.parallel.apply import follows_plan, resolve_mode
+from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.options import MODE_OF_PLANS
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.compiled import keep_compiled
-from manyhands.train.data_setup import open_samples
+from manyhands.train.data_setup import class_names, open_samples, open_splits
 from manyhands.train.feed import Feed
-from manyhands.train.job import record_setup, refuse_uncuttable, resume, set_determinism
+from manyhands.train.job import record_setup, refuse_uncuttable, resume, say_expected, set_determinism
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_own, mark_own
@@ -104,14 +105,10 @@ def as_plan(plan: PlanLike) -> Plan:
 def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnParts) -> tuple[Trainer, dict[str, Any]]:
     """Builds the trainer, and puts it where the run folder's newest checkpoint was; a collective.
 
-    Args:
-        job: what the user asked for, with the batch.
-        folder: where the run is kept; None for nowhere.
-        world: who takes part.
-        own: what the user brings.
+    The job has the batch; without a folder nothing is kept.
 
     Returns:
-        The trainer, and what a session had noted in the checkpoint that it goes on from; empty at a start.
+        The trainer, and what a session had noted in the checkpoint that it resumes from; empty at a start.
 
     Raises:
         UserError: network, data, plan and job don't fit together.
@@ -120,16 +117,19 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     mode, plan = _mode_and_plan(job, world, own.plan)
     if job.train.deterministic:
         set_determinism(job)
-    refuse_uncuttable(job, plan, mode, journal, goes_on=folder is not None and folder.has_checkpoints())
     # Layers that the user has frozen, such as a pretrained network's BatchNorm.
     frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
     model, job = _placed(own.model, job, world)
     digests = digest_objects(network=model)
     objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
     found = find_state(job, folder, world, in_pieces=plan is not None) if folder else None
-    samples = open_samples(job, world, objects, journal)
+    splits, grid = open_splits(job, world, objects), grid_of(job, world, mode)
+    layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
+    known = journal, job, world, splits, class_names(job, splits), objects, model, layouts
+    record_setup(*known, optimizer=own.optimizer, own_loop=True)
+    refuse_uncuttable(job, plan, mode, journal, goes_on=folder is not None and folder.has_checkpoints())
+    samples = open_samples(job, world, objects, journal, splits=splits)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    grid = grid_of(job, world, mode)
     under = put_under_mode(BeforeMode(job, model, samples, mode, world, journal, plan=plan, grid=grid, found=found))
     network, synced = under.network, under.synced
     _follow_parameters(own, names)
@@ -145,7 +145,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         make_own(lambda _: own.optimizer, model)
     else:
         mark_own(own.optimizer)
-    set_rates = make_schedule(own.optimizer, job.train, order.steps_per_epoch) if own.scheduled else _the_users_own
+    set_rates = make_schedule(own.optimizer, job.train, order.steps_per_epoch) if own.scheduled else lambda _step: None
     if isinstance(set_rates, OwnScheduler) and set_rates.waits:
         mend = ("session.prepare(…, scheduler=scheduler), and step it: scheduler.step(loss)",)
         raise UserError("in a loop of your own nothing evaluates unasked", "train.schedule", mend)
@@ -189,8 +189,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         own_loop=True,
         release=lambda: under.release(samples),
     )
-    known = journal, job, world, samples.splits, samples.classes, objects, model, network.layouts
-    record_setup(*known, optimizer=own.optimizer, own_loop=True)
+    say_expected(under.sample_s, trainer)
     noted = _start(trainer, found, own)
     return suit(trainer), noted
 
@@ -202,10 +201,6 @@ def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str
     trainer.status_round.reset(trainer.progress.step)
     trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
     return noted
-
-
-def _the_users_own(_step: int) -> None:
-    """The learning rate is the user's to move."""
 
 
 def _not_by_itself(*_: object) -> Any:
@@ -237,7 +232,7 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
     options, changes = job.train, dict[str, Any]()
     if options.precision == "fp64":
         model = model.double()
-    elif any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+    elif {parameter.dtype for parameter in model.parameters()} == {torch.float64}:
         changes["precision"] = "fp64"
     elif options.precision == "auto":
         changes["precision"] = "fp32"

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from manyhands.data.order import Share
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.network import LossFn, ParallelNetwork, whole_batch
 from manyhands.parallel.norm import NormGroups
+from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.rows import settle_rows, watching
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
@@ -55,7 +56,6 @@ class RehearsalResult:
     draws: bool  # True where its training pass or its loss draws random numbers
     outputs: int = 0  # how many it has; at least as many as there are classes. 0: it wasn't tried
     count: int = 2  # samples that it was tried on
-    sample_s: float = 0.0  # seconds a sample took
 
 
 def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:
@@ -79,19 +79,36 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
             )
 
     with left_as_it_was(model, rehearsal.groups), drawing(seed, device) as drawn:
-        started = now(world)
         with watching(rehearsal.groups.layers) as seen:
             given = rehearsal.gradients(world).forward_backward(
                 whole_batch(batch.images, batch.labels), count, heed=check
             )
-        took_s = now(world) - started
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]
         # Of an output of the user's own kind, in which no tensors are found, nothing is learnt.
         unused = [] if len(unused) == len(trained) else unused
-        found = RehearsalResult(unused, drawn(), given.logits.shape[1], count, took_s / count)
+        found = RehearsalResult(unused, drawn(), given.logits.shape[1], count)
         settle_rows(model, seen, batch.images)
         return found
+
+
+def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
+    """Returns seconds of an update per sample, on the slowest process, estimated from forward passes; a collective.
+
+    Returns 0 where the network can't be called with images [n, …], or is on an accelerator, where few say little.
+    """
+    if world.device != "cpu":
+        return 0.0
+    taken: list[float] = []
+    model.eval()
+    with torch.no_grad(), drawing(0, world.device), suppress(Exception):
+        for _ in range(2):  # the first pass also sets things up
+            started = now(world)
+            model(images)
+            taken.append(now(world) - started)
+    model.train()
+    # A backward pass takes about twice as long as a forward pass.
+    return 3 * max(gather_plain(min(taken, default=0.0), world)) / len(images)
 
 
 def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, float]:

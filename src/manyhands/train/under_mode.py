@@ -28,11 +28,11 @@ from manyhands.train.loss import LossFn
 from manyhands.train.optimize import steps_to_make
 from manyhands.train.pacing import Watcher
 from manyhands.train.recover import Resumable
-from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_step
+from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_sample, time_step
 from manyhands.train.state import split_state
 
-# Seconds a sample from which on it is worth saying how long an update takes.
-_SLOW_S = 0.1
+# Samples that most custom losses can be tried on, and how a network or a loss fails.
+_FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class UnderMode:
     synced: ChosenSync  # how processes agree
     rehearsed: RehearsalResult  # what was learnt of it before
     restore_norms: Callable[[], None]  # gives the network its own BatchNorm back
+    sample_s: float  # seconds of an update per sample, as far as they are known before
 
     def watcher(self, world: World) -> Watcher | None:
         """What says who is slow, and has the method keep in time with the link; a collective."""
@@ -85,11 +86,11 @@ def put_under_mode(before: BeforeMode) -> UnderMode:
     model, world, plan = before.model, before.world, before.plan
     _refuse_untrainable(model, world)
     groups, restore_norms = group_batch_norms(model) if normalises_in_groups(before.mode) else leave_batch_norms()
+    picture = first_picture(before.samples.train)
     if plan:
         _start_equal(before)
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
         own = before.loss_fn.own if before.loss_fn else None
-        picture = first_picture(before.samples.train)
         request = ModeRequest(plan=plan, picture=picture, cross_entropy=before.cross_entropy, loss=own)
         synced, rehearsed = ChosenSync(BY_MODE, Synchronizer(), request), RehearsalResult([], draws=False)
     else:
@@ -97,7 +98,8 @@ def put_under_mode(before: BeforeMode) -> UnderMode:
         rehearsal = Rehearsal(model, groups, before.samples.train, loss_fn, before.job)
         rehearsed = _rehearsed(before, rehearsal)
         synced = _settle(before, rehearsal, rehearsed.unused)
-    return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, rehearsed, restore_norms)
+    sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
+    return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, rehearsed, restore_norms, sample_s)
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
@@ -120,22 +122,23 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
 
 
 def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
-    """Tries the network on two samples, or with a custom loss, which may need more, on a process's micro-batch.
+    """Tries the network on two samples; with a custom loss on eight, and where it needs more, on a micro-batch.
 
     A collective, since all must find the same.
     """
     samples, world, train = before.samples, before.world, before.job.train
-    count = 2
+    count = most = min(2, len(samples.splits.train))
     if before.loss_fn and before.loss_fn.own:
-        count = max(count, train.micro_batch or train.batch // world.size)
-    count, layers = min(count, len(samples.splits.train)), rehearsal.groups.layers
+        most = min(max(count, train.micro_batch or train.batch // world.size), len(samples.splits.train))
+        count = min(_FEW, most)
+    layers = rehearsal.groups.layers
     if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
         find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return RehearsalResult([], draws=False)
     try:
-        found = rehearse(rehearsal, before.classes, count, world)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        found = _tried(rehearsal, before.classes, count, most, world)
+    except _FAILURES as error:
         if before.loss_fn:
             raise
         method = before.job.sync.method
@@ -143,16 +146,22 @@ def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
         mend = (f"have the data set or the network shape x; --sync {EXACT} tries nothing",)
         raise UserError(what, "session.prepare", mend) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
-    sample_s = max(gather_plain(found.sample_s, world))
-    if before.loss_fn and sample_s > _SLOW_S and world.device == "cpu":
-        again = rehearse(rehearsal, before.classes, count, world)  # the first pass also sets things up
-        sample_s = max(gather_plain(again.sample_s, world))
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
         told = f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant"
         before.journal.event("warning", told, 0)
-    return RehearsalResult(unused, draws, found.outputs, count, sample_s)
+    return RehearsalResult(unused, draws, found.outputs, found.count)
+
+
+def _tried(rehearsal: Rehearsal, classes: int, count: int, most: int, world: World) -> RehearsalResult:
+    """Tries the network on `count` samples, and where that fails on `most`, whose error counts."""
+    try:
+        return rehearse(rehearsal, classes, count, world)
+    except _FAILURES as error:
+        if count == most or isinstance(error, torch.OutOfMemoryError):
+            raise
+    return rehearse(rehearsal, classes, most, world)
 
 
 def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> ChosenSync:

@@ -6,7 +6,8 @@ from collections.abc import Generator
 
 from manyhands.cluster.agents.orders import Orders
 from manyhands.config.job import Job
-from manyhands.data.open import is_published, open_ahead
+from manyhands.data.known import is_published
+from manyhands.data.open import open_ahead
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from manyhands.cluster.rendezvous import worker_membership
 from manyhands.config.job import Job
 from manyhands.core import shown
 from manyhands.core.claim import set_aside
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
@@ -86,8 +86,9 @@ def train_here(
 
             with nullcontext() if job.cluster.debugging else mine.roll_called():
                 status = fit(trainer)
-            trainer.journal.event(status, _closing_words(status, trainer.progress.step), trainer.progress.step)
-            return {"status": status, "step": trainer.progress.step, "folder": str(mine.folder.path)}
+            step = trainer.progress.step
+            trainer.journal.event(status, f"stopped and saved at step {step}" if status == "stopped" else "", step)
+            return {"status": status, "step": step, "folder": str(mine.folder.path)}
         except BaseException as error:
             if set_aside(folder.ranks, argument.get("generation", sys.maxsize)):
                 raise SystemExit(EXIT_FAILED) from error
@@ -123,16 +124,9 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
     world = mine.join(job, shared_options(job), say).world
     if mine.membership.started_by not in {OUR_HEAD, MET}:
         mine.folder = share_folder(world, mine.folder)
-    if job.cluster.debug_rank >= world.size:
-        message = f"there is no rank {job.cluster.debug_rank} to debug: the ranks are 0 … {world.size - 1}"
-        raise UserError(message, "--debug-rank", ("count from 0",))
-    wait_for_editor(world.rank, job.cluster)
+    wait_for_editor(world.rank, world.size, job.cluster)
     mine.trainer = _build(_from_where_rank_0_says(job, world, say), mine.folder, world, argument)
     return mine.trainer
-
-
-def _closing_words(status: str, step: int) -> str:
-    return f"stopped and saved at step {step}" if status == "stopped" else ""
 
 
 def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
@@ -147,6 +141,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
+    from manyhands.cluster.doctor.unused import unused_here
     from manyhands.parallel.apply import follows_plan, resolve_mode
     from manyhands.parallel.plain import gather_plain
     from manyhands.train.choose_sync import check_combination
@@ -156,11 +151,11 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     mode = resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
     if world.is_main:
-        Journal(folder, world.rank).event(
-            "started", processes=world.size, device=world.device, backend=world.backend, mode=mode
-        )
-        if world.device == "cpu" and job.cluster.device == "auto":
-            _tell_of_unused_accelerators(Journal(folder, world.rank))
+        journal = Journal(folder, world.rank)
+        journal.event("started", processes=world.size, device=world.device, backend=world.backend, mode=mode)
+        # So that nobody loses days on a CPU beside an accelerator.
+        if world.device == "cpu" and job.cluster.device == "auto" and (told := unused_here()):
+            journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
     objects = load_objects(argument)
     measurements: list[Any] = []  # those that the header was recorded for
     settled = _settle_measured(job, folder, world, mode, objects, measurements)
@@ -176,15 +171,6 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     if world.is_main:
         give_account(trainer, ranks, {**about, **decided})
     return trainer
-
-
-def _tell_of_unused_accelerators(journal: Journal) -> None:
-    """One line where the CPU is taken though this machine has an accelerator, so that nobody loses days to it."""
-    from manyhands.cluster.doctor.unused import unused_here
-
-    told = unused_here()
-    if told:
-        journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
 
 
 def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.doctor.facts.software import torchvision_misfit
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError
-from manyhands.data.open import is_published
+from manyhands.data.known import is_published
 from manyhands.models.build import is_own
 from manyhands.parallel.options import USUAL_MODE
 

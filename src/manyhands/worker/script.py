@@ -29,7 +29,8 @@ def main(words: list[str]) -> None:
     scratch, logs, agent, debug_rank, debug_port, script, *own = words
     rank = begin(scratch, logs, int(agent))
     try:
-        wait_for_editor(rank, ClusterOptions(debug_rank=int(debug_rank), debug_port=int(debug_port)))
+        debugged = ClusterOptions(debug_rank=int(debug_rank), debug_port=int(debug_port))
+        wait_for_editor(rank, int(os.environ["WORLD_SIZE"]), debugged)
         _run(script, own)
     except SystemExit:
         raise

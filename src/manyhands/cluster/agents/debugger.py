@@ -33,12 +33,15 @@ def attach_notice(options: ClusterOptions) -> str:
     )
 
 
-def wait_for_editor(rank: int, options: ClusterOptions) -> None:
-    """Waits until an editor has attached, if this rank is the one to debug; says how in this process's output.
+def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
+    """Waits until an editor has attached, if this rank, of `size`, is the one to debug; says how in its output.
 
     Raises:
-        UserError: debugpy is missing, or its port is in use.
+        UserError: there is no such rank, debugpy is missing, or its port is in use.
     """
+    if options.debug_rank >= size:
+        message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
+        raise UserError(message, "--debug-rank", ("count from 0",))
     if rank != options.debug_rank:
         return
     if importlib.util.find_spec("debugpy") is None:

@@ -127,7 +127,7 @@ def _moving(ranks: Sequence[_Rank]) -> float:
 
 def _why(ranks: Sequence[_Rank]) -> str:
     """Who didn't come and what it does, or what else is known."""
-    silent = [rank for rank in ranks if rank.silent]
+    silent = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if silent:
         how = "is stopped" if silent[0].seen.stopped else "gives no sign of life"
         return f"{_names(silent)} didn't come: process {silent[0].seen.pid} {how}"

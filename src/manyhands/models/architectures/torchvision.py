@@ -9,6 +9,7 @@ from manyhands.core.errors import UserError
 from manyhands.models.construct import construct
 from manyhands.models.needs import ModelNeeds
 from manyhands.models.pretrained import fetch_weights
+from manyhands.models.published import published_names
 
 PREFIX = "torchvision:"
 TORCHVISION = True
@@ -22,7 +23,7 @@ _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
 
 
 def names() -> list[str]:
-    return _models().list_models(module=_models())
+    return published_names()
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
