@@ -181,7 +181,7 @@ def test_some_of_a_workers_variables_are_not_enough(missing):
 def test_an_address_that_only_means_oneself_is_refused_over_several_machines():
     with pytest.raises(UserError, match=r"several machines, but 127\.0\.0\.1"):
         participate(ClusterOptions(), {**WORKER, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    with pytest.raises(UserError, match="several machines, and localhost"):
+    with pytest.raises(UserError, match="several machines, but localhost"):
         participate(ClusterOptions(), step(MASTER_ADDR="localhost"))
 
 

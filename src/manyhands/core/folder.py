@@ -133,7 +133,7 @@ def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:
         path = base / (stem if number == 1 else f"{stem}-{number}")
         if not os.path.lexists(path):
             return path
-    raise UserError(f"{base} holds ten thousand runs of this name today", str(base), ("give --out DIR",))
+    raise UserError(f"{base} has 10,000 runs of this name for today", str(base), ("choose a run folder: --out DIR",))
 
 
 def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
@@ -161,7 +161,8 @@ def use_run_folder(path: Path) -> RunFolder:
         raise _unwritable(path, error) from error
     folder = RunFolder(path)
     if not folder.exists() and any(entry.name not in {"ranks"} for entry in path.iterdir()):
-        raise UserError(f"{path} is not empty and holds no run", "--out", ("name a new folder, or an earlier run's",))
+        hints = ("choose a new folder or the folder of an earlier run",)
+        raise UserError(f"{path} is not empty and holds no run", "--out", hints)
     if not os.access(path, os.W_OK):
         raise _unwritable(path, PermissionError("no permission to write"))
     return folder
@@ -214,11 +215,12 @@ def writing_into(path: Path) -> Generator[None]:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        mend = ("make room there, or give --out a folder on another disk",)
+        mend = ("free space on this disk, or choose a folder on another disk: --out DIR",)
         return UserError(f"the run folder {path} can't be written: {error.strerror}", str(path), mend)
     if path.is_file():
-        return UserError(f"{path} is a file, not a folder", "--out", ("give --out DIR",))
-    return UserError(f"the run folder {path} can't be made: {error.strerror or error}", "--out", ("give --out DIR",))
+        return UserError(f"{path} is a file, not a folder", "--out", ("choose another folder: --out DIR",))
+    what = f"the run folder {path} can't be created: {error.strerror or error}"
+    return UserError(what, "--out", ("choose another folder: --out DIR",))
 
 
 def _says_the_same(path: Path, text: str) -> bool:

@@ -21,19 +21,19 @@ class Need:
 MODE = "parallel.mode"
 # What parallel modes offer.
 WHOLE_GRADIENTS = Need("needs the whole network, with its gradients, on each process", MODE)
-OWN_AVERAGE = Need("averages gradients in its own way, which this mode leaves to nobody", MODE)
-AVERAGE_HOOK = Need("changes gradients within the mode's own average, which this mode doesn't let anybody do", MODE)
+OWN_AVERAGE = Need("replaces gradient averaging, which this mode doesn't allow", MODE)
+AVERAGE_HOOK = Need("needs a hook in gradient averaging, which this mode doesn't have", MODE)
 # What jobs offer.
 OWN_STATISTICS = Need(
-    "has no global batch to normalise over: each process takes its own samples",
+    "can't normalise over the global batch, because each process makes its own updates",
     "train.norm_group",
-    ("leave norm_group out",),
+    ("remove train.norm_group",),
     "not with a global norm_group",
 )
 FINITE_GRADIENTS = Need(
-    "doesn't go with fp16, whose gradients may overflow",
+    "doesn't support fp16, because fp16 gradients may overflow",
     "sync.method",
-    ("--train.precision bf16",),
+    ("set --train.precision bf16",),
     "not with fp16",
 )
 
