@@ -122,7 +122,7 @@ def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
     until = time.monotonic() + 20
     while not (told := tunnels.ended()) and time.monotonic() < until:
         time.sleep(0.01)
-    assert "the tunnel to n2 ended" in told
+    assert "the ssh tunnel to n2 ended" in told
     tunnels.close()
     assert not folder.exists()
     assert not psutil.Process().children()

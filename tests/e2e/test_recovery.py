@@ -147,7 +147,7 @@ def test_a_stopped_process_is_ended_and_replaced(here):
     ended = finish(training)
     assert ended.code == 0, ended.err
     assert re.search(
-        r"WARNING rank 1 on \S+ was stopped for \d+ s, and was ended: the run goes on from step", ended.err
+        r"WARNING rank 1 on \S+ was stopped for \d+ s and was killed: the run goes on from step", ended.err
     )
     assert not stopped.is_running()
 

@@ -113,12 +113,12 @@ def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -
         why: it could not be saved, where there was no second wish.
         idle: no process was training just then, so that there was nothing to save.
     """
-    since = f" (saving failed: {why})" if why else ""
+    since = f" (could not save: {why})" if why else ""
     if step is None:
         hints = ("run the same command again to start from the beginning",)
         error = ManyhandsError(f"stopped before anything was saved{since}", mend=hints)
     else:
-        how = "while no process was training" if idle else f"without saving{since}"
+        how = "while no process was training" if idle else f"without a save{since}"
         what = f"stopped {how}; the last checkpoint is step {step}"
         error = ManyhandsError(what, mend=(f"resume from step {step}: {going_on(run)}",))
     error.exit_code = EXIT_SAVED if idle and step is not None else EXIT_INTERRUPTED
