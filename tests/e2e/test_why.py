@@ -222,4 +222,4 @@ def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, 
     assert ended.code == 0, ended.err
     named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): the run goes on from step")
     (record,) = [json.loads(one.read_text()) for one in Path("run/ranks/failures/start-0").glob("1.json")]
-    assert "a smaller train.micro_batch" in record["mend"]
+    assert "or reduce train.micro_batch" in record["mend"]
