@@ -20,81 +20,35 @@ _FULL_BYTES = 64 << 10
 _LINKED_S, _POLL_S = 5.0, 0.05
 
 
+class _Path:
+    """A file or folder in a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _owner: type["RunFolder"]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Names the files of a run; making one touches nothing."""
 
     path: Path  # the folder
-
-    @property
-    def job(self) -> Path:
-        """The whole configuration, every default filled in."""
-        return self.path / "job.toml"
-
-    @property
-    def plan(self) -> Path:
-        """How the work is split."""
-        return self.path / "plan.json"
-
-    @property
-    def network(self) -> Path:
-        """What the trained network is beside its weights; see the module `trained` of core."""
-        return self.path / "network.json"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, devices, hosts and the revision of the user's code."""
-        return self.path / "env.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per logged step and per evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """Joins, losses, saves and decisions, one line each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def ranks(self) -> Path:
-        """Each process's own output: 0.log, 1.log and so on."""
-        return self.path / "ranks"
-
-    @property
-    def failures(self) -> Path:
-        """One record per process that failed: 0.json …; empty while all is well."""
-        return self.path / "ranks" / "failures"
-
-    @property
-    def machines(self) -> Path:
-        """Of a run on several machines: who has which ranks, and where its logs are."""
-        return self.path / "machines.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Committed states, one folder each."""
-        return self.path / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        """best.json and last.json: counts per class and the confusion matrix."""
-        return self.path / "evaluations"
-
-    @property
-    def report(self) -> Path:
-        """The page for the user."""
-        return self.path / "report.html"
-
-    @property
-    def trace(self) -> Path:
-        """What processes did in a few updates, in Chrome's form, where that was asked for."""
-        return self.path / "trace.json"
-
-    @property
-    def pictures(self) -> Path:
-        """Every picture of the report as PNG."""
-        return self.path / "pictures"
+    job = _Path("job.toml")  # the job with all defaults
+    plan = _Path("plan.json")  # how the work is split
+    network = _Path("network.json")  # the description of the trained network; see `core.trained`
+    environment = _Path("env.json")  # versions, devices, hosts and the revision of the user's code
+    metrics = _Path("metrics.jsonl")  # one line per logged step and per evaluation
+    events = _Path("events.jsonl")  # one line per join, loss, save and decision
+    ranks = _Path("ranks")  # the output of each process: 0.log, 1.log …
+    failures = _Path("ranks/failures")  # a record of each process that failed: 0.json …
+    machines = _Path("machines.json")  # the ranks and log folders of each machine, in runs on several machines
+    checkpoints = _Path("checkpoints")  # one folder per checkpoint
+    evaluations = _Path("evaluations")  # best.json and last.json: counts per class and the confusion matrix
+    report = _Path("report.html")  # the report for the user
+    trace = _Path("trace.json")  # a Chrome trace of a few updates, if requested
+    pictures = _Path("pictures")  # the figures of the report as PNG
 
     def exists(self) -> bool:
         """True when the folder holds a run (its job file is written first)."""

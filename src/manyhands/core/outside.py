@@ -120,13 +120,14 @@ def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
     """
     import yaml
 
+    untyped: Any = yaml
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text, _MOST_YAML_BYTES)
     try:
-        for token in yaml.scan(text) if "*" in text else ():
+        for token in untyped.scan(text) if "*" in text else ():
             if isinstance(token, yaml.AliasToken):  # a few aliases can expand to billions of values
                 raise UnreadableError("YAML aliases (*name) are not supported", token.start_mark.line + 1)
-        return yaml.safe_load(text), cast(Any, yaml).compose(text, Loader=yaml.SafeLoader)
+        return yaml.safe_load(text), untyped.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise UnreadableError(str(error.problem), mark.line + 1 if mark else 0) from None
