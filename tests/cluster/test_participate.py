@@ -246,10 +246,10 @@ def place_by_flags(monkeypatch, environment, flags, file=None):
     ("environment", "flags", "said"),
     [
         (ALONE, {"cluster.processes": 2}, "-n 2 contradicts RANK, WORLD_SIZE, LOCAL_RANK"),
-        (TORCHRUN, {"cluster.processes": 2}, "process 1 of 3, one of 3 on this machine"),
+        (TORCHRUN, {"cluster.processes": 2}, "rank 1 of 3, and this machine has 3 process(es)"),
         (step(1, (1, 1)), {"cluster.processes": 2}, "-n 2 contradicts SLURM_PROCID"),
-        ({**ALONE, "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 4}, "process 0 of 2"),
-        ({**WORKER, "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 3}, "process 1 of 3"),
+        ({**ALONE, "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 4}, "rank 0 of 2"),
+        ({**WORKER, "MASTER_ADDR": "192.0.2.7"}, {"cluster.processes": 3}, "rank 1 of 3"),
         (ALONE, {"cluster.file": "hosts.txt"}, "--cluster contradicts RANK"),
         (ALONE, {"cluster.hosts": ["n1", "n2"]}, "--hosts contradicts RANK"),
         (ALONE, {"cluster.rank_table": "table.json"}, "--rank-table contradicts RANK"),

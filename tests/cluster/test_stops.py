@@ -150,7 +150,7 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
     (folder.checkpoints / ".step-00000060.part").mkdir()
     told = str(interrupted(folder))
     assert "the last checkpoint is step 50" in told
-    assert f"manyhands resume '{folder.path}' goes on from step 50" in told
+    assert f"resume from step 50: manyhands resume '{folder.path}'" in told
 
 
 @pytest.mark.parametrize("fault", [RunError("n2 has no Python", "n2"), ValueError("a mistake of ours")])

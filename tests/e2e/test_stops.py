@@ -133,7 +133,7 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
     assert f"(process {worker.pid} is stopped)" in ended.err
     step = events("run", "saved")[-1]["step"]
     assert f"the last checkpoint is step {step}" in ended.err
-    assert f"manyhands resume {here / 'run'} goes on from step {step}" in ended.err
+    assert f"resume from step {step}: manyhands resume {here / 'run'}" in ended.err
     assert not marked(str(here))
 
 
@@ -182,7 +182,7 @@ def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrup
     assert ended.code == 130, ended.err
     step = events("run", "saved")[-1]["step"]
     assert f"the last checkpoint is step {step}" in ended.err
-    assert f"goes on from step {step}" in ended.err
+    assert f"resume from step {step}" in ended.err
 
 
 def torchrun(processes):

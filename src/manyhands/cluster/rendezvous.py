@@ -89,9 +89,9 @@ def refuse_unfollowed(options: ClusterOptions, found: Participation) -> None:
     if not unfollowed:
         return
     names = [name for name in dict.fromkeys(origins.values()) if name in os.environ]
-    said = f"this is process {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
+    said = f"this process has rank {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
     if member and not unknown:
-        said += f", one of {member.local_size} on this machine"
+        said += f", and this machine has {member.local_size} process(es)"
     raise UserError(
         f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {said}",
         "environment" if names else origins["size"],

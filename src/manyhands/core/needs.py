@@ -1,4 +1,4 @@
-"""What a sync method needs of what it runs on. A parallel mode and a job say what they offer; neither names methods."""
+"""Requirements of sync methods, which parallel modes and jobs offer or not without naming methods."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a method can't do without."""
+    """A requirement of a sync method."""
 
-    reason: str  # why a method can't be taken where this isn't offered; its name stands before
-    option: str  # the key of the option that decides whether it is offered
-    mend: tuple[str, ...] = ()  # what to do, besides taking another method
-    short: str = ""  # the reason where there is little room
+    reason: str  # the end of the error message, after the name of the method
+    option: str  # key of the option that decides whether the requirement is met
+    mend: tuple[str, ...] = ()  # hints besides choosing another method
+    short: str = ""  # a short form of the reason for tables
 
 
 MODE = "parallel.mode"
-# What parallel modes offer.
+# Offered by parallel modes.
 WHOLE_GRADIENTS = Need("needs the whole network, with its gradients, on each process", MODE)
 OWN_AVERAGE = Need("replaces gradient averaging, which this mode doesn't allow", MODE)
 AVERAGE_HOOK = Need("needs a hook in gradient averaging, which this mode doesn't have", MODE)
-# What jobs offer.
+# Offered by jobs.
 OWN_STATISTICS = Need(
     "can't normalise over the global batch, because each process makes its own updates",
     "train.norm_group",
@@ -42,15 +42,15 @@ class HasGradients(Protocol):
     """A network whose gradients a sync method can reach, such as any Module of torch."""
 
     def named_parameters(self) -> "Iterator[tuple[str, nn.Parameter]]":
-        """All parameters, whole, by the user's own names."""
+        """Yields all parameters, unsharded, with the names of the user's network."""
         ...
 
     def buffers(self) -> "Iterator[Tensor]":
-        """BatchNorm's statistics and other buffers."""
+        """Yields BatchNorm statistics and other buffers."""
         ...
 
 
 def missing(needs: Iterable[Need], offers: Iterable[Need]) -> Need | None:
-    """The first need that isn't offered."""
+    """Returns the first requirement that is not offered."""
     there = set(offers)
     return next((need for need in needs if need not in there), None)
