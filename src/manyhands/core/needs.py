@@ -21,8 +21,8 @@ class Need:
 MODE = "parallel.mode"
 # Offered by parallel modes.
 WHOLE_GRADIENTS = Need("needs the whole network, with its gradients, on each process", MODE)
-OWN_AVERAGE = Need("replaces gradient averaging, which this mode doesn't allow", MODE)
-AVERAGE_HOOK = Need("needs a hook in gradient averaging, which this mode doesn't have", MODE)
+OWN_AVERAGE = Need("needs to replace this mode's gradient averaging", MODE)
+AVERAGE_HOOK = Need("needs a hook in this mode's gradient averaging", MODE)
 # Offered by jobs.
 OWN_STATISTICS = Need(
     "can't normalise over the global batch, because each process makes its own updates",
